@@ -1,0 +1,1 @@
+"""The config groups, as YAML; shipped in the package as `hybridtrain.configs`."""

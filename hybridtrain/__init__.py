@@ -1,0 +1,28 @@
+"""Hybrid pipeline and data parallel training of PyTorch models.
+
+from hybridtrain import HybridModel, Trainer, World
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridtrain.model import HybridModel, StepOutput
+    from hybridtrain.trainer import Trainer
+    from hybridtrain.world import World
+
+__all__ = ["HybridModel", "StepOutput", "Trainer", "World"]
+
+_HOME = {
+    "HybridModel": "hybridtrain.model",
+    "StepOutput": "hybridtrain.model",
+    "Trainer": "hybridtrain.trainer",
+    "World": "hybridtrain.world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # on first use, so that looking at a config does not wait a second for torch
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,272 @@
+"""From a config to a run: the one room that knows every other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridtrain import targets
+from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.compose import to_yaml
+from hybridtrain.config import Config, check
+from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
+from hybridtrain.data.splits import DataSplits
+from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.evaluate import evaluate
+from hybridtrain.export import export_model
+from hybridtrain.layout import describe_layout
+from hybridtrain.losses import LOSSES, METRICS
+from hybridtrain.model import HybridModel
+from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard
+from hybridtrain.optim import build_lr_schedule, build_optimizer
+from hybridtrain.run_directory import RunDirectory
+from hybridtrain.trainer import Trainer, count_steps
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+# The keys of `data` that the loader takes; the others go to the data set.
+LOADER_KEYS = ("batch_size", "workers", "drop_last", "timeout_s")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What every command needs, built from a config."""
+
+    config: Config
+    directory: RunDirectory
+    world: World
+    data: DataSplits
+    model: HybridModel
+
+    @property
+    def loader_options(self) -> LoaderOptions:
+        """How this run fetches batches."""
+        data = self.config.data
+        return LoaderOptions(
+            workers=data.get("workers", 0),
+            timeout_s=data.get("timeout_s", 120),
+            collate=self.data.collate,
+        )
+
+    def evaluation(self) -> EvalLoader | None:
+        """The evaluation half of the data, if there is one."""
+        if self.data.eval is None:
+            return None
+        size = self.config.data["batch_size"]
+        return EvalLoader(self.data.eval, size, self.world, options=self.loader_options)
+
+
+def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
+    """The command `train`: trains, or goes on training, and returns the summary."""
+    parts = _assemble(config)
+    directory, world, model = parts.directory, parts.world, parts.model
+    loader = TrainLoader(
+        parts.data.train,
+        config.data["batch_size"],
+        world,
+        seed=config.seed,
+        drop_last=config.data.get("drop_last", False),
+        options=parts.loader_options,
+    )
+    options = config.trainer
+    total_steps = count_steps(loader, options.steps, options.epochs, options.accumulate)
+    optimizer = build_optimizer(config.optim, model.parameters(), config.allow_targets)
+    keeps = config.checkpoint.every_steps != 0
+    trainer = Trainer(
+        model,
+        optimizer,
+        LOSSES[options.loss],
+        loader,
+        evaluation=parts.evaluation(),
+        metrics=_metrics(config),
+        lr_schedule=build_lr_schedule(
+            config.lr_schedule, optimizer, total_steps, config.allow_targets
+        ),
+        steps=total_steps,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+        log_every=options.log_every,
+        eval_every=options.eval_every,
+        store=CheckpointStore(directory.checkpoints, config.checkpoint.keep) if keeps else None,
+        checkpoint_every=config.checkpoint.every_steps or None,
+        monitor=_monitor(config, directory) if world.is_main else None,
+    )
+    checkpoint = _checkpoint_to_resume(parts)
+    layout = describe_layout(model, config.pipeline.schedule)
+    log.info("run directory %s\n%s", directory.path, layout)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+        log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
+    if world.is_main:
+        directory.write_config(config, overrides)
+    summary = trainer.fit({"config": to_yaml(config), "layout": layout})
+    if world.is_main:
+        directory.write_summary(summary)
+        log.info("%s", _outcome(directory, summary))
+    world.close()
+    return summary
+
+
+def evaluate_run(config: Config) -> dict[str, float]:
+    """The command `evaluate`: evaluates the newest checkpoint of a run, or the one named."""
+    parts = _assemble(config)
+    loader = parts.evaluation()
+    if loader is None:
+        raise ConfigError(f"data ({config.data['_target_']}) has no evaluation half")
+    checkpoint = _needed_checkpoint(parts)
+    step = state.restore(checkpoint, parts.model, None)["step"]
+    result = evaluate(parts.model, loader, LOSSES[config.trainer.loss], _metrics(config))
+    values = "  ".join(f"{name} {value:.4f}" for name, value in result.items() if name != "samples")
+    log.info("%s, step %d: %s  (%d samples)", checkpoint, step, values, result["samples"])
+    parts.world.close()
+    return result
+
+
+def export_run(config: Config) -> Path | None:
+    """The command `export`: writes a checkpoint's weights as one safetensors file, on rank 0."""
+    parts = _assemble(config)
+    checkpoint = _needed_checkpoint(parts)
+    state.restore(checkpoint, parts.model, None)
+    path = parts.directory.path / "export" / f"{checkpoint.name}.safetensors"
+    if parts.world.is_main:
+        export_model(parts.model, path)
+        log.info("wrote %s, of %s", path, checkpoint)
+    parts.world.close()
+    return path if parts.world.is_main else None
+
+
+def _assemble(config: Config) -> Parts:
+    check(config)
+    _check_choice("trainer.loss", config.trainer.loss, LOSSES)
+    _metrics(config)  # so that a typo in a metric ends the run before it begins
+    world = World.from_env(
+        config.pipeline.nb_part,
+        config.world.devices,
+        config.world.backend,
+        config.world.timeout_s,
+    )
+    directory = RunDirectory.of(config)
+    directory.create()
+    directory.log_to_files(world.rank)
+    data = _data(config, world)
+    torch.manual_seed(config.seed)
+    model = HybridModel(
+        _model(config, data.facts),
+        world,
+        chunks=config.pipeline.chunks,
+        schedule=config.pipeline.schedule,
+        split=config.pipeline.split,
+        checkpoint=config.pipeline.checkpoint,
+        precision=config.trainer.precision,
+        seed=config.seed,
+        find_unused_parameters=config.world.find_unused_parameters,
+    )
+    return Parts(config, directory, world, data, model)
+
+
+def _data(config: Config, world: World) -> DataSplits:
+    """The data set: rank 0 first and alone if it may download, then the others."""
+
+    def load(download: bool) -> DataSplits:
+        chosen = {key: value for key, value in config.data.items() if key not in LOADER_KEYS}
+        if "download" in chosen:
+            chosen["download"] = download
+        splits = targets.build("data", chosen, config.allow_targets)
+        if not isinstance(splits, DataSplits):
+            raise ConfigError(
+                f"data._target_={chosen['_target_']} must return a hybridtrain.data.DataSplits, "
+                f"not {type(splits).__name__}"
+            )
+        return splits
+
+    on_main = world.on_main(lambda: load(bool(config.data.get("download"))))
+    return on_main if on_main is not None else load(False)
+
+
+def _model(config: Config, facts: Mapping[str, Any]) -> nn.Module:
+    net = targets.build("model", config.model, config.allow_targets, facts=facts)
+    if not isinstance(net, nn.Module):
+        raise ConfigError(
+            f"model._target_={config.model['_target_']} must give an nn.Module, "
+            f"not {type(net).__name__}"
+        )
+    return net
+
+
+def _metrics(config: Config) -> dict[str, Any]:
+    """The metrics of `trainer.metrics`: names of this project's, or torchmetrics' targets."""
+    chosen = config.trainer.metrics or []
+    if isinstance(chosen, Mapping):
+        return {
+            name: targets.build("trainer.metrics", given, config.allow_targets)
+            if isinstance(given, Mapping)
+            else METRICS[_check_choice(f"trainer.metrics.{name}", given, METRICS)]
+            for name, given in chosen.items()
+        }
+    return {name: METRICS[_check_choice("trainer.metrics", name, METRICS)] for name in chosen}
+
+
+def _monitor(config: Config, directory: RunDirectory) -> Monitor:
+    monitors: list[Monitor] = [MetricsFile(directory.path / "metrics.jsonl")]
+    if config.monitor.tensorboard:
+        monitors.append(TensorBoard(directory.tensorboard))
+    if config.monitor.progress:
+        monitors.append(Progress())
+    return Monitors(monitors)
+
+
+def _checkpoint_to_resume(parts: Parts) -> Path | None:
+    """Where to go on from; rank 0 looks and tells the others."""
+    resume, store = parts.config.resume, CheckpointStore(parts.directory.checkpoints)
+
+    def find() -> Path | None:
+        if resume is None:
+            if store.steps():
+                raise ConfigError(
+                    f"resume=null would start anew over the checkpoints in {store.root} (up to "
+                    f"step {store.steps()[-1]}): set resume=auto to go on, or another run_name"
+                )
+            return None
+        if resume == "auto":
+            return store.newest()
+        if not Path(resume).is_dir():
+            raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
+        return Path(resume)
+
+    return parts.world.broadcast(parts.world.on_main(find))
+
+
+def _needed_checkpoint(parts: Parts) -> Path:
+    if parts.config.resume is None:
+        raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
+    checkpoint = _checkpoint_to_resume(parts)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {parts.directory.checkpoints}: train first, or set "
+            f"run_name or resume=<path of a checkpoint>"
+        )
+    return checkpoint
+
+
+def _outcome(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
+    evaluation = summary["eval"] or {}
+    values = "  ".join(f"{k} {v:.4f}" for k, v in evaluation.items() if k != "samples")
+    return (
+        f"done: {summary['steps']} steps, {values or 'no evaluation'}\n"
+        f"run directory: {directory.path.resolve()}\n"
+        f"dashboard: tensorboard --logdir {directory.tensorboard}"
+    )
+
+
+def _check_choice(key: str, value: Any, choices: Mapping[str, Any]) -> str:
+    if value not in choices:
+        raise ConfigError(targets.unknown_option(key, str(value), list(choices)))
+    return str(value)

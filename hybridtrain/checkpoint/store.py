@@ -1,0 +1,362 @@
+"""Checkpoint directories that survive a killed process, a power cut and a flipped bit.
+
+A checkpoint is a directory of files that named writers fill; what is in them is not known here.
+It is built out of sight and appears under its name in one step, so it is whole or not there:
+
+    .tmp-100-<uuid>/     each file hashed while it is written, then fsync
+                         manifest.json last: size and hash of every file
+                         fsync of the directory
+        |  rename, fsync of the root
+        v
+    step_00000100/       published
+
+A directory cannot be renamed onto another that has files, so a step that is saved again (a run
+resumed from an earlier checkpoint comes past it once more) goes beside the old one first:
+
+    step_00000100  step_00000100.1      published: of one step the highest generation counts
+    .tmp-<uuid>    step_00000100.1      the old one retired
+                   step_00000100        the plain name taken over, the retired files removed
+
+Every line of this picture has a complete checkpoint of step 100, and each is on disk before the
+next begins. No reader has to repair anything; what a dead run left behind the next save removes.
+
+One process saves into a root at a time (rank 0 of the run). Any number may read.
+"""
+
+import errno
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from uuid import uuid4
+
+from hybridtrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+_TEMPORARY = ".tmp-"
+_PUBLISHED = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run: `root/step_00000100/`, `root/step_00000200/`, ...
+
+    `keep` is how many of the newest stay on disk, None for all. While one is being saved there
+    is room needed for one more.
+    """
+
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(
+                f"checkpoint.keep is {keep}: at least 1 has to stay, or null to keep all"
+            )
+        self.root = root
+        self.keep = keep
+
+    def save(self, step: int, writers: Mapping[str, Callable[[BinaryIO], None]]) -> Path:
+        """Publish one file for each writer as the checkpoint of `step`; return its directory.
+
+        Each writer gets a binary file that can only be written from front to back. When this
+        returns, the checkpoint is on disk; a checkpoint of the same step is replaced without a
+        moment in which neither can be loaded. Then, with `keep`, the oldest ones are removed.
+        Later steps than this one are never removed.
+
+        Raises CheckpointError when the files cannot be written (disk full, no permission), with
+        every older checkpoint as it was. Any other exception of a writer comes out unchanged.
+        """
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        for name in writers:
+            if not name or name.startswith(".") or "/" in name or name == MANIFEST:
+                raise ValueError(f"{name!r} cannot be the name of a checkpoint's file")
+
+        temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
+        try:
+            make_directory(self.root)
+            # Before anything is written: on a full disk this is the space that is missing.
+            self._remove(list(self.root.glob(f"{_TEMPORARY}*")))
+            temporary.mkdir()
+            files = {name: _write_file(temporary / name, write) for name, write in writers.items()}
+            manifest = _render_manifest({"format": FORMAT, "step": step, "files": files})
+            _write_file(temporary / MANIFEST, lambda file: file.write(manifest))
+            sync_directory(temporary)
+            published = self._publish(temporary, step)
+        except OSError as error:
+            # Looked at before the clean-up gives the space back.
+            message = self._explain(step, temporary, error)
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(message) from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+        # The checkpoint is safe. What goes wrong from here on must not look like a failed save.
+        try:
+            self._settle(step, published)
+            self._prune(step)
+        except OSError as error:
+            _log.warning("%s is saved, but an older one cannot be removed: %s", published, error)
+        return self._generations(step)[-1]
+
+    def steps(self) -> list[int]:
+        """Return the steps of the published checkpoints, ascending; they may be damaged."""
+        return sorted({step for step, _, _ in self._published()})
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint that verifies, or None when there is none at all.
+
+        Reads every byte of it. A damaged one is skipped with a warning. Raises CheckpointError
+        when there are some and none verifies: to start from scratch is then the user's decision.
+        """
+        published = self._published()
+        for _, _, path in reversed(published):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                _log.warning("skipping a damaged checkpoint: %s", error)
+            else:
+                return path
+        if published:
+            names = ", ".join(path.name for _, _, path in published)
+            raise CheckpointError(
+                f"none of the checkpoints in {self.root} is intact ({names}): restore one from a "
+                "copy, or set resume=null to start from scratch"
+            )
+        return None
+
+    def _published(self) -> list[tuple[int, int, Path]]:
+        """Every (step, generation, path), oldest first."""
+        if not self.root.is_dir():
+            return []
+        matches = ((_PUBLISHED.fullmatch(path.name), path) for path in self.root.iterdir())
+        return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
+
+    def _generations(self, step: int) -> list[Path]:
+        return [path for published_step, _, path in self._published() if published_step == step]
+
+    def _publish(self, temporary: Path, step: int) -> Path:
+        target = self.root / f"step_{step:08d}"
+        if generations := [number for other, number, _ in self._published() if other == step]:
+            target = self.root / f"{target.name}.{generations[-1] + 1}"
+        os.rename(temporary, target)
+        sync_directory(self.root)
+        return target
+
+    def _settle(self, step: int, newest: Path) -> None:
+        """Retire the older generations of `step` and give the newest one the plain name."""
+        retired = [self._retire(path) for path in self._generations(step) if path != newest]
+        if retired:
+            sync_directory(self.root)
+            os.rename(newest, self.root / f"step_{step:08d}")
+            self._remove(retired)
+
+    def _prune(self, published: int) -> None:
+        """Remove the oldest checkpoints, so that `keep` of those up to `published` stay.
+
+        Only steps below the one just published: that one is known to be good, and later ones
+        (the run went back to an earlier checkpoint) may hold the newest good one.
+        """
+        if self.keep is None:
+            return
+        surplus = [step for step in self.steps() if step <= published][: -self.keep]
+        retired = [self._retire(path) for step in surplus for path in self._generations(step)]
+        if retired:
+            self._remove(retired)
+
+    def _retire(self, path: Path) -> Path:
+        """Take a checkpoint out of sight: one that is half removed must never be found."""
+        hidden = self.root / f"{_TEMPORARY}{uuid4().hex}"
+        os.rename(path, hidden)
+        return hidden
+
+    def _remove(self, hidden: Iterable[Path]) -> None:
+        """Remove directories that are out of sight; what cannot be removed now may stay."""
+        # A power cut must not bring a name back whose files are gone already.
+        sync_directory(self.root)
+        for path in hidden:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                _log.warning("%s is of no use any more, but cannot be removed: %s", path, error)
+
+    def _explain(self, step: int, temporary: Path, error: OSError) -> str:
+        message = f"cannot save the checkpoint of step {step} in {self.root}: {error}"
+        if error.errno not in _NO_SPACE:
+            return message
+        written = sum(file.stat().st_size for file in temporary.glob("*"))
+        existing = next(path for path in (self.root, *self.root.parents) if path.is_dir())
+        free = written + shutil.disk_usage(existing).free
+        try:
+            # The best guess before it is complete: the checkpoints of a run are much alike.
+            files = _read_manifest(self._published()[-1][2])["files"]
+            previous = sum(entry["size"] for entry in files.values())
+        except (CheckpointError, IndexError):
+            previous = 0
+        return (
+            f"{message}. It needs {max(written, previous) / 1e6:,.1f} MB or more; the disk has "
+            f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
+            "some space or lower checkpoint.keep; the older checkpoints are untouched"
+        )
+
+
+def verify(path: Path) -> None:
+    """Return if every file of the checkpoint is what was saved, byte for byte.
+
+    Raises CheckpointError, naming the first file that is missing, cut short or altered and what
+    is wrong with it. Files that the manifest does not list are not looked at.
+    """
+    manifest = _read_manifest(path)
+    named = _PUBLISHED.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(
+            f"{path} is named for step {int(named[1])} but holds step {manifest['step']}: "
+            "give it its own name back"
+        )
+    for name, expected in manifest["files"].items():
+        file = path / name
+        try:
+            found = _fingerprint(file)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if found["size"] != expected["size"]:
+            raise CheckpointError(
+                f"{file} has {found['size']:,} bytes; {expected['size']:,} were saved"
+            )
+        if found["crc32"] != expected["crc32"]:
+            raise CheckpointError(
+                f"{file} was altered after it was saved: its crc32 is {found['crc32']}, "
+                f"not {expected['crc32']}"
+            )
+
+
+def step_of(path: Path) -> int:
+    """Return the step that the checkpoint was saved at; the directory may have any name.
+
+    Raises CheckpointError when there is no intact manifest.
+    """
+    return int(_read_manifest(path)["step"])
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents, each on disk when this returns."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk; a file's own fsync does not cover them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _HashingFile(io.RawIOBase):
+    """A file to write from front to back that keeps the size and the hash of what went through.
+
+    The hash is crc32: it sees every single flipped bit, every burst up to 32 bits, and misses
+    other damage once in 4 billion; it costs half of sha256. Against someone who means harm
+    neither helps, as they would rewrite the manifest too.
+
+    To seek is refused by the base class, so no writer can go round the hash unnoticed.
+    `torch.save` only ever appends.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            # torch.save turns this into a RuntimeError about file positions.
+            self.error = error
+            raise
+        size = memoryview(data).nbytes
+        self.size += size
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return size
+
+
+def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, Any]:
+    """Write one file and wait until it is on disk; return its entry in the manifest."""
+    # Opened like any other file, so that its mode follows the umask.
+    with open(path, "xb") as file:
+        hashing = _HashingFile(file)
+        try:
+            write(cast(BinaryIO, hashing))
+        except Exception:
+            if hashing.error is not None:
+                raise hashing.error from None
+            raise
+        if hashing.error is not None:
+            raise hashing.error
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": hashing.size, "crc32": f"{hashing.crc32:08x}"}
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """The manifest's entry for a file as it is on disk now."""
+    size = crc32 = 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size += count
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return {"size": size, "crc32": f"{crc32:08x}"}
+
+
+def _render_manifest(content: Mapping[str, Any]) -> bytes:
+    """The one way to write down `content`, with a hash of itself."""
+    crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return (json.dumps({**content, "crc32": f"{crc32:08x}"}, indent=2) + "\n").encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        raw = file.read_bytes()
+    except FileNotFoundError:
+        found = "it has no manifest.json" if path.is_dir() else "there is no such directory"
+        raise CheckpointError(f"{path} is not a checkpoint: {found}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    try:
+        content = json.loads(raw)
+        found_crc32 = content.pop("crc32")
+        version = content["format"]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}") from None
+    # Compared as bytes: there is only one way to write it, so no flipped bit can hide in it.
+    if _render_manifest(content) != raw:
+        raise CheckpointError(
+            f"{file} was altered after it was saved: its crc32 of {found_crc32!r} does not fit"
+        )
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {version}; this version of hybridtrain reads format {FORMAT}"
+        )
+    return cast(dict[str, Any], content)

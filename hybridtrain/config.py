@@ -1,0 +1,161 @@
+"""The schema: one dataclass a config group, a docstring a field.
+
+Hydra composes YAML files and overrides, and the result is merged into this schema, so that a typo
+or a wrong type is an error, whichever file or override it comes from. `model`, `data`, `optim` and
+`lr_schedule` name a `_target_`; their other keys are its arguments and are checked against its
+signature (see `hybridtrain.targets`). This module imports neither torch nor Hydra's runtime, so
+that looking at a config is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.errors import ConfigError
+
+
+@dataclass
+class PipelineConfig:
+    """How one replica of the model is spread over the devices of its process."""
+
+    nb_part: int = 1
+    """Stages, and so devices, of one process."""
+    chunks: int = 1
+    """Micro-batches that a replica's batch is cut into."""
+    schedule: str = "1f1b"
+    """`1f1b` or `gpipe`."""
+    split: Any = "uniform"
+    """`uniform`, `size`, or a list of layer counts, cut points or layer names."""
+    checkpoint: str = "never"
+    """Which micro-batches recompute their activations: `never`, `except_last`, `always`."""
+
+
+@dataclass
+class WorldConfig:
+    """The processes and their devices."""
+
+    backend: str | None = None
+    """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
+    devices: Any = None
+    """null: the GPUs, or the CPU where there are none; `auto`: the GPUs if there are enough, else
+    the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
+    timeout_s: float = 600.0
+    """How long a collective may take, in seconds."""
+    find_unused_parameters: bool = False
+    """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    steps: int | None = None
+    """Optimizer steps in all; one of `steps` and `epochs` is set."""
+    epochs: int | None = None
+    """Passes over the training data in all."""
+    accumulate: int = 1
+    """Batches that one optimizer step adds up."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient over all stages; null: no clipping."""
+    precision: str = "fp32"
+    """`fp32`, or `bf16` for autocast."""
+    loss: str = "cross_entropy"
+    """`cross_entropy`, `nll` or `mse`."""
+    metrics: Any = field(default_factory=lambda: ["accuracy"])
+    """Names of this project's metrics, or a mapping of names to torchmetrics `_target_`s."""
+    log_every: int = 10
+    """Steps between two logged lines."""
+    eval_every: int | None = None
+    """Steps between two evaluations; null: only at the end."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run so that it can go on."""
+
+    every_steps: int | None = None
+    """Steps between two checkpoints; null: only at the end; 0: none at all."""
+    keep: int | None = 3
+    """How many of the newest to keep; null: all."""
+
+
+@dataclass
+class MonitorConfig:
+    """What one sees of a run."""
+
+    tensorboard: bool = True
+    """Write event files for TensorBoard to <run directory>/tensorboard."""
+    progress: bool = True
+    """Show a progress bar on a terminal, plain lines elsewhere."""
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    run_name: str | None = None
+    """The folder of the run below `output_dir`; null: the recipe's name."""
+    output_dir: str = "outputs"
+    """Where the runs are."""
+    seed: int = 0
+    """Where the initial weights, the data order and the draws of dropout start from."""
+    resume: str | None = "auto"
+    """`auto`: the newest checkpoint in the run directory, if any; a checkpoint's path; or null."""
+    allow_targets: list[str] = field(default_factory=list)
+    """Packages of yours that a `_target_` may come from, e.g. [my_project.models]."""
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    lr_schedule: dict[str, Any] = field(default_factory=dict)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+def check(config: Config) -> None:
+    """Checks what types cannot say.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    for key, value in _positive(config):
+        if value is not None and value < 1:
+            raise ConfigError(f"{key}={value} must be at least 1")
+    if (config.trainer.steps is None) == (config.trainer.epochs is None):
+        raise ConfigError(
+            f"set one of trainer.steps and trainer.epochs, and the other to null; they are "
+            f"{config.trainer.steps} and {config.trainer.epochs}"
+        )
+    if config.trainer.clip_norm is not None and config.trainer.clip_norm <= 0:
+        raise ConfigError(f"trainer.clip_norm={config.trainer.clip_norm} must be positive, or null")
+    if (config.checkpoint.every_steps or 0) < 0:
+        raise ConfigError("checkpoint.every_steps must be positive, 0 for none, or null")
+    batch_size = config.data.get("batch_size")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
+    if not config.run_name or config.run_name != config.run_name.strip("/. "):
+        raise ConfigError(f"run_name={config.run_name!r} must be the name of a folder")
+
+
+def _positive(config: Config) -> Iterator[tuple[str, int | float | None]]:
+    yield "pipeline.nb_part", config.pipeline.nb_part
+    yield "pipeline.chunks", config.pipeline.chunks
+    yield "trainer.steps", config.trainer.steps
+    yield "trainer.epochs", config.trainer.epochs
+    yield "trainer.accumulate", config.trainer.accumulate
+    yield "trainer.log_every", config.trainer.log_every
+    yield "trainer.eval_every", config.trainer.eval_every
+    yield "checkpoint.keep", config.checkpoint.keep
+    yield "world.timeout_s", config.world.timeout_s
+
+
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a nested mapping, inner nodes too."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")

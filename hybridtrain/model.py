@@ -1,0 +1,288 @@
+"""HybridModel: the user's module, cut into stages, placed, and kept equal over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.partition.layers import layers_of
+from hybridtrain.partition.split import SplitSpec, split_layers
+from hybridtrain.pipeline.local_engine import LocalEngine, Step
+from hybridtrain.pipeline.memory import resident_bytes
+from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
+from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.replica import replicate
+from hybridtrain.pipeline.schedule import (
+    SCHEDULES,
+    forward_only,
+    make_schedule,
+    peak_held,
+)
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.trace import Trace
+from hybridtrain.world import World
+
+LossFn = Callable[[Any, Any], Tensor]
+
+# For each value of pipeline.checkpoint: is micro-batch i of m recomputed in its backward?
+RECOMPUTE: dict[str, Callable[[int, int], bool]] = {
+    "never": lambda i, m: False,
+    "except_last": lambda i, m: i + 1 < m,
+    "always": lambda i, m: True,
+}
+
+AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a training step gives.
+
+    Attributes:
+        loss: the mean over the rows of this replica's batch, 0-dim, on the last stage's device.
+        rows: how many rows those were.
+        trace: what ran when, if it was asked for.
+    """
+
+    loss: Tensor
+    rows: int
+    trace: Trace | None = None
+
+
+class HybridModel:
+    """Trains `net` as a pipeline over this process's devices, in step with the other replicas.
+
+    `net` stays the user's own module: its layers are moved to the stages' devices where they are,
+    and parameters, states and checkpoints go by its names, whatever the split.
+
+    Args:
+        net: an `nn.Sequential`; nested ones are flattened into the layers that can be cut between.
+        world: the processes and devices; the stages are `world.nb_part`.
+        chunks: micro-batches a batch is cut into along dim 0 (fewer if it has fewer rows).
+        schedule: `1f1b` or `gpipe`.
+        split: `uniform`, `size`, or explicit counts, cut points or names; see `split_layers`.
+        checkpoint: which micro-batches recompute their activations in the backward: `never`,
+            `except_last` or `always`.
+        precision: `fp32`, or `bf16` for autocast.
+        seed: where the draws of layers such as dropout start from.
+        find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
+
+    Raises:
+        SplitError, ScheduleError, ConfigError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        world: World,
+        *,
+        chunks: int = 1,
+        schedule: str = "1f1b",
+        split: SplitSpec = "uniform",
+        checkpoint: str = "never",
+        precision: str = "fp32",
+        seed: int = 0,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        _check("pipeline.schedule", schedule, SCHEDULES)
+        _check("pipeline.checkpoint", checkpoint, RECOMPUTE)
+        _check("trainer.precision", precision, AUTOCAST)
+        if chunks < 1:
+            raise ConfigError(
+                f"pipeline.chunks={chunks} must be a positive number of micro-batches"
+            )
+        self.net = net
+        self.world = world
+        self.chunks = chunks
+        self._schedule = schedule
+        self._recompute = RECOMPUTE[checkpoint]
+        self._autocast = AUTOCAST[precision]
+        self.draws = Draws(seed, world.rank)
+        self.stages: list[Stage] = []
+        first = 0
+        for device, layers in zip(
+            world.devices, split_layers(layers_of(net), world.nb_part, split), strict=True
+        ):
+            stage = Stage(len(self.stages), layers, first, device, self.draws)
+            stage.replica = replicate(
+                stage.module, world.new_group(), find_unused_parameters=find_unused_parameters
+            )
+            self.stages.append(stage)
+            first += len(layers)
+        self._engine = LocalEngine(self.stages, world.devices)
+
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: LossFn,
+        *,
+        weight: float = 1.0,
+        sync: bool = True,
+        trace: bool = False,
+    ) -> StepOutput:
+        """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
+
+        With several replicas, all call it together, each with its own batch, and the gradients
+        become the mean over the replicas of what each would have had alone.
+
+        Args:
+            inputs: a pytree of tensors with the rows in dim 0; what the first layer is given.
+            targets: likewise; None if `loss_fn` needs none.
+            loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
+                over its rows. Micro-batches count by their rows.
+            weight: what the gradient is multiplied by. A replica that has `rows` of the `total`
+                rows of a step passes `rows * replicas / total` when these differ among replicas.
+            sync: False to add up gradients without averaging them over the replicas yet; the
+                last `train_step` before the optimizer must have it True.
+            trace: record what ran when.
+
+        Raises:
+            BatchError: the batch is empty or its parts do not fit together.
+            Exception: what a layer or `loss_fn` raised, as itself, with a note that names the
+                layer, the stage and the micro-batch. Gradients are incomplete then.
+        """
+        rows = batch_size(inputs, targets)
+        sizes = chunk_sizes(rows, self.chunks)
+        target_parts = split(self.to_last(targets), sizes)
+        losses: list[Tensor | None] = [None] * len(sizes)
+
+        def head(microbatch: int, output: Any) -> Tensor:
+            loss = loss_fn(output, target_parts[microbatch])
+            if not isinstance(loss, Tensor) or loss.dim():
+                raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
+            losses[microbatch] = loss.detach()
+            return loss * (weight * sizes[microbatch] / rows)
+
+        recorded = Trace(self.world.devices) if trace else None
+        self.sync_buffers()
+        self.draws.active = self.net.training
+        with torch.enable_grad(), self._precision():
+            step = Step(
+                lanes=make_schedule(self._schedule, len(self.stages), len(sizes)).lanes,
+                inputs=split(inputs, sizes),
+                head=head,
+                recompute=[self._recompute(i, len(sizes)) for i in range(len(sizes))],
+                reduce=sync,
+                trace=recorded,
+            )
+        self._engine.run(step)
+        self.draws.next_step()
+        return StepOutput(
+            _weighted_mean([x for x in losses if x is not None], sizes), rows, recorded
+        )
+
+    def __call__(self, inputs: Any) -> Any:
+        """The model's output for a batch, pipelined, on the last stage's device.
+
+        It carries no graph; `train_step` is what trains. In `train()` mode dropout is active and
+        running statistics move, as in any module.
+        """
+        rows = batch_size(inputs)
+        sizes = chunk_sizes(rows, self.chunks)
+        outputs: list[Any] = [None] * len(sizes)
+
+        def head(microbatch: int, output: Any) -> Any:
+            outputs[microbatch] = output
+            return None
+
+        self.draws.active = self.net.training
+        with torch.no_grad(), self._precision():
+            step = Step(
+                lanes=forward_only(len(self.stages), len(sizes)),
+                inputs=split(inputs, sizes),
+                head=head,
+                recompute=[False] * len(sizes),
+            )
+        self._engine.run(step)
+        if self.net.training:
+            self.draws.next_step()
+        return merge(outputs)
+
+    def train(self, mode: bool = True) -> HybridModel:
+        """Sets training mode, as `nn.Module.train`."""
+        if mode and not self.net.training:
+            self.draws.watch_again()
+        self.net.train(mode)
+        return self
+
+    def eval(self) -> HybridModel:
+        """Sets evaluation mode, as `nn.Module.eval`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.net.training
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The parameters of `net`, for an optimizer."""
+        return self.net.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The parameters of `net` under its own names."""
+        return self.net.named_parameters()
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        self.net.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of `net` under its own names; `net.load_state_dict` takes it."""
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Loads a state of `net`, of this or any other split. All replicas must load the same."""
+        return self.net.load_state_dict(state, strict=strict)
+
+    def sync_buffers(self) -> None:
+        """Copies rank 0's buffers to all replicas, as DDP does before each forward."""
+        for stage in self.stages:
+            if stage.replica is not None:
+                stage.replica.sync_buffers()
+
+    def memory_bytes(self) -> list[int]:
+        """The most memory each stage held so far, in bytes.
+
+        On a GPU the allocator's own peak. On a CPU a count: parameters, gradients, buffers, and
+        the activations of one micro-batch times as many as the schedule holds.
+        """
+        held = peak_held(make_schedule(self._schedule, len(self.stages), self.chunks))
+        return [
+            torch.cuda.max_memory_allocated(stage.device)
+            if stage.device.type == "cuda"
+            else resident_bytes(stage.module) + held[stage.index] * (stage.saved_bytes or 0)
+            for stage in self.stages
+        ]
+
+    def to_last(self, targets: Any) -> Any:
+        """`targets` on the device where the outputs are."""
+        device = self.stages[-1].device
+        return torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: t if t.device == device else t.to(device, non_blocking=True), targets
+        )
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()  # and so the caller's own autocast, if any
+        return torch.autocast(self.world.devices[0].type, dtype=self._autocast)
+
+
+def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
+    if len(losses) == 1:
+        return losses[0]
+    stacked = torch.stack(losses).float()
+    weights = torch.tensor([float(size) for size in sizes], device=stacked.device)
+    return (stacked * weights).sum() / sum(sizes)
+
+
+def _check(key: str, value: str, allowed: Mapping[str, object]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is unknown; there are: {', '.join(allowed)}")

@@ -1,0 +1,20 @@
+"""What one sees of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
+
+from hybridtrain.monitor.base import Monitor
+from hybridtrain.monitor.composite import Monitors
+from hybridtrain.monitor.jsonl import MetricsFile
+from hybridtrain.monitor.progress import Progress, log_handler
+from hybridtrain.monitor.tensorboard import TensorBoard
+from hybridtrain.monitor.throughput import Interval, Summary, Throughput
+
+__all__ = [
+    "Interval",
+    "MetricsFile",
+    "Monitor",
+    "Monitors",
+    "Progress",
+    "Summary",
+    "TensorBoard",
+    "Throughput",
+    "log_handler",
+]

@@ -1,0 +1,34 @@
+"""Several monitors in the place of one."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+from hybridtrain.monitor.base import Monitor
+
+
+class Monitors:
+    """Forwards every call to each of `monitors`, in their order; with none, to nothing."""
+
+    def __init__(self, monitors: Iterable[Monitor]) -> None:
+        self._monitors = tuple(monitors)
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`."""
+        for monitor in self._monitors:
+            monitor.start(total_steps=total_steps, first_step=first_step, texts=texts)
+
+    def step(self, step: int, samples: int) -> None:
+        """See `Monitor.step`."""
+        for monitor in self._monitors:
+            monitor.step(step, samples)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Monitor.scalars`."""
+        for monitor in self._monitors:
+            monitor.scalars(step, values)
+
+    def close(self) -> None:
+        """Close every one, also when another fails at it; its exception comes out after that."""
+        with ExitStack() as stack:
+            for monitor in reversed(self._monitors):
+                stack.callback(monitor.close)

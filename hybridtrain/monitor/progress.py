@@ -1,0 +1,136 @@
+"""How far the run is: a bar on a terminal, plain lines anywhere else."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+_BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
+_BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
+
+
+class Progress:
+    """Shows loss, samples a second and the time left on `stream`, stderr when None.
+
+    On a terminal a bar that follows every step; elsewhere a line for each logged step:
+
+        step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 0:12
+        step 225/450  eval: loss 0.1021  accuracy 0.9694
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._bar: tqdm[Any] | None = None
+        self._total_steps: int | None = None
+        self._first_step = 0
+        self._begin = 0.0
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`; the texts are not shown."""
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._begin = self._clock()
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format=_BAR_WITHOUT_END if total_steps is None else _BAR,
+            )
+
+    def step(self, step: int, samples: int) -> None:
+        """See `Monitor.step`; the bar is drawn ten times a second at most."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the values of `train/` and `eval/`; those of the stages are for the dashboards."""
+        if train := _describe_training(values):
+            if self._bar is not None:
+                self._bar.set_description_str("  ".join(train), refresh=False)
+            else:
+                self._print(step, [*train, *self._left(step)])
+        if evaluation := _describe_evaluation(values):
+            self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
+
+    def close(self) -> None:
+        """See `Monitor.close`; leaves the last state of the bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _print(self, step: int, parts: list[str]) -> None:
+        end = "" if self._total_steps is None else f"/{self._total_steps}"
+        tqdm.write("  ".join([f"step {step}{end}", *parts]), file=self._stream)
+        self._stream.flush()
+
+    def _left(self, step: int) -> list[str]:
+        done = step - self._first_step
+        if self._total_steps is None or done <= 0:
+            return []
+        # With the pauses for evaluation and checkpoints in it, as there will be more of them.
+        seconds_a_step = (self._clock() - self._begin) / done
+        return [f"left {_format_seconds(seconds_a_step * (self._total_steps - step))}"]
+
+
+def log_handler(stream: TextIO | None = None) -> logging.Handler:
+    """Return a logging handler for `stream` (stderr when None) that leaves a running bar whole.
+
+    It takes the bar off the line, writes the message and draws the bar again below it. Use it in
+    place of a StreamHandler on the terminal that `Progress` writes to.
+    """
+    return _AboveTheBar(sys.stderr if stream is None else stream)
+
+
+class _AboveTheBar(logging.Handler):
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=self._stream)
+            self._stream.flush()
+        except Exception:
+            # The convention of logging: a message that cannot be shown stops no run.
+            self.handleError(record)
+
+
+def _describe_training(values: Mapping[str, float]) -> list[str]:
+    parts = []
+    if "train/loss" in values:
+        parts.append(f"loss {_format_value(values['train/loss'])}")
+    if "train/samples_per_second" in values:
+        parts.append(f"{_format_rate(values['train/samples_per_second'])} samples/s")
+    if "train/lr" in values:
+        parts.append(f"lr {_format_value(values['train/lr'])}")
+    return parts
+
+
+def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
+    return [
+        f"{tag.removeprefix('eval/')} {_format_value(value)}"
+        for tag, value in values.items()
+        if tag.startswith("eval/")
+    ]
+
+
+def _format_value(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _format_rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _format_seconds(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,127 @@
+"""Random draws that do not know the split.
+
+A layer in training draws from a generator seeded by (seed, step, layer, micro-batch, replica),
+so that the same run draws the same dropout masks with 1, 2 or 4 stages. The default generator
+cannot give that: it is one for the whole process, and the threads of the stages would take turns
+at it in any order.
+
+Below autograd and autocast every random operation passes a `TorchDispatchMode`, whatever the
+module that asked for it (`nn.Dropout`, attention's own dropout, a plain `torch.rand`). The mode
+costs some microseconds an operation, so it is put only around the layers that were seen to draw:
+all layers in the first step after `train()`, from then on those that drew in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Draws:
+    """Seeds the draws of every layer and remembers which layers draw.
+
+    Attributes:
+        step: how many training passes there were; a resumed run sets it.
+        active: whether the model trains; in evaluation nothing is seeded.
+    """
+
+    def __init__(self, seed: int, replica: int) -> None:
+        self.step = 0
+        self.active = True
+        self._seed = seed
+        self._replica = replica
+        self._watching = True
+        self._drawing: set[int] = set()
+
+    def watch_again(self) -> None:
+        """Looks at all layers once more in the next step: a layer may have changed its mind."""
+        self._watching = True
+
+    def next_step(self) -> None:
+        """Moves to the next training step; what was seen so far is what will be guarded."""
+        self.step += 1
+        self._watching = False
+
+    def guards(self, layer: int) -> bool:
+        """Whether `layer` must run inside `guard`."""
+        return self.active and (self._watching or layer in self._drawing)
+
+    def guard(self, layer: int, microbatch: int) -> _SeededDraws:
+        """A context in which the draws of `layer` are seeded for this step and micro-batch."""
+        key = struct.pack("<5q", self._seed, self.step, layer, microbatch, self._replica)
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return _SeededDraws(int.from_bytes(digest, "little") >> 1, self._drawing, layer)
+
+
+# Serialises the use of the process's default generators by operations that take no other.
+_default_generator = threading.Lock()
+
+# For each operation: None if it does not draw, else whether it takes a generator.
+_takes_generator: dict[Any, bool | None] = {}
+
+
+class _SeededDraws(TorchDispatchMode):
+    def __init__(self, seed: int, drawing: set[int], layer: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._drawing = drawing
+        self._layer = layer
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            takes = _takes_generator[func]
+        except KeyError:
+            takes = _takes_generator[func] = _inspect(func)
+        if takes is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self._drawing.add(self._layer)
+        device = _device_of(args, kwargs)
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = torch.Generator(device)
+            generator.manual_seed(self._seed)
+            self._generators[device] = generator
+        if takes:
+            kwargs["generator"] = generator
+            return func(*args, **kwargs)
+        default = _default_generator_of(device)
+        with _default_generator:
+            before = default.get_state()
+            default.set_state(generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                generator.set_state(default.get_state())
+                default.set_state(before)
+
+
+def _inspect(func: Any) -> bool | None:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device
+    device = torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _default_generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator

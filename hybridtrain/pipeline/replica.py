@@ -1,0 +1,82 @@
+"""One stage's part in data parallelism: DistributedDataParallel, told when to reduce.
+
+Each stage has its own DDP on its own process group, so that the stages' threads never wait for
+one another inside a collective. DDP itself wants one forward, then one backward. Here a step has
+many of both, in the order of the schedule, and the gradients must travel once, from the last
+micro-batch's backward on. So the layers are called without DDP, and DDP's reducer is armed right
+before that backward, as PyTorch's own `torch.distributed.pipelining.stage` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridtrain.errors import UserError
+
+
+class Replica:
+    """Averages the gradients of `module` over the replicas; rank 0's values start everywhere."""
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
+    ) -> None:
+        self._ddp = DistributedDataParallel(
+            module,
+            process_group=group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._find_unused = find_unused_parameters
+
+    def sync_buffers(self) -> None:
+        """Copies rank 0's buffers (running statistics) to all replicas; a collective."""
+        if self._ddp.modules_buffers:
+            self._ddp._sync_buffers()
+
+    def arm(self, roots: Sequence[Tensor]) -> None:
+        """Has the next backward, which starts at `roots`, reduce the gradients as they come."""
+        # after the first reduction, DDP orders its buckets as the gradients came
+        self._ddp.reducer._rebuild_buckets()
+        self._ddp.reducer.prepare_for_backward(list(roots) if self._find_unused else [])
+
+    def check_reduced(self, names: Sequence[str]) -> None:
+        """Makes sure that the armed backward has reduced every gradient.
+
+        Raises:
+            UserError: a parameter got no gradient; names those of `names` (the module's
+                parameters, in order) that have none.
+        """
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            without = [
+                name
+                for name, parameter in zip(names, self._ddp.module.parameters(), strict=True)
+                if parameter.requires_grad and parameter.grad is None
+            ]
+            raise UserError(
+                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
+                f"replicas cannot average it: remove the unused parameters, freeze them, or set "
+                f"world.find_unused_parameters=true"
+            ) from error
+
+
+def replicate(module: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> Replica | None:
+    """A `Replica` of `module`, or None where there is nothing to average.
+
+    Without a trainable parameter there is no gradient; the module's values are still made equal.
+    """
+    if group is None:
+        return None
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return Replica(module, group, **options)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor, group=group, group_src=0)
+    return None

@@ -1,0 +1,211 @@
+"""Schedules as data: for every device, the ordered list of what it computes.
+
+    1F1B, 4 stages, 6 micro-batches (GPipe: Huang et al., arXiv:1811.06965; 1F1B: Narayanan et al.,
+    arXiv:2006.09503); time runs to the right, a backward is drawn twice as long as a forward
+
+    stage 0  F0 F1 F2 F3 .. .. .. .. .. B0-- F4 B1-- F5 B2-- .. B3-- .. B4-- .. B5--
+    stage 1     F0 F1 F2 .. .. .. B0-- F3 B1-- F4 B2-- F5 B3-- .. B4-- .. B5--
+    stage 2        F0 F1 .. B0-- F2 B1-- F3 B2-- F4 B3-- F5 B4-- .. B5--
+    stage 3           F0 B0-- F1 B1-- F2 B2-- F3 B3-- F4 B4-- F5 B5--
+
+Everything else reads this one table: an engine executes it, `validate` proves that it cannot
+deadlock, `peak_held` says how many micro-batches a stage keeps alive, `simulate` prices it.
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from hybridtrain.errors import ScheduleError
+
+
+class Action(NamedTuple):
+    """One thing that a device does: the forward (`F`) or backward (`B`) of a micro-batch."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each device computes, in order. `lanes[d]` is the list of device `d`."""
+
+    name: str
+    stages: int
+    chunks: int
+    lanes: tuple[tuple[Action, ...], ...]
+
+
+class Span(NamedTuple):
+    """When an action ran, or would run; the unit is the caller's."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def gpipe(stages: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards.
+
+    The backwards go in the order of the micro-batches, so that gradients are added up in the
+    same order as in the unsplit model under gradient accumulation.
+    """
+    lanes = tuple(
+        tuple(Action("F", s, i) for i in range(chunks))
+        + tuple(Action("B", s, i) for i in range(chunks))
+        for s in range(stages)
+    )
+    return Schedule("gpipe", stages, chunks, lanes)
+
+
+def one_forward_one_backward(stages: int, chunks: int) -> Schedule:
+    """As many forwards as there are stages to come, then a forward and a backward in turn.
+
+    Stage `s` holds at most `stages - s` micro-batches, whatever their number.
+    """
+    lanes = []
+    for s in range(stages):
+        warm_up = min(chunks, stages - s)
+        lane = [Action("F", s, i) for i in range(warm_up)]
+        for i in range(chunks):
+            lane.append(Action("B", s, i))
+            if warm_up + i < chunks:
+                lane.append(Action("F", s, warm_up + i))
+        lanes.append(tuple(lane))
+    return Schedule("1f1b", stages, chunks, tuple(lanes))
+
+
+def forward_only(stages: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """The lanes of an evaluation: every micro-batch once through all stages."""
+    return tuple(tuple(Action("F", s, i) for i in range(chunks)) for s in range(stages))
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+}
+
+
+@lru_cache(maxsize=256)
+def make_schedule(name: str, stages: int, chunks: int) -> Schedule:
+    """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
+
+    Raises:
+        ScheduleError: `name` is unknown, or a count is not positive.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"pipeline.schedule={name!r} is unknown; there are: {', '.join(sorted(SCHEDULES))}"
+        )
+    if stages < 1 or chunks < 1:
+        raise ScheduleError(
+            f"a schedule needs at least 1 stage and 1 chunk, not {stages}, {chunks}"
+        )
+    schedule = SCHEDULES[name](stages, chunks)
+    validate(schedule)
+    return schedule
+
+
+def validate(schedule: Schedule) -> None:
+    """Proves that an engine can execute `schedule`: complete, in order, free of deadlock.
+
+    In order means that each stage takes the micro-batches first to last, forward and backward:
+    the engine's links are queues, and gradients must be added up as in the unsplit model.
+
+    Raises:
+        ScheduleError: names the rule and the first action that breaks it.
+    """
+    seen: dict[tuple[str, int], int] = {}
+    home: dict[int, int] = {}
+    for device, lane in enumerate(schedule.lanes):
+        for action in lane:
+            kind, stage, microbatch = action
+            if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.chunks):
+                raise ScheduleError(f"{schedule.name}: {action} is not a stage and micro-batch")
+            if home.setdefault(stage, device) != device:
+                raise ScheduleError(f"{schedule.name}: stage {stage} is on two devices")
+            if seen.get((kind, stage), 0) != microbatch:
+                raise ScheduleError(
+                    f"{schedule.name}: {action} is out of order; stage {stage} must take each "
+                    f"micro-batch once, first to last"
+                )
+            seen[kind, stage] = microbatch + 1
+    for stage in range(schedule.stages):
+        for name in "FB":
+            if seen.get((name, stage), 0) != schedule.chunks:
+                raise ScheduleError(f"{schedule.name}: stage {stage} lacks a {name}")
+    simulate(schedule, [1.0] * schedule.stages, [1.0] * schedule.stages)
+
+
+def peak_held(schedule: Schedule) -> tuple[int, ...]:
+    """The largest number of micro-batches whose activations each stage holds at one time."""
+    held = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    for lane in schedule.lanes:
+        for kind, stage, _ in lane:
+            held[stage] += 1 if kind == "F" else -1
+            peak[stage] = max(peak[stage], held[stage])
+    return tuple(peak)
+
+
+def simulate(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float]
+) -> tuple[tuple[Span, ...], ...]:
+    """When each action would run if stage `s` took `forward[s]` and `backward[s]` a micro-batch.
+
+    Returns the spans of each device, in the unit of the costs, starting at 0.
+
+    Raises:
+        ScheduleError: the actions wait for one another in a circle.
+    """
+    finished: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.lanes]
+    clock = [0.0] * len(schedule.lanes)
+    position = [0] * len(schedule.lanes)
+    moved = True
+    while moved:
+        moved = False
+        for device, lane in enumerate(schedule.lanes):
+            while position[device] < len(lane):
+                action = lane[position[device]]
+                needs = _needs(action, schedule.stages)
+                if any(need not in finished for need in needs):
+                    break
+                start = max([clock[device], *(finished[need] for need in needs)])
+                cost = forward if action.kind == "F" else backward
+                clock[device] = finished[action] = start + cost[action.stage]
+                spans[device].append(Span(action, start, clock[device]))
+                position[device] += 1
+                moved = True
+    stuck = [lane[p] for lane, p in zip(schedule.lanes, position, strict=True) if p < len(lane)]
+    if stuck:
+        raise ScheduleError(
+            f"{schedule.name}: deadlock; waiting for one another: {', '.join(map(str, stuck))}"
+        )
+    return tuple(map(tuple, spans))
+
+
+def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
+    """The share of the devices' time, first start to last end, in which they computed nothing."""
+    start = min(lane[0].start for lane in spans)
+    end = max(lane[-1].end for lane in spans)
+    busy = sum(span.end - span.start for lane in spans for span in lane)
+    return 1.0 - busy / ((end - start) * len(spans))
+
+
+def _needs(action: Action, stages: int) -> list[Action]:
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [Action("F", stage - 1, microbatch)] if stage > 0 else []
+    needs = [Action("F", stage, microbatch)]
+    if stage + 1 < stages:
+        needs.append(Action("B", stage + 1, microbatch))
+    return needs

@@ -1,0 +1,330 @@
+"""The generic loop: steps, logging, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
+from hybridtrain.errors import ConfigError
+from hybridtrain.evaluate import evaluate
+from hybridtrain.losses import LossFn
+from hybridtrain.model import HybridModel
+from hybridtrain.monitor import Monitor, Monitors, Throughput
+from hybridtrain.pipeline.memory import optimizer_bytes
+from hybridtrain.pipeline.schedule import bubble_fraction
+from hybridtrain.pipeline.trace import Trace, stage_times
+
+
+class Trainer:
+    """Trains a `HybridModel`. Every process runs it; rank 0 alone has monitors and a store.
+
+    Args:
+        model: what is trained.
+        optimizer: over `model.parameters()`.
+        loss_fn: `loss_fn(output, targets)`, the mean over the rows of a micro-batch.
+        train: the training batches.
+        evaluation: the batches to evaluate on.
+        metrics: by name, what to evaluate besides the loss; see `evaluate`.
+        lr_schedule: stepped once an optimizer step.
+        steps: optimizer steps in all; give this or `epochs`.
+        epochs: passes over the data in all.
+        accumulate: batches that an optimizer step adds up.
+        clip_norm: largest norm of the gradient, over all stages.
+        log_every: steps between two logged lines.
+        eval_every: steps between two evaluations; None: only at the end.
+        store: where checkpoints go; None: there are none.
+        checkpoint_every: steps between two checkpoints; None: only at the end.
+        monitor: whom to tell; None: nobody.
+
+    Attributes:
+        step: optimizer steps done.
+        samples: rows trained on so far, over all replicas.
+        epoch, batch: the next batch.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        train: TrainLoader,
+        *,
+        evaluation: EvalLoader | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        lr_schedule: LRScheduler | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        log_every: int = 10,
+        eval_every: int | None = None,
+        store: CheckpointStore | None = None,
+        checkpoint_every: int | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.model = model
+        self.world = model.world
+        self.optimizer = optimizer
+        self.lr_schedule = lr_schedule
+        self.loss_fn = loss_fn
+        self.train = train
+        self.evaluation = evaluation
+        self.metrics = metrics or {}
+        self.total_steps = count_steps(train, steps, epochs, accumulate)
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self.log_every = log_every
+        self.eval_every = eval_every
+        self.store = store
+        self.checkpoint_every = checkpoint_every
+        self.monitor = monitor or Monitors([])
+        self.step = 0
+        self.samples = 0
+        self.epoch = 0
+        self.batch = 0
+        self._measured = _Measured(model)
+        self._last_eval: tuple[int, dict[str, float]] | None = None
+        self._checkpoint: Path | None = None
+        self._checkpoint_step: int | None = None
+        self._resumed_from: Path | None = None
+
+    def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Trains up to `total_steps`, then evaluates and saves; returns the `summary`."""
+        self.model.train()
+        self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
+        stream = self.train.stream(self.epoch, self.batch)
+        self.throughput = Throughput()
+        try:
+            while self.step < self.total_steps:
+                batches = [next(stream) for _ in range(self._batches_of_step())]
+                logged = self._is_due(self.log_every)
+                self._accumulate_gradients(batches, trace=logged)
+                norm = self._clip(needed=logged)
+                self.optimizer.step()
+                lr = self.optimizer.param_groups[0]["lr"]
+                if self.lr_schedule is not None:
+                    self.lr_schedule.step()
+                self.optimizer.zero_grad()
+                self._advance(batches)
+                if logged:
+                    self._log(lr, norm)
+                with self.throughput.pause():
+                    if self.step < self.total_steps:  # the last of each is below
+                        if self.eval_every and self.step % self.eval_every == 0:
+                            self.evaluate()
+                        if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+                            self.save()
+            if self.evaluation is not None:
+                self.evaluate()
+            self.save()
+        finally:
+            stream.close()
+            self.monitor.close()
+        return self.summary()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates the model as it is and reports it; see `evaluate`."""
+        assert self.evaluation is not None
+        result = evaluate(self.model, self.evaluation, self.loss_fn, self.metrics)
+        self._last_eval = self.step, result
+        values = {f"eval/{name}": value for name, value in result.items() if name != "samples"}
+        self.monitor.scalars(self.step, values)
+        return result
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step on rank 0, unless it is what was resumed from."""
+        if self.store is None or self.step == self._checkpoint_step:
+            return
+        if self.world.is_main:
+            files = state.writers(self.model, self.optimizer, self.state_dict())
+            self._checkpoint = self.store.save(self.step, files)
+        self._checkpoint_step = self.step
+
+    def resume(self, path: Path) -> None:
+        """Goes on from the checkpoint at `path`, of any split and number of processes."""
+        self.load_state_dict(state.restore(path, self.model, self.optimizer))
+        self._resumed_from = self._checkpoint = path
+        self._checkpoint_step = self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, in plain types; the model and the optimizer have their own."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "row": self.batch * self.train.batch_size,
+            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Puts the run where `state_dict` found it; with another batch size, at the same row."""
+        self.step = saved["step"]
+        self.samples = saved["samples"]
+        self.epoch = saved["epoch"]
+        self.batch = saved["row"] // self.train.batch_size
+        if self.lr_schedule is not None and saved["lr_schedule"] is not None:
+            self.lr_schedule.load_state_dict(saved["lr_schedule"])
+
+    def summary(self) -> dict[str, Any]:
+        """What the run gave, as it goes into `summary.json`."""
+        speed = self.throughput.summary()
+        return {
+            "steps": self.step,
+            "samples": self.samples,
+            "train_loss": self._measured.loss,
+            "eval": self._last_eval[1] if self._last_eval else None,
+            "samples_per_second": speed.samples_per_second,
+            "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
+            "bubble_fraction": self._measured.bubble,
+            "stages": self._measured.stages(self.optimizer),
+            "world": {
+                "processes": self.world.size,
+                "nb_part": self.world.nb_part,
+                "engine": "local",
+                "backend": self.world.backend,
+            },
+            "checkpoint": self._checkpoint and str(self._checkpoint),
+            "resumed_from": self._resumed_from and str(self._resumed_from),
+        }
+
+    def _batches_of_step(self) -> int:
+        # an optimizer step does not reach into the next epoch
+        return min(self.accumulate, self.train.batches_per_epoch - self.batch)
+
+    def _is_due(self, every: int) -> bool:
+        return (self.step + 1) % every == 0 or self.step + 1 == self.total_steps
+
+    def _accumulate_gradients(self, batches: Sequence[Batch], trace: bool) -> None:
+        total = sum(batch.total for batch in batches)
+        for index, batch in enumerate(batches):
+            last = index + 1 == len(batches)
+            out = self.model.train_step(
+                batch.inputs,
+                batch.targets,
+                self.loss_fn,
+                weight=batch.rows * self.world.size / total,
+                sync=last,
+                trace=trace and last,
+            )
+            self._measured.add(out.loss, batch.rows, out.trace)
+
+    def _clip(self, needed: bool) -> torch.Tensor | None:
+        parameters = list(self.model.parameters())
+        if self.clip_norm is not None:
+            return clip_grad_norm_(parameters, self.clip_norm)
+        if needed:
+            return get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return None
+
+    def _advance(self, batches: Sequence[Batch]) -> None:
+        rows = sum(batch.total for batch in batches)
+        self.step += 1
+        self.samples += rows
+        self.batch += len(batches)
+        if self.batch == self.train.batches_per_epoch:
+            self.epoch, self.batch = self.epoch + 1, 0
+        self.throughput.tick(rows)
+        self.monitor.step(self.step, rows)
+
+    def _log(self, lr: float, norm: torch.Tensor | None) -> None:
+        speed = self.throughput.read()
+        values = {
+            "train/loss": self._measured.read_loss(),
+            "train/lr": lr,
+            "train/samples_per_second": speed.samples_per_second,
+            "train/step_ms": speed.step_ms,
+            "train/epoch": self.epoch + self.batch / self.train.batches_per_epoch,
+        }
+        if norm is not None:
+            values["train/grad_norm"] = float(norm)
+        values |= self._measured.read_stages(self.optimizer)
+        self.monitor.scalars(self.step, values)
+
+
+class _Measured:
+    """Loss and stage times between two logged steps; nothing here waits for a device off them."""
+
+    def __init__(self, model: HybridModel) -> None:
+        self.loss: float | None = None
+        self.bubble: float | None = None
+        self._model = model
+        self._loss_sum: torch.Tensor | None = None
+        self._rows = 0
+        self._trace: Trace | None = None
+        self._bubbles: list[float] = []
+        self._times: list[tuple[float, float]] = [(0.0, 0.0)] * len(model.stages)
+
+    def add(self, loss: torch.Tensor, rows: int, trace: Trace | None) -> None:
+        weighted = loss * rows
+        self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
+        self._rows += rows
+        self._trace = trace
+
+    def read_loss(self) -> float:
+        """The mean over all rows of all replicas since the last reading."""
+        assert self._loss_sum is not None
+        sums = torch.tensor([float(self._loss_sum), float(self._rows)], dtype=torch.float64)
+        total, rows = self._model.world.sum(sums).tolist()
+        self.loss = total / rows
+        self._loss_sum, self._rows = None, 0
+        return self.loss
+
+    def read_stages(self, optimizer: Optimizer) -> dict[str, float]:
+        if self._trace is None:
+            return {}
+        spans = self._trace.spans()
+        self._bubbles.append(bubble_fraction(spans))
+        self.bubble = sum(self._bubbles) / len(self._bubbles)
+        times = stage_times(spans, len(self._model.stages))
+        self._times = [(time.forward_ms, time.backward_ms) for time in times]
+        memory = self._memory(optimizer)
+        values = {"pipeline/bubble_fraction": self._bubbles[-1]}
+        for index, (forward, backward) in enumerate(self._times):
+            values[f"stage{index}/forward_ms"] = forward
+            values[f"stage{index}/backward_ms"] = backward
+            values[f"stage{index}/memory_bytes"] = memory[index]
+        return values
+
+    def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        return [
+            {
+                "layers": [layer.name for layer in stage.layers],
+                "parameters": sum(layer.parameters for layer in stage.layers),
+                "peak_memory_bytes": memory,
+                "forward_ms": forward,
+                "backward_ms": backward,
+            }
+            for stage, memory, (forward, backward) in zip(
+                self._model.stages, self._memory(optimizer), self._times, strict=True
+            )
+        ]
+
+    def _memory(self, optimizer: Optimizer) -> list[int]:
+        return [
+            # on a GPU the allocator has counted the optimizer's state already
+            memory + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer)
+            for stage, memory in zip(self._model.stages, self._model.memory_bytes(), strict=True)
+        ]
+
+
+def count_steps(train: TrainLoader, steps: int | None, epochs: int | None, accumulate: int) -> int:
+    """The optimizer steps of a run that is given in steps or in epochs.
+
+    Raises:
+        ConfigError: not one of the two is given.
+    """
+    if (steps is None) == (epochs is None):
+        raise ConfigError("give one of trainer.steps and trainer.epochs")
+    if steps is not None:
+        return steps
+    assert epochs is not None
+    return epochs * -(-train.batches_per_epoch // accumulate)
