@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from hybridtrain import targets
 from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.store import CheckpointStore, step_of
 from hybridtrain.compose import to_yaml
 from hybridtrain.config import Config, check
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
@@ -105,6 +106,8 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     if checkpoint is not None:
         trainer.resume(checkpoint)
         log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
+    if trainer.step >= total_steps:
+        return _already_done(parts, trainer)
     if world.is_main:
         directory.write_config(config, overrides)
     summary = trainer.fit({"config": to_yaml(config), "layout": layout})
@@ -124,8 +127,7 @@ def evaluate_run(config: Config) -> dict[str, float]:
     checkpoint = _needed_checkpoint(parts)
     step = state.restore(checkpoint, parts.model, None)["step"]
     result = evaluate(parts.model, loader, LOSSES[config.trainer.loss], _metrics(config))
-    values = "  ".join(f"{name} {value:.4f}" for name, value in result.items() if name != "samples")
-    log.info("%s, step %d: %s  (%d samples)", checkpoint, step, values, result["samples"])
+    log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(result), result["samples"])
     parts.world.close()
     return result
 
@@ -223,7 +225,7 @@ def _monitor(config: Config, directory: RunDirectory) -> Monitor:
     return Monitors(monitors)
 
 
-def _checkpoint_to_resume(parts: Parts) -> Path | None:
+def _checkpoint_to_resume(parts: Parts, for_reading: bool = False) -> Path | None:
     """Where to go on from; rank 0 looks and tells the others."""
     resume, store = parts.config.resume, CheckpointStore(parts.directory.checkpoints)
 
@@ -237,9 +239,18 @@ def _checkpoint_to_resume(parts: Parts) -> Path | None:
             return None
         if resume == "auto":
             return store.newest()
-        if not Path(resume).is_dir():
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and store.steps():
+            return store.newest()  # torchrun starts this run again: on from where it was
+        path = Path(resume)
+        if not path.is_dir():
             raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
-        return Path(resume)
+        later = [step for step in store.steps() if step > step_of(path)]
+        if later and not for_reading:
+            raise ConfigError(
+                f"resume={resume}: the run directory has later checkpoints, up to step "
+                f"{later[-1]}, which the new ones would mix with: set another run_name"
+            )
+        return path
 
     return parts.world.broadcast(parts.world.on_main(find))
 
@@ -247,7 +258,7 @@ def _checkpoint_to_resume(parts: Parts) -> Path | None:
 def _needed_checkpoint(parts: Parts) -> Path:
     if parts.config.resume is None:
         raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
-    checkpoint = _checkpoint_to_resume(parts)
+    checkpoint = _checkpoint_to_resume(parts, for_reading=True)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {parts.directory.checkpoints}: train first, or set "
@@ -256,11 +267,33 @@ def _needed_checkpoint(parts: Parts) -> Path:
     return checkpoint
 
 
+def _already_done(parts: Parts, trainer: Trainer) -> dict[str, Any]:
+    """The run has reached its last step before: says so and evaluates it once more."""
+    log.info(
+        "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; to "
+        "train anew, set another run_name",
+        trainer.step,
+    )
+    loader = parts.evaluation()
+    if loader is not None:
+        result = evaluate(parts.model, loader, trainer.loss_fn, trainer.metrics)
+        log.info("%s", _values(result))
+    summary: dict[str, Any] = parts.world.broadcast(
+        parts.world.on_main(parts.directory.read_summary)
+    )
+    parts.world.close()
+    return summary
+
+
+def _values(evaluation: Mapping[str, float]) -> str:
+    return "  ".join(
+        f"{name} {value:.4f}" for name, value in evaluation.items() if name != "samples"
+    )
+
+
 def _outcome(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
-    evaluation = summary["eval"] or {}
-    values = "  ".join(f"{k} {v:.4f}" for k, v in evaluation.items() if k != "samples")
     return (
-        f"done: {summary['steps']} steps, {values or 'no evaluation'}\n"
+        f"done: {summary['steps']} steps, {_values(summary['eval'] or {}) or 'no evaluation'}\n"
         f"run directory: {directory.path.resolve()}\n"
         f"dashboard: tensorboard --logdir {directory.tensorboard}"
     )

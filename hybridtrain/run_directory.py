@@ -70,6 +70,12 @@ class RunDirectory:
         """Writes `summary.json`."""
         write_text(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
+    def read_summary(self) -> dict[str, Any]:
+        """What `write_summary` wrote; empty if the run was ended before."""
+        path = self.path / "summary.json"
+        summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return summary
+
     def log_to_files(self, rank: int) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too."""
         root = logging.getLogger()

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Every check of the project: ruff, mypy, pytest. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+
+ensure_environment "text,dev"
+echo "== ruff check"
+ruff check .
+echo "== ruff format --check"
+ruff format --check --quiet .
+echo "== mypy"
+mypy
+echo "== pytest"
+python -m pytest -q "$@"
