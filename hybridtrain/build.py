@@ -147,6 +147,7 @@ def export_run(config: Config) -> Path | None:
 
 def _assemble(config: Config) -> Parts:
     check(config)
+    _check_choice("world.engine", config.world.engine, {"local": None})
     _check_choice("trainer.loss", config.trainer.loss, LOSSES)
     _metrics(config)  # so that a typo in a metric ends the run before it begins
     world = World.from_env(
@@ -278,11 +279,9 @@ def _already_done(parts: Parts, trainer: Trainer) -> dict[str, Any]:
     if loader is not None:
         result = evaluate(parts.model, loader, trainer.loss_fn, trainer.metrics)
         log.info("%s", _values(result))
-    summary: dict[str, Any] = parts.world.broadcast(
-        parts.world.on_main(parts.directory.read_summary)
-    )
+    summary = parts.world.broadcast(parts.world.on_main(parts.directory.read_summary))
     parts.world.close()
-    return summary
+    return summary or {}
 
 
 def _values(evaluation: Mapping[str, float]) -> str:

@@ -36,6 +36,8 @@ class PipelineConfig:
 class WorldConfig:
     """The processes and their devices."""
 
+    engine: str = "local"
+    """Where the stages of a replica live: `local`, all in one process, a thread each."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None
