@@ -1,0 +1,115 @@
+"""MNIST, read by torchvision."""
+
+from pathlib import Path
+from urllib.error import URLError
+
+from torch import Tensor
+
+from hybridtrain.data.splits import DataSplits, TensorRows, already_batched
+from hybridtrain.errors import DataError
+
+_SIDE = 28
+
+# Of the training pixels, scaled to 0..1: the figures that every MNIST tutorial uses.
+_MEAN, _STD = 0.1307, 0.3081
+
+_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
+    """The 70,000 handwritten digits of MNIST, through `torchvision.datasets.MNIST`.
+
+    `root` is the folder that holds `MNIST/raw/` with the four IDX files. With `download` they are
+    fetched into it if they are not there.
+
+    Items are `(image, label)`: float32 of shape (1, 28, 28), scaled to 0..1 and normalised with
+    mean 0.1307 and standard deviation 0.3081, and int64 in 0..9. The pixels stay bytes in memory
+    (47 MB for the training half, not 188) and are normalised a batch at a time.
+
+    Facts: `num_classes` 10, `image_size` 28, `channels` 1.
+
+    Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits.
+    Raises `DataError` if files are missing, cannot be fetched, or are damaged.
+    """
+    raw = Path(root) / "MNIST" / "raw"
+    if not download:
+        _check_present(raw)
+    train = _read(root, raw, train=True, download=download)
+    held_out = _read(root, raw, train=False, download=False)
+    return DataSplits(
+        train=train,
+        eval=held_out,
+        collate=already_batched,
+        facts={"num_classes": 10, "image_size": _SIDE, "channels": 1},
+    )
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Bytes of shape (N, 28, 28) as the float32 images (N, 1, 28, 28) that a model takes."""
+    return pixels.unsqueeze(1).float().div_(255).sub_(_MEAN).div_(_STD)
+
+
+def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> TensorRows:
+    # A second of imports: only a run on MNIST pays for it.
+    from torchvision.datasets import MNIST
+
+    try:
+        data = MNIST(str(root), train=train, download=download)
+    except (AssertionError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
+        # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged
+        # file as whatever its parser trips over.
+        if download and (isinstance(e, URLError) or not _all_present(raw)):
+            raise DataError(f"MNIST could not be fetched into {raw}: {e}\n{_by_hand(raw)}") from e
+        raise DataError(_damaged(raw, f"{type(e).__name__}: {e}")) from e
+
+    images, labels = data.data, data.targets
+    if images.shape != (len(labels), _SIDE, _SIDE) or len(labels) == 0:
+        found = f"images of shape {tuple(images.shape)} for {len(labels)} labels"
+        raise DataError(_damaged(raw, found))
+    if not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
+        raise DataError(_damaged(raw, "a label outside 0..9"))
+    return TensorRows(images, labels, prepare=normalised)
+
+
+def _all_present(raw: Path) -> bool:
+    return all((raw / name).is_file() for name in _FILES)
+
+
+def _check_present(raw: Path) -> None:
+    missing = [name for name in _FILES if not (raw / name).is_file()]
+    if not missing:
+        return
+    packed = [f"{name}.gz" for name in missing if (raw / f"{name}.gz").is_file()]
+    if len(packed) == len(missing):
+        raise DataError(
+            f"MNIST: {', '.join(packed)} in {raw.absolute()} must be unpacked first: "
+            f"gunzip --keep {raw}/*.gz"
+        )
+    raise DataError(
+        f"MNIST: looked in {raw.absolute()} and did not find {', '.join(missing)}.\n"
+        f"Fetch it with: {_command(raw)}\n" + _by_hand(raw)
+    )
+
+
+def _command(raw: Path) -> str:
+    return f"hybridtrain recipe=mnist_basicnet data.download=true data.root={raw.parents[1]}"
+
+
+def _by_hand(raw: Path) -> str:
+    return (
+        f"Or by hand: put {', '.join(_FILES)} (unpacked, from "
+        f"https://ossci-datasets.s3.amazonaws.com/mnist/) into {raw.absolute()}, "
+        "or name another folder with data.root"
+    )
+
+
+def _damaged(raw: Path, found: str) -> str:
+    return (
+        f"MNIST: a file in {raw.absolute()} is damaged ({found}). "
+        f"Delete the folder and fetch it again: {_command(raw)}"
+    )

@@ -1,0 +1,200 @@
+"""Reviews as token ids, through torchtext. The one module that imports it.
+
+torchtext 0.6.0 is the last release in pure Python and works with today's torch. Its tokenizers,
+its reader of the aclImdb folder, its vocabulary and its padding are used here as they are; what it
+does not do (safe unpacking, a fixed order, a bound on memory, telling which file is bad) is added.
+"""
+
+import functools
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import DataError
+
+Tokenizer = Callable[[str], list[str]]
+
+LABELS = {"neg": 0, "pos": 1}
+
+_UNKNOWN = "<unk>"
+
+# Reviews turned into a tensor at a time: as nested lists of Python numbers they take eight times
+# the tensor's memory.
+_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class EncodedReviews:
+    """One half of the set: `tokens` int32 (N, max_len), `lengths` int32 (N,), `labels` int64 (N,).
+
+    Row i holds `lengths[i]` token ids, at least one, and then padding.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedSet:
+    """Both halves, the size of their vocabulary (special tokens included), and the padding's id."""
+
+    train: EncodedReviews
+    test: EncodedReviews
+    vocab_size: int
+    pad_index: int
+
+
+def tokenizer_named(name: str) -> Tokenizer:
+    """The function from a text to its tokens that `name` stands for.
+
+    A name with a dot or a colon is any function that can be imported: `package.module:function`
+    or `package.module.function`. Any other is one that torchtext knows: `basic_english`, `spacy`,
+    `moses`, `toktok`, `revtok`, `subword` (all but the first need a package of their own).
+
+    Raises `DataError` if it cannot be found, or does not turn a sentence into a list of strings.
+    """
+    tokenize = _imported(name) if "." in name or ":" in name else _from_torchtext(name)
+    tokens = tokenize("Once more, with feeling.")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise DataError(
+            f"data.tokenizer={name} must turn a string into a list of strings, "
+            f"but it returned {tokens!r}"
+        )
+    return tokenize
+
+
+def tokenizer_version(tokenize: Tokenizer) -> str:
+    """A digest of the file that defines the tokenizer, or "" where there is no such file.
+
+    Part of the key under which token ids are kept, so that an edited tokenizer is not answered
+    with the ids of the old one.
+    """
+    try:
+        source = inspect.getsourcefile(tokenize)
+    except TypeError:  # a partial, or an object with __call__
+        return ""
+    if source is None or not Path(source).is_file():
+        return ""
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def encode_reviews(
+    folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
+) -> EncodedSet:
+    """Read `folder`/{train,test}/{pos,neg}/*.txt and number the tokens.
+
+    A review is cut after `max_len` tokens. The vocabulary is that of the training half as cut,
+    by falling frequency (then by alphabet): at most `max_vocab` tokens (None: all of them) that
+    occur at least `min_freq` times, after `<unk>` (0) and `<pad>` (1).
+
+    Raises `DataError` if a file is not UTF-8, or torchtext 0.6.0 is not installed.
+    """
+    torchtext = _torchtext()
+    text = torchtext.data.Field(
+        tokenize=tokenize,
+        preprocessing=functools.partial(_cut, max_len=max_len),
+        fix_length=max_len,
+        include_lengths=True,
+        batch_first=True,
+        unk_token=_UNKNOWN,
+        dtype=torch.int32,
+    )
+    label = torchtext.data.Field(
+        sequential=False, use_vocab=False, preprocessing=LABELS.__getitem__
+    )
+    try:
+        # With a path given, splits() reads the folder and downloads nothing.
+        halves = torchtext.datasets.IMDB.splits(text, label, path=str(folder))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"IMDB: {_not_utf8(folder)} is not UTF-8 text ({error}). "
+            f"Delete {folder} and unpack the archive again"
+        ) from error
+    for half in halves:
+        # torchtext lists a folder as the file system does, in an order that differs between
+        # machines. Sorted by what they say, the reviews come in one order everywhere.
+        half.examples.sort(key=lambda review: (review.label, review.text))
+    train, test = halves
+    text.build_vocab(train, max_size=max_vocab, min_freq=min_freq)
+    return EncodedSet(
+        train=_encoded(train.examples, text, label),
+        test=_encoded(test.examples, text, label),
+        vocab_size=len(text.vocab),
+        pad_index=text.vocab.stoi[text.pad_token],
+    )
+
+
+def _cut(tokens: list[str], max_len: int) -> list[str]:
+    # A review without a token would be all padding, and its attention a softmax over nothing.
+    # Interned, the same word in 50,000 reviews is one object.
+    return [sys.intern(token) for token in tokens[:max_len]] or [_UNKNOWN]
+
+
+def _encoded(reviews: list[Any], text: Any, label: Any) -> EncodedReviews:
+    tokens, lengths, labels = [], [], []
+    for start in range(0, len(reviews), _AT_ONCE):
+        some = reviews[start : start + _AT_ONCE]
+        ids, counts = text.process([review.text for review in some])
+        tokens.append(ids)
+        lengths.append(counts)
+        labels.append(label.process([review.label for review in some]))
+    return EncodedReviews(torch.cat(tokens), torch.cat(lengths), torch.cat(labels))
+
+
+def _not_utf8(folder: Path) -> Path:
+    # The exception knows the byte but not the file.
+    for path in sorted(folder.glob("*/*/*.txt")):
+        try:
+            path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            return path
+    return folder
+
+
+def _from_torchtext(name: str) -> Tokenizer:
+    torchtext = _torchtext()
+    try:
+        tokenize: Tokenizer = torchtext.data.get_tokenizer(name)
+    except (ValueError, ImportError, OSError, LookupError) as error:
+        raise DataError(
+            f"data.tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
+            "moses, toktok, revtok and subword; any other function is named by its path, "
+            "package.module:function"
+        ) from error
+    return tokenize
+
+
+def _imported(path: str) -> Tokenizer:
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        tokenize = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise DataError(f"data.tokenizer={path} cannot be imported: {error}") from error
+    if not callable(tokenize):
+        raise DataError(f"data.tokenizer={path} is not a function but {tokenize!r}")
+    return tokenize  # type: ignore[no-any-return]
+
+
+def _torchtext() -> Any:
+    install = 'pip install "hybridtrain[text]"'
+    try:
+        import torchtext
+    except ImportError as error:
+        raise DataError(f"this data set needs torchtext ({error}): {install}") from error
+    except OSError as error:
+        # 0.7 to 0.18 carry a library that is linked against a torch of their own time.
+        raise DataError(f"torchtext is not the release 0.6.0 ({error}): {install}") from error
+    if not hasattr(torchtext.data, "Field"):
+        raise DataError(
+            f"torchtext {torchtext.__version__} is installed, and 0.6.0 is needed: {install}"
+        )
+    return torchtext

@@ -1,0 +1,150 @@
+"""A Transformer encoder that classifies texts: the model of the IDRIS page on hybrid parallelism.
+
+The padding mask travels beside the activations, because a layer of a pipeline sees nothing but
+what the layer before it returned:
+
+    (tokens, mask) -> encoder -> (x, mask) -> layers.0 -> (x, mask) -> ... -> decoder -> logits
+"""
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.models.check import check_dropout, check_heads, check_length, check_sizes
+
+Masked = tuple[Tensor, Tensor]
+
+
+class Encoder(nn.Module):
+    """Token embedding times sqrt(d_model), plus sinusoidal positions, then dropout.
+
+    Takes `(tokens, mask)`, int64 and bool of shape (N, L), L at most `max_len`; returns
+    `(x, mask)`, x of shape (N, L, d_model). Source of both: A. Vaswani et al., Attention Is All
+    You Need, 2017, sections 3.4 and 3.5.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self, vocab_size: int, max_len: int, d_model: int, dropout: float, pad_index: int
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, d_model, padding_idx=pad_index)
+        self.dropout = nn.Dropout(dropout)
+        # Computed, not learned: a checkpoint has no need of it, and loads with another max_len.
+        self.register_buffer("positions", sinusoids(max_len, d_model), persistent=False)
+        # torch's N(0, 1), times sqrt(d_model), would drown the positions, which stay within 1.
+        with torch.no_grad():
+            self.embedding.weight.uniform_(-0.1, 0.1)
+            self.embedding.weight[pad_index].zero_()
+
+    def forward(self, inputs: Masked) -> Masked:
+        """See the class."""
+        tokens, mask = inputs
+        length = tokens.shape[1]
+        check_length(length, "max_len", len(self.positions))
+        x = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim)
+        return self.dropout(x + self.positions[:length]), mask
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """torch's own encoder layer (post-norm, ReLU), taking and returning `(x, mask)`.
+
+    It is a subclass for the names: `layers.0.linear1.weight` is that parameter's name in an
+    `nn.TransformerEncoder` too.
+    """
+
+    def __init__(self, d_model: int, nhead: int, d_hid: int, dropout: float) -> None:
+        # In evaluation, torch would run a fused kernel of its own on a layer whose activation is
+        # "relu" (F.relu): other arithmetic, and zeros in the padded places. torch.relu is the same
+        # function, but not one that it looks for, so that there is one path for both modes.
+        super().__init__(d_model, nhead, d_hid, dropout, activation=torch.relu, batch_first=True)
+
+    def forward(self, inputs: Masked) -> Masked:  # type: ignore[override]
+        """Shapes (N, L, d_model) and (N, L), as they come in; padding is never attended to."""
+        x, mask = inputs
+        return super().forward(x, src_key_padding_mask=mask), mask
+
+
+class Decoder(nn.Module):
+    """Mean over the tokens that are no padding, and a linear classifier.
+
+    Takes `(x, mask)` of shapes (N, L, d_model) and (N, L); returns logits (N, num_classes).
+    """
+
+    def __init__(self, d_model: int, num_classes: int) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(d_model, num_classes)
+
+    def forward(self, inputs: Masked) -> Tensor:
+        """See the class."""
+        x, mask = inputs
+        # A fill and not a product with 0: what a padded place holds must not matter, even if NaN.
+        total = x.masked_fill(mask.unsqueeze(-1), 0.0).sum(dim=1)
+        count = (~mask).sum(dim=1, keepdim=True).clamp(min=1)
+        logits: Tensor = self.classifier(total / count)
+        return logits
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """The positions of Attention Is All You Need, section 3.5: float32 of shape (length, width).
+
+    Column 2i is sin(p / 10000^(2i/width)) at position p, and column 2i+1 the cosine of the same.
+    """
+    position = torch.arange(length, dtype=torch.float32).unsqueeze(1)
+    rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    table = torch.zeros(length, width)
+    table[:, 0::2] = torch.sin(position * rate)
+    # An odd width has one cosine less.
+    table[:, 1::2] = torch.cos(position * rate[: width // 2])
+    return table
+
+
+def transformer(
+    vocab_size: int,
+    num_classes: int = 2,
+    max_len: int = 256,
+    d_model: int = 128,
+    nhead: int = 4,
+    d_hid: int = 256,
+    nlayers: int = 4,
+    dropout: float = 0.1,
+    pad_index: int = 1,
+) -> nn.Sequential:
+    """An encoder, `nlayers` Transformer layers and a classifier: nlayers + 2 elements.
+
+    Takes `(tokens, mask)`: int64 ids and bool, True at padding, both of shape (N, L) with L at most
+    `max_len`. Returns logits of shape (N, num_classes), for `F.cross_entropy`. What stands in
+    padded places has no influence on them. `pad_index` is the padding's id, whose embedding stays
+    zero. Parameters are named `encoder.*`, `layers.0.*` ..., `decoder.*`.
+
+    Source: Encoder, Layer and Decoder of IDRIS, *PyTorch: parallelisme hybride (modele et
+    donnees)*. Raises `ConfigError` if the arguments do not fit together.
+    """
+    check_sizes(
+        vocab_size=vocab_size,
+        num_classes=num_classes,
+        max_len=max_len,
+        d_model=d_model,
+        nhead=nhead,
+        d_hid=d_hid,
+        nlayers=nlayers,
+    )
+    check_heads(d_model, "nhead", nhead)
+    check_dropout(dropout)
+    if pad_index is None or not 0 <= pad_index < vocab_size:
+        raise ConfigError(
+            f"model.pad_index={pad_index} must be a token of the vocabulary: "
+            f"at least 0 and below model.vocab_size={vocab_size}"
+        )
+    layers = [Layer(d_model, nhead, d_hid, dropout) for _ in range(nlayers)]
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            encoder=Encoder(vocab_size, max_len, d_model, dropout, pad_index),
+            layers=nn.Sequential(*layers),
+            decoder=Decoder(d_model, num_classes),
+        )
+    )

@@ -1,0 +1,283 @@
+"""The data sets: what their items are, that they are the same everywhere, and what they refuse."""
+
+import hashlib
+import importlib
+import inspect
+import pickle
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import get_method as locate
+from omegaconf import OmegaConf
+from small_data import write_imdb, write_mnist
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Subset, default_collate
+
+from hybridtrain.data import TensorRows, already_batched, digits, imdb, mnist, python_source
+from hybridtrain.errors import DataError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def same(one, other):
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) and all(map(torch.equal, leaves, others))
+
+
+def everything(rows):
+    return rows.__getitems__(range(len(rows)))
+
+
+def splits_of(name, tmp_path):
+    """Each data set with a little data; the text ones with shorter rows than their default."""
+    if name == "mnist":
+        write_mnist(tmp_path, 60, 20)
+        return mnist(tmp_path)
+    if name == "imdb":
+        pytest.importorskip("torchtext")
+        write_imdb(tmp_path, 20)
+        return imdb(tmp_path, max_len=16)
+    if name == "python_source":
+        return python_source(seq_len=32, max_bytes=3000, eval_bytes=1000)
+    return digits()
+
+
+# Rows and batches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+def test_a_batch_is_its_items_stacked_also_through_a_subset_and_workers(name, tmp_path):
+    splits = splits_of(name, tmp_path)
+    indices = [7, 0, 3, 3, 11]
+    expected = default_collate([splits.train[i] for i in indices])
+    assert same(splits.train.__getitems__(indices), expected)
+    for workers in (0, 2):
+        subset = Subset(splits.train, indices)
+        (batch,) = DataLoader(subset, 5, collate_fn=splits.collate, num_workers=workers)
+        assert same(batch, expected)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+def test_a_data_set_pickles(name, tmp_path):
+    splits = splits_of(name, tmp_path)
+    again = pickle.loads(pickle.dumps(splits))
+    assert len(again.eval) == len(splits.eval)
+    assert same(again.train[5], splits.train[5])
+    assert again.facts == splits.facts
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+def test_an_index_out_of_range_ends_the_iteration(name, tmp_path):
+    rows = splits_of(name, tmp_path).eval
+    assert sum(1 for _ in rows) == len(rows)
+    assert same(rows[-1], rows[len(rows) - 1])
+    with pytest.raises(IndexError):
+        rows[-len(rows) - 1]
+
+
+def test_rows_of_a_pytree_are_prepared_a_batch_at_a_time():
+    rows = TensorRows({"a": torch.arange(6)}, torch.arange(6) * 10, prepare=lambda x: (x["a"], 1))
+    inputs, targets = rows.__getitems__([4, 2])
+    assert same(inputs[0], torch.tensor([4, 2]))
+    assert same(targets, torch.tensor([40, 20]))
+
+
+def test_rows_that_do_not_agree_in_number_are_refused():
+    with pytest.raises(DataError, match=r"equally many rows, found \[3, 4\]"):
+        TensorRows(torch.zeros(3), torch.zeros(4))
+
+
+def test_collate_stacks_the_items_of_a_wrapper_that_hides_the_batched_path():
+    rows = TensorRows(torch.arange(4), torch.arange(4))
+
+    class Wrapper(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, index):
+            return rows[index]
+
+    (batch,) = DataLoader(Wrapper(), 4, collate_fn=already_batched)
+    assert same(batch, [torch.arange(4), torch.arange(4)])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("data/*.yaml")), ids=lambda path: path.stem)
+def test_a_data_sets_config_has_its_functions_parameters_and_the_loaders(path):
+    config = OmegaConf.load(path)
+    function = locate(config.pop("_target_"))
+    of_the_loader = ["batch_size", "workers", "drop_last", "timeout_s"]
+    assert list(config) == [*inspect.signature(function).parameters, *of_the_loader]
+
+
+# Digits -------------------------------------------------------------------------------------------
+
+
+def test_digits_are_the_1797_normalised_images_of_the_uci_set():
+    splits = digits()
+    images, labels = default_collate([*splits.train, *splits.eval])
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert abs(images.mean()) < 1e-3
+    assert abs(images.std() - 1) < 1e-3
+    assert images.unique().numel() == 17  # 0..16 dots set in a block of 4x4
+    assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert splits.facts == {"num_classes": 10, "image_size": 8, "channels": 1}
+
+
+def test_held_out_fifth_is_disjoint_and_seed_independent():
+    torch.manual_seed(1)
+    first = digits()
+    torch.manual_seed(2)
+    second = digits()
+    assert same(everything(first.train), everything(second.train))
+    assert same(everything(first.eval), everything(second.eval))
+    # No two of the 1,797 images are the same, so an image tells which digit it is.
+    train = {image.numpy().tobytes() for image, _ in first.train}
+    held_out = {image.numpy().tobytes() for image, _ in first.eval}
+    assert len(train) == 1442
+    assert len(held_out) == 355
+    assert not train & held_out
+
+
+def test_held_out_fifth_has_every_class_in_proportion():
+    splits = digits()
+    held_out = torch.bincount(everything(splits.eval)[1])
+    total = held_out + torch.bincount(everything(splits.train)[1])
+    assert torch.equal(held_out, total // 5)
+
+
+def test_digits_file_is_the_one_its_attribution_describes():
+    folder = Path(importlib.import_module("hybridtrain.data").__file__).parent
+    digest = hashlib.sha256((folder / "digits.csv.gz").read_bytes()).hexdigest()
+    assert digest in (folder / "digits.md").read_text()
+
+
+# MNIST --------------------------------------------------------------------------------------------
+
+
+def test_mnist_is_what_torchvision_reads_with_the_tutorials_transform(tmp_path):
+    torchvision = pytest.importorskip("torchvision")
+    write_mnist(tmp_path, 60, 20)
+    steps = torchvision.transforms
+    transform = steps.Compose([steps.ToTensor(), steps.Normalize((0.1307,), (0.3081,))])
+    splits = mnist(str(tmp_path))
+    for train, rows in ((True, splits.train), (False, splits.eval)):
+        reference = torchvision.datasets.MNIST(tmp_path, train=train, transform=transform)
+        assert len(rows) == len(reference)
+        for (image, label), (expected, expected_label) in zip(rows, reference, strict=True):
+            torch.testing.assert_close(image, expected)
+            assert label.item() == expected_label
+    assert splits.facts == {"num_classes": 10, "image_size": 28, "channels": 1}
+
+
+def test_mnist_stays_bytes_in_memory(tmp_path):
+    assert splits_of("mnist", tmp_path).train.inputs.dtype == torch.uint8
+
+
+def test_missing_mnist_says_where_it_looked_and_how_to_fetch(tmp_path):
+    raw = write_mnist(tmp_path, 10, 10)
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError) as caught:
+        mnist(tmp_path)
+    message = str(caught.value)
+    assert str(raw) in message
+    assert "did not find t10k-labels-idx1-ubyte.\n" in message
+    assert f"hybridtrain recipe=mnist_basicnet data.download=true data.root={tmp_path}\n" in message
+    assert "data.root" in message
+
+
+def test_packed_mnist_says_to_unpack(tmp_path):
+    raw = write_mnist(tmp_path, 10, 10)
+    for path in list(raw.iterdir()):
+        path.rename(f"{path}.gz")
+    with pytest.raises(DataError, match="gunzip"):
+        mnist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train-images-idx3-ubyte", None),  # cut short
+        ("train-images-idx3-ubyte", b""),
+        ("train-images-idx3-ubyte", b"<html>not found</html>"),
+        ("t10k-labels-idx1-ubyte", bytes([0, 0, 8, 1, 0, 0, 0, 1, 7])),  # one label for ten images
+        ("t10k-labels-idx1-ubyte", bytes([0, 0, 8, 1, 0, 0, 0, 10, *[77] * 10])),
+    ],
+)
+def test_damaged_mnist_says_so(tmp_path, name, content):
+    path = write_mnist(tmp_path, 10, 10) / name
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(DataError, match=r"damaged.*\n?.*data.download=true"):
+        mnist(tmp_path)
+
+
+def test_mnist_download_without_a_network_names_the_way_by_hand(tmp_path, monkeypatch):
+    from torchvision.datasets import MNIST
+
+    monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    with pytest.raises(DataError, match=r"(?s)could not be fetched.*127\.0\.0\.1.*by hand"):
+        mnist(tmp_path, download=True)
+
+
+# Python source ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A standard library of 60 files, the i-th of them 50 times the i-th letter."""
+    files = {f"m{i:02}.py": bytes([64 + i]) * 50 for i in range(60)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("site-packages/a.py", "test/a.py", "json/__pycache__/a.py", "lib.so", "a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\x00" * 500)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    return files
+
+
+def test_windows_tile_the_text_and_targets_are_one_byte_on(library):
+    splits = python_source(seq_len=7, max_bytes=None, eval_bytes=None)
+    text = b"".join(content for i, content in enumerate(library.values()) if i % 20 != 19)
+    assert len(splits.train) == (len(text) - 1) // 7
+    x, y = everything(splits.train)
+    assert bytes(x.flatten().tolist()) == text[: x.numel()]
+    assert bytes(y.flatten().tolist()) == text[1 : y.numel() + 1]
+    assert (x.dtype, y.dtype) == (torch.int64, torch.int64)
+    assert splits.facts == {"vocab_size": 256, "seq_len": 7}
+
+
+def test_held_out_files_are_never_trained_on(library):
+    splits = python_source(seq_len=7, max_bytes=None, eval_bytes=None)
+    held_out = {64 + i for i in (19, 39, 59)}
+    assert set(everything(splits.eval)[0].flatten().tolist()) == held_out
+    assert not set(everything(splits.train)[0].flatten().tolist()) & held_out
+
+
+def test_text_is_bounded_by_bytes(library):
+    splits = python_source(seq_len=10, max_bytes=111, eval_bytes=60)
+    assert len(splits.train.text) == 111
+    assert len(splits.train) == 11
+    assert len(splits.eval) == 5
+
+
+def test_the_running_interpreter_has_enough_text():
+    splits = python_source(max_bytes=1_000_000)
+    assert len(splits.train) == 999_999 // 256
+    assert len(splits.eval) > 100
+    assert b"import " in bytes(splits.train.text.tolist())
+
+
+def test_library_without_sources_says_so(tmp_path, monkeypatch):
+    zipped = str(tmp_path / "python311.zip")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": zipped})
+    with pytest.raises(DataError, match=r"0 bytes to train on, from 0 \.py files under .*\.zip"):
+        python_source()
+
+
+def test_too_few_bytes_for_a_window_names_the_keys(library):
+    with pytest.raises(DataError, match=r"to evaluate on.*data\.seq_len=100.*data\.eval_bytes"):
+        python_source(seq_len=100, eval_bytes=100)
+    with pytest.raises(DataError, match=r"data\.seq_len must be at least 1"):
+        python_source(seq_len=0)

@@ -1,0 +1,310 @@
+"""IMDB: the reviews read, numbered, kept and fetched; and what is said when that fails."""
+
+import hashlib
+import importlib
+import io
+import sys
+import tarfile
+
+import pytest
+import torch
+from small_data import write_imdb
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain.data import imdb
+from hybridtrain.errors import DataError
+
+torchtext = pytest.importorskip("torchtext")
+
+# As an attribute of the package, `imdb` is the function.
+imdb_module = importlib.import_module("hybridtrain.data.imdb")
+
+
+def same(one, other):
+    return all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
+
+
+def everything(rows):
+    return rows.__getitems__(range(len(rows)))
+
+
+def words_of(folder, half):
+    """Label and basic_english tokens of the reviews, read without any code of the library."""
+    text = torchtext.data.get_tokenizer("basic_english")
+    return sorted(
+        (label, text(path.read_text(encoding="utf-8")))
+        for label, name in enumerate(("neg", "pos"))
+        for path in (folder / half / name).iterdir()
+    )
+
+
+def test_imdb_rows_are_the_reviews_numbered_by_frequency_cut_and_padded(tmp_path):
+    folder = write_imdb(tmp_path, 20)
+    splits = imdb(tmp_path, max_len=24, min_freq=1)
+    expected = {half: words_of(folder, half) for half in ("train", "test")}
+    counts = {}
+    for _, words in expected["train"]:
+        for word in words[:24]:
+            counts[word] = counts.get(word, 0) + 1
+    order = sorted(counts, key=lambda word: (-counts[word], word))
+    number = {word: i for i, word in enumerate(["<unk>", "<pad>", *order])}
+    for half, rows in (("train", splits.train), ("test", splits.eval)):
+        expected_rows = sorted((label, words[:24]) for label, words in expected[half])
+        assert len(rows) == len(expected_rows)
+        for ((tokens, mask), label), (true_label, words) in zip(rows, expected_rows, strict=True):
+            ids = [number.get(word, 0) for word in words]
+            assert tokens.tolist() == ids + [1] * (24 - len(ids))
+            assert mask.tolist() == [False] * len(ids) + [True] * (24 - len(ids))
+            assert label.item() == true_label
+            assert (tokens.dtype, mask.dtype, label.dtype) == (torch.int64, torch.bool, torch.int64)
+    facts = {"num_classes": 2, "vocab_size": len(number), "max_len": 24, "pad_index": 1}
+    assert splits.facts == facts
+
+
+def test_imdb_vocabulary_is_bounded_by_size_and_frequency(tmp_path):
+    write_imdb(tmp_path, 20)
+    assert imdb(tmp_path, max_vocab=5).facts["vocab_size"] == 7
+    everything_once = imdb(tmp_path, max_vocab=None, min_freq=1).facts["vocab_size"]
+    assert 7 < imdb(tmp_path, max_vocab=None, min_freq=30).facts["vocab_size"] < everything_once
+
+
+def test_imdb_from_the_archive_equals_imdb_from_the_folder(tmp_path):
+    for name in ("packed", "folder"):
+        (tmp_path / name).mkdir()
+    write_imdb(tmp_path / "packed", 20, archive=True)
+    write_imdb(tmp_path / "folder", 20)
+    packed, folder = imdb(tmp_path / "packed"), imdb(tmp_path / "folder")
+    assert same(everything(packed.train), everything(folder.train))
+    assert same(everything(packed.eval), everything(folder.eval))
+    assert {path.suffix for path in (tmp_path / "packed").iterdir()} == {"", ".gz", ".pt"}
+    assert sum(1 for _ in (tmp_path / "packed/aclImdb").rglob("*.txt")) == 40  # none of unsup
+
+
+def test_imdb_order_is_that_of_no_file_system(tmp_path, monkeypatch):
+    write_imdb(tmp_path, 20)
+    first = imdb(tmp_path)
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    forwards = torchtext.datasets.imdb.glob.iglob
+    monkeypatch.setattr(
+        torchtext.datasets.imdb.glob,
+        "iglob",
+        lambda pattern: sorted(forwards(pattern), reverse=True),
+    )
+    assert same(everything(imdb(tmp_path).train), everything(first.train))
+
+
+def test_imdb_is_tokenised_once_and_again_when_something_changed(tmp_path, monkeypatch):
+    folder = write_imdb(tmp_path, 20)
+    first = imdb(tmp_path)
+    calls = []
+    encode = imdb_module.encode_reviews
+    monkeypatch.setattr(imdb_module, "encode_reviews", lambda *a: calls.append(1) or encode(*a))
+    assert same(everything(imdb(tmp_path).train), everything(first.train))
+    assert imdb(tmp_path).facts == first.facts
+    assert calls == []
+    imdb(tmp_path, max_len=8)
+    assert len(calls) == 1
+    imdb(tmp_path, min_freq=3)
+    assert len(calls) == 2
+    (folder / "train/pos/extra_9.txt").write_text("One more.")
+    assert len(imdb(tmp_path).train) == 21
+    assert len(calls) == 3
+
+
+def test_damaged_imdb_cache_is_made_again(tmp_path):
+    write_imdb(tmp_path, 20)
+    first = everything(imdb(tmp_path).train)
+    (cache,) = tmp_path.glob("*.pt")
+    whole = cache.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"not a checkpoint"):
+        cache.write_bytes(damaged)
+        assert same(everything(imdb(tmp_path).train), first)
+        assert len(cache.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_imdb_works_from_a_folder_that_cannot_be_written(tmp_path, monkeypatch, archive):
+    write_imdb(tmp_path, 20, archive=archive)
+    before = sorted(tmp_path.rglob("*"))
+
+    def refuse(path):
+        raise PermissionError(f"read-only: {path}")
+
+    # Permissions do not stop a superuser, and the tests may well be run by one.
+    monkeypatch.setattr(imdb_module, "_writable", lambda folder: False)
+    monkeypatch.setattr(imdb_module, "_published", refuse)
+    assert len(imdb(tmp_path).train) == 20
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_interrupted_unpacking_leaves_no_half_folder(tmp_path, monkeypatch):
+    write_imdb(tmp_path, 20, archive=True)
+    reviews = imdb_module._reviews
+
+    def interrupted(archive):
+        for i, review in enumerate(reviews(archive)):
+            if i == 7:
+                raise KeyboardInterrupt
+            yield review
+
+    monkeypatch.setattr(imdb_module, "_reviews", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        imdb(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["aclImdb_v1.tar.gz"]
+
+
+def test_archive_cannot_write_outside_its_folder(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    packed = write_imdb(root, 20, archive=True)
+    with tarfile.open(packed) as tar:
+        members = [(m, tar.extractfile(m).read()) for m in tar if m.isfile()]
+    with tarfile.open(packed, "w:gz") as tar:
+        for name in (
+            "../outside.txt",
+            "/outside.txt",
+            "aclImdb/train/pos/../../../../outside.txt",
+            "aclImdb/train/pos/20_9.txt~",
+        ):
+            info = tarfile.TarInfo(name)
+            info.size = 4
+            tar.addfile(info, io.BytesIO(b"gone"))
+        link = tarfile.TarInfo("aclImdb/train/pos/link.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        tar.addfile(link)
+        for member, content in members:
+            tar.addfile(member, io.BytesIO(content))
+    assert len(imdb(root).train) == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
+    assert not any(path.is_symlink() for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_broken_archive_says_so_and_leaves_nothing(tmp_path, part):
+    packed = write_imdb(tmp_path, 20, archive=True)
+    content = packed.read_bytes()
+    packed.write_bytes(content[: int(len(content) * part)] or b"<html>")
+    with pytest.raises(DataError, match=r"aclImdb_v1\.tar\.gz is not the archive, or damaged"):
+        imdb(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [packed.name]
+
+
+def test_another_archive_of_that_name_says_what_it_lacks(tmp_path):
+    with tarfile.open(tmp_path / "aclImdb_v1.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("README"))
+    with pytest.raises(DataError, match="holds no aclImdb/train/pos"):
+        imdb(tmp_path)
+
+
+def test_missing_imdb_says_where_it_looked_and_how_to_fetch(tmp_path):
+    with pytest.raises(DataError) as caught:
+        imdb(tmp_path / "nowhere")
+    message = str(caught.value)
+    assert f"looked in {tmp_path / 'nowhere'} for the folder aclImdb" in message
+    command = f"hybridtrain recipe=imdb_transformer data.download=true data.root={tmp_path}/nowhere"
+    assert f"Fetch it with: {command}\n" in message
+    assert "ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz" in message
+
+
+def test_folder_without_reviews_is_named(tmp_path):
+    folder = write_imdb(tmp_path, 20)
+    for path in (folder / "test/neg").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r"aclImdb/test/neg should hold reviews.*but it is empty"):
+        imdb(tmp_path)
+    (folder / "test/neg").rmdir()
+    with pytest.raises(DataError, match=r"aclImdb/test/neg should hold reviews.*is not there"):
+        imdb(tmp_path)
+
+
+def test_review_that_is_not_utf8_is_named(tmp_path):
+    bad = write_imdb(tmp_path, 20) / "test/pos/3_9.txt"
+    bad.write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(DataError, match=r"test/pos/3_9\.txt is not UTF-8"):
+        imdb(tmp_path)
+
+
+def test_empty_review_still_has_a_token(tmp_path):
+    folder = write_imdb(tmp_path, 20)
+    for path in (folder / "train/neg").iterdir():
+        path.write_text("  \n")
+    (_, mask), labels = everything(imdb(tmp_path, max_len=8).train)
+    assert mask[labels == 0].sum(1).tolist() == [7] * 10
+
+
+def test_the_word_pad_in_a_review_is_not_masked(tmp_path):
+    folder = write_imdb(tmp_path, 20)
+    for path in (folder / "test/neg").iterdir():
+        path.write_text("one <pad> two")
+    (_, mask), labels = everything(imdb(tmp_path, max_len=8).eval)
+    assert mask[labels == 0].sum(1).tolist() == [5] * 10
+
+
+def test_download_fetches_checks_and_keeps_the_archive(tmp_path, monkeypatch):
+    for name in ("server", "root"):
+        (tmp_path / name).mkdir()
+    served = write_imdb(tmp_path / "server", 20, archive=True)
+    monkeypatch.setattr(imdb_module, "_URL", served.as_uri())
+    root = tmp_path / "new" / "root"
+    with pytest.raises(DataError, match="is not the archive"):
+        imdb(root, download=True)
+    assert list(root.iterdir()) == []
+
+    digest = hashlib.md5(served.read_bytes()).hexdigest()
+    monkeypatch.setattr(imdb_module, "_MD5", digest)
+    assert len(imdb(root, download=True).train) == 20
+    served.unlink()
+    assert len(imdb(root, download=True).train) == 20  # nothing is fetched twice
+
+
+def test_download_without_a_network_names_the_address_and_the_way_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(imdb_module, "_URL", "http://127.0.0.1:9/aclImdb_v1.tar.gz")
+    with pytest.raises(DataError, match=r"(?s)http://127\.0\.0\.1:9/.*could not be fetched.*hand"):
+        imdb(tmp_path, download=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def split_on_letters(text):
+    return list(text.replace(" ", ""))
+
+
+def not_a_tokenizer(text):
+    return text.upper()
+
+
+@pytest.mark.parametrize("path", ["{}:split_on_letters", "{}.split_on_letters"])
+def test_any_function_can_be_the_tokenizer(tmp_path, path):
+    write_imdb(tmp_path, 20)
+    splits = imdb(tmp_path, tokenizer=path.format(__name__), max_len=32)
+    assert splits.facts["vocab_size"] < 40  # letters, not words
+    assert not everything(splits.train)[0][1].any()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ("basic_german", "basic_english, spacy"),
+        ("moses", "sacremoses|SacreMoses|basic_english"),
+        ("no.such.module:f", "cannot be imported"),
+        ("os:nothing", "cannot be imported"),
+        ("os:sep", "not a function"),
+        (f"{__name__}:not_a_tokenizer", "list of strings"),
+    ],
+)
+def test_unusable_tokenizer_is_refused_with_its_key(tmp_path, tokenizer, message):
+    write_imdb(tmp_path, 20)
+    with pytest.raises(DataError, match=rf"data\.tokenizer={tokenizer}.*({message})"):
+        imdb(tmp_path, tokenizer=tokenizer)
+
+
+def test_missing_torchtext_names_the_extra(tmp_path, monkeypatch):
+    write_imdb(tmp_path, 20)
+    monkeypatch.setitem(sys.modules, "torchtext", None)
+    with pytest.raises(DataError, match=r'pip install "hybridtrain\[text\]"'):
+        imdb(tmp_path)
+
+
+def test_imdb_sizes_below_one_are_refused_by_key(tmp_path):
+    with pytest.raises(DataError, match=r"data\.max_len must be at least 1, not 0"):
+        imdb(tmp_path, max_len=0)
