@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,31 +14,34 @@ from torch.nn.parameter import Parameter
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.partition.layers import layers_of
 from hybridtrain.partition.split import SplitSpec, split_layers
+from hybridtrain.pipeline.batch_norm import Deferred
+from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.local_engine import LocalEngine, Step
 from hybridtrain.pipeline.memory import resident_bytes
 from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.recompute import RecomputeSpec, recompute_policy
 from hybridtrain.pipeline.replica import replicate
 from hybridtrain.pipeline.schedule import (
     SCHEDULES,
+    Schedule,
     forward_only,
     make_schedule,
     peak_held,
 )
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.ties import shared_slots
 from hybridtrain.pipeline.trace import Trace
 from hybridtrain.world import World
 
 LossFn = Callable[[Any, Any], Tensor]
 
-# For each value of pipeline.checkpoint: is micro-batch i of m recomputed in its backward?
-RECOMPUTE: dict[str, Callable[[int, int], bool]] = {
-    "never": lambda i, m: False,
-    "except_last": lambda i, m: i + 1 < m,
-    "always": lambda i, m: True,
+AUTOCAST: dict[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
-
-AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+BATCH_NORM = ("micro_batch", "deferred")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,17 @@ class HybridModel:
         chunks: micro-batches a batch is cut into along dim 0 (fewer if it has fewer rows).
         schedule: `1f1b` or `gpipe`.
         split: `uniform`, `size`, or explicit counts, cut points or names; see `split_layers`.
-        checkpoint: which micro-batches recompute their activations in the backward: `never`,
-            `except_last` or `always`.
-        precision: `fp32`, or `bf16` for autocast.
+        checkpoint: what is recomputed in the backward instead of kept: `never`, whole stages for
+            all micro-batches `except_last` or `always`, `{"every": k}` for every kth layer, or a
+            list of layers' names.
+        stages_per_device: how many stages each device has in turn; more than one interleaves them.
+        max_inflight: how many micro-batches may be alive at one time; None: as the schedule has it.
+        batch_norm: when running statistics move: at each `micro_batch`, as in the unsplit model
+            under gradient accumulation, or `deferred` to once a step.
+        sync_batch_norm: normalise over the replicas' micro-batches too (GPUs only, as in PyTorch).
+        precision: `fp32`, or `bf16` or `fp16` for autocast; fp16 wants `scale_loss` in
+            `train_step`.
+        compile: compile each layer.
         seed: where the draws of layers such as dropout start from.
         find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
 
@@ -86,37 +97,83 @@ class HybridModel:
         chunks: int = 1,
         schedule: str = "1f1b",
         split: SplitSpec = "uniform",
-        checkpoint: str = "never",
+        checkpoint: RecomputeSpec = "never",
+        stages_per_device: int = 1,
+        max_inflight: int | None = None,
+        batch_norm: str = "micro_batch",
+        sync_batch_norm: bool = False,
         precision: str = "fp32",
+        compile: bool = False,
         seed: int = 0,
         find_unused_parameters: bool = False,
     ) -> None:
         _check("pipeline.schedule", schedule, SCHEDULES)
-        _check("pipeline.checkpoint", checkpoint, RECOMPUTE)
+        _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
         _check("trainer.precision", precision, AUTOCAST)
         if chunks < 1:
             raise ConfigError(
                 f"pipeline.chunks={chunks} must be a positive number of micro-batches"
             )
+        for key, value in (
+            ("stages_per_device", stages_per_device),
+            ("max_inflight", max_inflight),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"pipeline.{key}={value} must be at least 1")
+        if sync_batch_norm and world.size > 1:
+            if world.devices[0].type != "cuda":
+                raise ConfigError("pipeline.sync_batch_norm=true needs GPUs: PyTorch's is for them")
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         self.net = net
         self.world = world
         self.chunks = chunks
-        self._schedule = schedule
-        self._recompute = RECOMPUTE[checkpoint]
+        self._schedule_name = schedule
+        self._stages_per_device = stages_per_device
+        self._max_inflight = max_inflight
         self._autocast = AUTOCAST[precision]
         self.draws = Draws(seed, world.rank)
+        layers = layers_of(net)
+        self._recompute = recompute_policy(checkpoint, [layer.name for layer in layers])
+        parts = split_layers(layers, world.nb_part * stages_per_device, split)
+        links = links_between(parts)
+        slots = shared_slots([[layer.module for layer in part] for part in parts])
         self.stages: list[Stage] = []
         first = 0
-        for device, layers in zip(
-            world.devices, split_layers(layers_of(net), world.nb_part, split), strict=True
-        ):
-            stage = Stage(len(self.stages), layers, first, device, self.draws)
+        for index, part in enumerate(parts):
+            stage = Stage(
+                index,
+                part,
+                first,
+                world.devices[index % world.nb_part],
+                self.draws,
+                links,
+                slots[index],
+                self._recompute.layers,
+            )
             stage.replica = replicate(
-                stage.module, world.new_group(), find_unused_parameters=find_unused_parameters
+                stage.module,
+                dict(stage.named_parameters()),
+                world.new_group(),
+                find_unused_parameters=find_unused_parameters,
             )
             self.stages.append(stage)
-            first += len(layers)
+            first += len(part)
+        if compile:
+            for layer in layers:
+                layer.module.compile()
+        self._deferred = Deferred(net) if batch_norm == "deferred" else None
+        self._one = torch.ones((), device=self.stages[-1].device)
         self._engine = LocalEngine(self.stages, world.devices)
+
+    def schedule(self, chunks: int) -> Schedule:
+        """The table that a step of `chunks` micro-batches follows."""
+        return make_schedule(
+            self._schedule_name,
+            self.world.nb_part,
+            chunks,
+            self._stages_per_device,
+            self._max_inflight,
+        )
 
     def train_step(
         self,
@@ -126,6 +183,7 @@ class HybridModel:
         *,
         weight: float = 1.0,
         sync: bool = True,
+        scale_loss: Callable[[Tensor], Tensor] | None = None,
         trace: bool = False,
     ) -> StepOutput:
         """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
@@ -142,6 +200,7 @@ class HybridModel:
                 rows of a step passes `rows * replicas / total` when these differ among replicas.
             sync: False to add up gradients without averaging them over the replicas yet; the
                 last `train_step` before the optimizer must have it True.
+            scale_loss: applied to what the backward starts from, such as `GradScaler.scale`.
             trace: record what ran when.
 
         Raises:
@@ -159,21 +218,28 @@ class HybridModel:
             if not isinstance(loss, Tensor) or loss.dim():
                 raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
             losses[microbatch] = loss.detach()
-            return loss * (weight * sizes[microbatch] / rows)
+            loss = loss * (weight * sizes[microbatch] / rows)
+            return loss if scale_loss is None else scale_loss(loss)
 
         recorded = Trace(self.world.devices) if trace else None
         self.sync_buffers()
+        self._refresh_aliases()
         self.draws.active = self.net.training
         with torch.enable_grad(), self._precision():
             step = Step(
-                lanes=make_schedule(self._schedule, len(self.stages), len(sizes)).lanes,
+                lanes=self.schedule(len(sizes)).lanes,
                 inputs=split(inputs, sizes),
                 head=head,
-                recompute=[self._recompute(i, len(sizes)) for i in range(len(sizes))],
+                recompute=[self._recompute.whole_stage(i, len(sizes)) for i in range(len(sizes))],
+                loss_gradient=self._one,
                 reduce=sync,
                 trace=recorded,
             )
-        self._engine.run(step)
+        with self._statistics():
+            self._engine.run(step)
+        for stage in self.stages:
+            for alias in stage.aliases:
+                alias.fold()
         self.draws.next_step()
         return StepOutput(
             _weighted_mean([x for x in losses if x is not None], sizes), rows, recorded
@@ -193,15 +259,17 @@ class HybridModel:
             outputs[microbatch] = output
             return None
 
+        self._refresh_aliases()
         self.draws.active = self.net.training
         with torch.no_grad(), self._precision():
             step = Step(
-                lanes=forward_only(len(self.stages), len(sizes)),
+                lanes=forward_only(self.world.nb_part, len(sizes), self._stages_per_device),
                 inputs=split(inputs, sizes),
                 head=head,
                 recompute=[False] * len(sizes),
             )
-        self._engine.run(step)
+        with self._statistics():
+            self._engine.run(step)
         if self.net.training:
             self.draws.next_step()
         return merge(outputs)
@@ -254,7 +322,7 @@ class HybridModel:
         On a GPU the allocator's own peak. On a CPU a count: parameters, gradients, buffers, and
         the activations of one micro-batch times as many as the schedule holds.
         """
-        held = peak_held(make_schedule(self._schedule, len(self.stages), self.chunks))
+        held = peak_held(self.schedule(self.chunks))
         return [
             torch.cuda.max_memory_allocated(stage.device)
             if stage.device.type == "cuda"
@@ -268,6 +336,14 @@ class HybridModel:
         return torch.utils._pytree.tree_map_only(
             Tensor, lambda t: t if t.device == device else t.to(device, non_blocking=True), targets
         )
+
+    def _refresh_aliases(self) -> None:
+        for stage in self.stages:
+            for alias in stage.aliases:
+                alias.refresh()
+
+    def _statistics(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._deferred is None else self._deferred.step()
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._autocast is None:
@@ -283,6 +359,6 @@ def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
     return (stacked * weights).sum() / sum(sizes)
 
 
-def _check(key: str, value: str, allowed: Mapping[str, object]) -> None:
+def _check(key: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value} is unknown; there are: {', '.join(allowed)}")

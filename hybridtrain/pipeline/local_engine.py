@@ -1,10 +1,10 @@
 """The engine for stages that all live in this process: one worker thread a device.
 
-Each thread walks its lane of the schedule from left to right. Between two neighbouring stages
-there are two queues, one for activations and one for gradients:
+Each thread walks its lane of the schedule from left to right. Every link between two stages is
+two queues, one for activations and one for gradients:
 
-    lane 0   F0 F1 .. B0 ..        stage 0 --activations[1]--> stage 1
-    lane 1      F0 B0 F1 ..                <--gradients[0]----
+    lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
+    lane 1      F0 B0 F1 ..                <---gradients---
 
 A thread that needs what is not there yet waits in the queue; there is no barrier and no clock.
 PyTorch releases the interpreter's lock inside its kernels, so the threads compute side by side,
@@ -21,11 +21,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridtrain.pipeline.ambient import Ambient
+from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.schedule import Action
 from hybridtrain.pipeline.stage import Head, Stage
 from hybridtrain.pipeline.trace import Trace, mark
+from hybridtrain.pipeline.transfer import receive, send
 
 Lanes = Sequence[Sequence[Action]]
 
@@ -38,6 +41,7 @@ class Step:
         lanes: what each device does.
         inputs: the micro-batches that stage 0 gets.
         head: what the last stage does with each output.
+        loss_gradient: what the backwards begin with: a one, on the last stage's device.
         recompute: for each micro-batch, whether its backward recomputes the activations.
         reduce: whether the gradients are averaged over the replicas, at the last micro-batch.
         trace: where to record what ran when.
@@ -47,6 +51,7 @@ class Step:
     inputs: Sequence[Any]
     head: Head
     recompute: Sequence[bool]
+    loss_gradient: Tensor | None = None
     reduce: bool = False
     trace: Trace | None = None
     ambient: Ambient = field(default_factory=Ambient.capture)
@@ -57,6 +62,7 @@ class LocalEngine:
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
         self._stages = stages
+        self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         if len(devices) == 1:
             return  # a single lane needs no thread of its own
@@ -79,7 +85,7 @@ class LocalEngine:
                 that names the stage, its layers and the micro-batch. By then all threads have
                 stopped and forgotten the step; the next one can run.
         """
-        run = _Run(step, self._stages)
+        run = _Run(step, self._stages, self._links)
         if not self._inboxes:
             run.walk(0)
         else:
@@ -96,15 +102,34 @@ class _Stopped(Exception):
     """Another lane failed; nothing will come through the queues any more."""
 
 
+@dataclass(frozen=True)
+class _Ports:
+    """The queues of one stage, in the order of its links."""
+
+    receive: list[SimpleQueue[Any]]
+    send: list[SimpleQueue[Any]]
+    receive_gradients: list[SimpleQueue[Any]]
+    send_gradients: list[SimpleQueue[Any]]
+
+
 class _Run:
     """The state of one step while it runs."""
 
-    def __init__(self, step: Step, stages: Sequence[Stage]) -> None:
+    def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
         self.failure: BaseException | None = None
         self._step = step
         self._stages = stages
-        self._activations: list[SimpleQueue[Any]] = [SimpleQueue() for _ in stages]
-        self._gradients: list[SimpleQueue[Any]] = [SimpleQueue() for _ in stages]
+        self._activations: dict[Link, SimpleQueue[Any]] = {link: SimpleQueue() for link in links}
+        self._gradients: dict[Link, SimpleQueue[Any]] = {link: SimpleQueue() for link in links}
+        self._ports = [
+            _Ports(
+                receive=[self._activations[link] for link in stage.incoming],
+                send=[self._activations[link] for link in stage.outgoing],
+                receive_gradients=[self._gradients[link] for link in stage.outgoing],
+                send_gradients=[self._gradients[link] for link in stage.incoming],
+            )
+            for stage in stages
+        ]
         self._finished: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
 
@@ -147,38 +172,43 @@ class _Run:
         with self._lock:
             if self.failure is None:
                 self.failure = error
-        for queue in (*self._activations, *self._gradients):
+        for queue in (*self._activations.values(), *self._gradients.values()):
             queue.put(_Stopped)
 
     def _forward(self, lane: int, action: Action) -> None:
         step = self._step
         _, index, microbatch = action
-        value = self._take(self._activations[index]) if index else step.inputs[microbatch]
-        stage = self._stages[index]
-        last = index + 1 == len(self._stages)
+        stage, ports = self._stages[index], self._ports[index]
+        messages = (
+            [receive(self._take(queue), stage.device) for queue in ports.receive]
+            if index
+            else [(step.inputs[microbatch],)]
+        )
+        head = step.head if index + 1 == len(self._stages) else None
         start = mark(stage.device) if step.trace else 0.0
         with step.ambient.forward():
-            output = stage.forward(
-                microbatch, value, step.head if last else None, step.recompute[microbatch]
-            )
+            sent = stage.forward(microbatch, messages, head, step.recompute[microbatch])
         if step.trace:
             step.trace.record(lane, action, start, mark(stage.device))
-        if not last:
-            self._activations[index + 1].put(output)
+        for link, queue, message in zip(stage.outgoing, ports.send, sent, strict=True):
+            queue.put(send(message, stage.device, self._stages[link.target].device))
 
     def _backward(self, lane: int, action: Action) -> None:
         step = self._step
         _, index, microbatch = action
-        last = index + 1 == len(self._stages)
-        grads = None if last else self._take(self._gradients[index])
-        stage = self._stages[index]
+        stage, ports = self._stages[index], self._ports[index]
+        gradients = (
+            [receive(self._take(queue), stage.device) for queue in ports.receive_gradients]
+            if index + 1 < len(self._stages)
+            else [[step.loss_gradient]]
+        )
         reduce = step.reduce and microbatch + 1 == len(step.inputs)
         start = mark(stage.device) if step.trace else 0.0
-        grads = stage.backward(microbatch, grads, reduce)
+        sent = stage.backward(microbatch, gradients, reduce)
         if step.trace:
             step.trace.record(lane, action, start, mark(stage.device))
-        if index:
-            self._gradients[index - 1].put(grads)
+        for link, queue, gradient in zip(stage.incoming, ports.send_gradients, sent, strict=True):
+            queue.put(send(gradient, stage.device, self._stages[link.source].device))
 
     def _take(self, queue: SimpleQueue[Any]) -> Any:
         value = queue.get()

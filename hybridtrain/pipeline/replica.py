@@ -9,55 +9,72 @@ before that backward, as PyTorch's own `torch.distributed.pipelining.stage` does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import Parameter
 
 from hybridtrain.errors import UserError
 
 
 class Replica:
-    """Averages the gradients of `module` over the replicas; rank 0's values start everywhere."""
+    """Averages the gradients of `module` over the replicas; rank 0's values start everywhere.
+
+    `names` are its parameters under the user's names.
+    """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
+        self,
+        module: nn.Module,
+        names: Mapping[str, Parameter],
+        group: dist.ProcessGroup,
+        find_unused_parameters: bool = False,
     ) -> None:
+        own = {id(parameter) for parameter in names.values()}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module,
+            [
+                name
+                for name, parameter in module.named_parameters(remove_duplicate=False)
+                if id(parameter) not in own  # lives in an earlier stage; here it has an alias
+            ],
+        )
+        self._names = names
         self._ddp = DistributedDataParallel(
             module,
             process_group=group,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
-        self._find_unused = find_unused_parameters
+        self.find_unused = find_unused_parameters
 
     def sync_buffers(self) -> None:
         """Copies rank 0's buffers (running statistics) to all replicas; a collective."""
         if self._ddp.modules_buffers:
             self._ddp._sync_buffers()
 
-    def arm(self, roots: Sequence[Tensor]) -> None:
+    def arm(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients as they come."""
         # after the first reduction, DDP orders its buckets as the gradients came
         self._ddp.reducer._rebuild_buckets()
-        self._ddp.reducer.prepare_for_backward(list(roots) if self._find_unused else [])
+        self._ddp.reducer.prepare_for_backward(list(roots) if self.find_unused else [])
 
-    def check_reduced(self, names: Sequence[str]) -> None:
+    def check_reduced(self) -> None:
         """Makes sure that the armed backward has reduced every gradient.
 
         Raises:
-            UserError: a parameter got no gradient; names those of `names` (the module's
-                parameters, in order) that have none.
+            UserError: a parameter got no gradient; names those that have none.
         """
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError as error:
             without = [
                 name
-                for name, parameter in zip(names, self._ddp.module.parameters(), strict=True)
+                for name, parameter in self._names.items()
                 if parameter.requires_grad and parameter.grad is None
             ]
             raise UserError(
@@ -67,15 +84,23 @@ class Replica:
             ) from error
 
 
-def replicate(module: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> Replica | None:
+def replicate(
+    module: nn.Module,
+    names: Mapping[str, Parameter],
+    group: dist.ProcessGroup | None,
+    **options: Any,
+) -> Replica | None:
     """A `Replica` of `module`, or None where there is nothing to average.
 
     Without a trainable parameter there is no gradient; the module's values are still made equal.
     """
     if group is None:
         return None
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return Replica(module, group, **options)
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            part.process_group = group  # its stage's own, so that no other thread uses it
+    if any(parameter.requires_grad for parameter in names.values()):
+        return Replica(module, names, group, **options)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor, group=group, group_src=0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from hybridtrain.errors import ScheduleError
@@ -52,51 +53,104 @@ class Span(NamedTuple):
     end: float
 
 
-def gpipe(stages: int, chunks: int) -> Schedule:
+def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     """All forwards, then all backwards.
 
     The backwards go in the order of the micro-batches, so that gradients are added up in the
     same order as in the unsplit model under gradient accumulation.
     """
     lanes = tuple(
-        tuple(Action("F", s, i) for i in range(chunks))
-        + tuple(Action("B", s, i) for i in range(chunks))
-        for s in range(stages)
+        tuple(Action("F", s, i) for s in own for i in range(chunks))
+        + tuple(Action("B", s, i) for s in reversed(own) for i in range(chunks))
+        for own in _stages_of_devices(devices, stages_per_device)
     )
-    return Schedule("gpipe", stages, chunks, lanes)
+    return Schedule("gpipe", devices * stages_per_device, chunks, lanes)
 
 
-def one_forward_one_backward(stages: int, chunks: int) -> Schedule:
-    """As many forwards as there are stages to come, then a forward and a backward in turn.
+def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
+    """As many forwards as there are stages to come, then a backward and a forward in turn.
 
-    Stage `s` holds at most `stages - s` micro-batches, whatever their number.
+    With one stage a device, stage `s` holds at most `stages - s` micro-batches, whatever their
+    number. With `v` stages a device (Narayanan et al., arXiv:2104.04473) device `d` has the stages
+    `d`, `d + devices`, ... and takes the micro-batches in groups through one after the other; the
+    bubble shrinks to a `v`th, from (P-1)/m of the computing time to (P-1)/(v m), for about twice
+    the activations.
     """
+    v = stages_per_device
+    rounds = _even(chunks, max(1, chunks // devices))
     lanes = []
-    for s in range(stages):
-        warm_up = min(chunks, stages - s)
-        lane = [Action("F", s, i) for i in range(warm_up)]
-        for i in range(chunks):
-            lane.append(Action("B", s, i))
-            if warm_up + i < chunks:
-                lane.append(Action("F", s, warm_up + i))
+    for d, own in enumerate(_stages_of_devices(devices, v)):
+        if v == 1:
+            warm_up = devices - d
+        else:
+            warm_up = (v - 1) * len(rounds[0]) + 2 * (devices - 1 - d) + 1
+        forwards = [Action("F", s, i) for group in rounds for s in own for i in group]
+        backwards = [Action("B", s, i) for group in rounds for s in reversed(own) for i in group]
+        lane = forwards[:warm_up]
+        for k, backward in enumerate(backwards):
+            lane += [backward, *forwards[warm_up + k : warm_up + k + 1]]
         lanes.append(tuple(lane))
-    return Schedule("1f1b", stages, chunks, tuple(lanes))
+    return Schedule("1f1b", devices * v, chunks, tuple(lanes))
 
 
-def forward_only(stages: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+def in_blocks(builder: Builder, size: int, devices: int, chunks: int, v: int) -> Schedule:
+    """The schedule of `builder` for `size` micro-batches at a time, one block after the other."""
+    lanes: list[list[Action]] = [[] for _ in range(devices)]
+    for block in _even(chunks, -(-chunks // size)):
+        part = builder(devices, len(block), v)
+        for lane, actions in zip(lanes, part.lanes, strict=True):
+            lane += [action._replace(microbatch=block[action.microbatch]) for action in actions]
+    return Schedule(part.name, devices * v, chunks, tuple(map(tuple, lanes)))
+
+
+def forward_only(
+    devices: int, chunks: int, stages_per_device: int = 1
+) -> tuple[tuple[Action, ...], ...]:
     """The lanes of an evaluation: every micro-batch once through all stages."""
-    return tuple(tuple(Action("F", s, i) for i in range(chunks)) for s in range(stages))
+    return tuple(
+        tuple(
+            Action("F", s, i)
+            for group in _even(chunks, max(1, chunks // devices))
+            for s in own
+            for i in group
+        )
+        for own in _stages_of_devices(devices, stages_per_device)
+    )
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-}
+def _stages_of_devices(devices: int, stages_per_device: int) -> list[range]:
+    stages = devices * stages_per_device
+    return [range(device, stages, devices) for device in range(devices)]
+
+
+def _even(count: int, parts: int) -> list[range]:
+    """The numbers below `count` in `parts` runs, the longer ones first."""
+    small, longer = divmod(count, parts)
+    starts = [part * small + min(part, longer) for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+Builder = Callable[[int, int, int], Schedule]
+
+SCHEDULES: dict[str, Builder] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 @lru_cache(maxsize=256)
-def make_schedule(name: str, stages: int, chunks: int) -> Schedule:
+def make_schedule(
+    name: str,
+    devices: int,
+    chunks: int,
+    stages_per_device: int = 1,
+    max_inflight: int | None = None,
+) -> Schedule:
     """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
+
+    Args:
+        name: one of `SCHEDULES`.
+        devices: how many.
+        chunks: micro-batches.
+        stages_per_device: how many stages each device has in turn.
+        max_inflight: how many micro-batches may be alive, begun and not finished, at one time.
 
     Raises:
         ScheduleError: `name` is unknown, or a count is not positive.
@@ -105,11 +159,16 @@ def make_schedule(name: str, stages: int, chunks: int) -> Schedule:
         raise ScheduleError(
             f"pipeline.schedule={name!r} is unknown; there are: {', '.join(sorted(SCHEDULES))}"
         )
-    if stages < 1 or chunks < 1:
+    if min(devices, chunks, stages_per_device, max_inflight or 1) < 1:
         raise ScheduleError(
-            f"a schedule needs at least 1 stage and 1 chunk, not {stages}, {chunks}"
+            f"a schedule needs at least 1 device, 1 chunk, 1 stage a device and 1 micro-batch in "
+            f"flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
         )
-    schedule = SCHEDULES[name](stages, chunks)
+    builder = SCHEDULES[name]
+    schedule = builder(devices, chunks, stages_per_device)
+    # stage 0 holds every micro-batch that is alive
+    if max_inflight is not None and peak_held(schedule)[0] > max_inflight:
+        schedule = in_blocks(builder, max_inflight, devices, chunks, stages_per_device)
     validate(schedule)
     return schedule
 

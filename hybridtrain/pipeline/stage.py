@@ -7,18 +7,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import UserError
 from hybridtrain.partition.layers import Layer
+from hybridtrain.pipeline import ties
+from hybridtrain.pipeline.links import MAIN, Link
 from hybridtrain.pipeline.memory import count_saved
 from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.recompute import recomputed, works_in_place
 from hybridtrain.pipeline.replica import Replica
+from hybridtrain.pipeline.transfer import move
+from hybridtrain.skip import pop, popped_by, shelf, stash, stashed_by
 
 # What the last stage does with a micro-batch's output: `head(microbatch, output)` returns the
 # scalar that the backward starts from or, in a forward-only pass, what the caller wants.
 Head = Callable[[int, Any], Any]
+
+# The values, or the gradients, that travel over one link for one micro-batch.
+Message = tuple[Any, ...]
+Gradients = list[Tensor | None]
+
+# Where a backward begins. An edge of the graph does not hold the tensor's memory, which is free as
+# soon as the next stage and this one's own graph can do without it.
+Root = Tensor | GradientEdge
+
+_run_backward = Variable._execution_engine.run_backward
 
 
 class Stage:
@@ -31,108 +47,178 @@ class Stage:
         index: its place in the pipeline.
         layers: what it runs.
         device: where.
+        incoming: the links to it, the main value's first.
+        outgoing: the links from it, the main value's first.
         module: its layers under one root, for what wants a module (placement, DDP).
-        parameter_names: the user's names of the parameters of `module`, in its order.
+        aliases: what it uses in place of parameters that live in an earlier stage.
         replica: its part in data parallelism, if there is any.
         saved_bytes: what autograd keeps of one micro-batch; None before the first.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[Layer], first: int, device: torch.device, draws: Draws
+        self,
+        index: int,
+        layers: Sequence[Layer],
+        first: int,
+        device: torch.device,
+        draws: Draws,
+        links: Sequence[Link] = (),
+        slots: Sequence[ties.Slot] = (),
+        recompute: frozenset[int] = frozenset(),
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
+        self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
+        self.outgoing = [link for link in links if link.source == index]
+        self.module = nn.ModuleList(layer.module for layer in layers)
+        self.aliases = ties.place(self.module, device, slots)
+        for number, alias in enumerate(self.aliases):
+            self.module.register_parameter(f"alias_{number}", alias.alias)
         self.replica: Replica | None = None
-        self.module = nn.ModuleList(layer.module for layer in layers).to(device)
-        self.parameter_names = [
-            f"{layer.name}.{name}" if layer.name else name
-            for layer in layers
-            for name, _ in layer.module.named_parameters()
-        ]
         self.saved_bytes: int | None = None
         self._first = first
         self._draws = draws
-        self._changes_its_input = any(
-            getattr(module, "inplace", False) for module in self.module.modules()
+        self._recompute = recompute
+        self._skips = any(
+            stashed_by(layer.module) or popped_by(layer.module) for layer in self.layers
         )
-        self._held: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._changes_its_input = works_in_place(self.module)
+        self._held: dict[int, tuple[list[list[Root]], list[list[Tensor]]]] = {}
 
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
         return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
 
     def forward(
-        self, microbatch: int, value: Any, head: Head | None = None, recompute: bool = False
-    ) -> Any:
-        """Runs the layers on one micro-batch and returns what the next stage is to get.
-
-        With `recompute`, the backward computes the activations once more instead of keeping them.
-        """
-        value, leaves = self._receive(value)
-        if self.saved_bytes is None and torch.is_grad_enabled():
-            with count_saved(self.module) as saved:
-                output = self._layers(microbatch, value, recompute)
-            self.saved_bytes = saved.bytes
-        else:
-            output = self._layers(microbatch, value, recompute)
-        if head is not None:
-            output = head(microbatch, output)
-        if not torch.is_grad_enabled():
-            return output
-        roots = _requiring_grad(output)
-        if head is not None and not roots:
-            raise UserError("the loss depends on no trainable parameter: there is nothing to train")
-        self._held[microbatch] = roots, leaves
-        return _detach(output)
-
-    def backward(
-        self, microbatch: int, grads: Sequence[Tensor | None] | None, reduce: bool
-    ) -> list[Tensor | None]:
-        """Runs the backward of one micro-batch and returns the gradients of its inputs.
+        self,
+        microbatch: int,
+        messages: Sequence[Message],
+        head: Head | None = None,
+        recompute: bool = False,
+    ) -> list[Message]:
+        """Runs the layers on one micro-batch.
 
         Args:
             microbatch: which one.
-            grads: for each tensor that went to the next stage and requires grad, its gradient;
-                None where the backward begins.
+            messages: what came over each incoming link; for stage 0, the micro-batch alone.
+            head: what the last stage does with the output.
+            recompute: the backward computes the activations once more instead of keeping them.
+
+        Returns:
+            what goes over each outgoing link.
+        """
+        leaves: list[list[Tensor]] = []
+        value, skipped = None, {}
+        if self.incoming:
+            for link, message in zip(self.incoming, messages, strict=True):
+                own: list[Tensor] = []
+                for name, sent in zip(link.names, message, strict=True):
+                    if name == MAIN:
+                        value = self._receive(sent, own)
+                    else:
+                        skipped[name] = self._receive(sent, own)
+                leaves.append(own)
+        else:
+            value = self._receive(messages[0][0], [])
+        if self.saved_bytes is None and torch.is_grad_enabled():
+            with count_saved(self.module) as saved:
+                output, skipped = self._compute(microbatch, value, skipped, recompute)
+            self.saved_bytes = saved.bytes
+        else:
+            output, skipped = self._compute(microbatch, value, skipped, recompute)
+        if head is not None:
+            output = head(microbatch, output)
+        sent_over = [
+            tuple(output if name == MAIN else skipped[name] for name in link.names)
+            for link in self.outgoing
+        ]
+        if not torch.is_grad_enabled():
+            return sent_over
+        roots = [_requiring_grad(message) for message in sent_over]
+        if head is not None:
+            roots = [_requiring_grad(output)]
+            if not roots[0]:
+                raise UserError("the loss depends on no trainable parameter: nothing to train")
+        self._held[microbatch] = [list(map(self._root, tensors)) for tensors in roots], leaves
+        return [tuple(map(_detach, message)) for message in sent_over]
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
+    ) -> list[Gradients]:
+        """Runs the backward of one micro-batch.
+
+        Args:
+            microbatch: which one.
+            gradients: for each outgoing link, the gradients of the tensors that went over it and
+                require one; for the last stage, that of the loss.
             reduce: whether the stage's gradients are complete with this micro-batch, so that
                 they are averaged over the replicas as they come.
+
+        Returns:
+            for each incoming link, the gradients to send back.
         """
-        roots, leaves = self._held.pop(microbatch)
-        if grads is not None:
-            used = [
-                (root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None
-            ]
-            roots = [root for root, _ in used]
-            grads = [_move(grad, self.device) for _, grad in used]
+        sent, leaves = self._held.pop(microbatch)
+        roots: list[Root] = []
+        grads: list[Tensor] = []
+        for tensors, given in zip(sent, gradients, strict=True):
+            for root, grad in zip(tensors, given, strict=True):
+                if grad is not None:
+                    roots.append(root)
+                    grads.append(grad)
         replica = self.replica if reduce else None
         if replica is not None:
             replica.arm(roots)
         if roots:
-            torch.autograd.backward(roots, grads)
+            # torch.autograd.backward without its checks of shapes, which cost as much as the
+            # backward of a small layer
+            _run_backward(
+                tuple(roots), tuple(grads), False, False, (), allow_unreachable=True,
+                accumulate_grad=True,
+            )  # fmt: skip
         if replica is not None:
-            replica.check_reduced(self.parameter_names)
-        return [leaf.grad for leaf in leaves]
+            replica.check_reduced()
+        return [[leaf.grad for leaf in own] for own in leaves]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that this stage computes with, under the user's names."""
+        aliases = {id(alias.parameter): alias.alias for alias in self.aliases}
+        return [
+            (f"{layer.name}.{name}" if layer.name else name, aliases.get(id(p), p))
+            for layer in self.layers
+            for name, p in layer.module.named_parameters()
+        ]
 
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._held.clear()
 
-    def _layers(self, microbatch: int, value: Any, recompute: bool) -> Any:
-        if not recompute:
-            return self._run(microbatch, value)
-        # non-reentrant: a reentrant one runs a backward of its own inside the backward, which DDP
-        # takes for a second gradient; the draws are seeded, so there is no state to preserve
-        return checkpoint(
-            self._run, microbatch, value, use_reentrant=False, preserve_rng_state=False
-        )
+    def _compute(
+        self, microbatch: int, value: Any, skipped: dict[str, Any], recompute: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        if recompute:
+            output, skipped = recomputed(self._run, self.module, microbatch, value, skipped)
+            return output, skipped
+        if self._skips:
+            return self._run(microbatch, value, skipped)
+        return self._run_layers(microbatch, value), skipped
 
-    def _run(self, microbatch: int, value: Any) -> Any:
+    def _run(
+        self, microbatch: int, value: Any, skipped: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """A function of its arguments: skipping values go in and come out."""
+        with shelf(skipped) as values:
+            value = self._run_layers(microbatch, value)
+        return value, values
+
+    def _run_layers(self, microbatch: int, value: Any) -> Any:
         draws = self._draws
         index = self._first
         try:
             for layer in self.layers:
-                if draws.guards(index):
+                if index in self._recompute and torch.is_grad_enabled():
+                    value = self._recomputed_layer(microbatch, index, layer, value)
+                elif draws.guards(index):
                     with draws.guard(index, microbatch):
                         value = layer.module(value)
                 else:
@@ -144,21 +230,38 @@ class Stage:
             raise
         return value
 
-    def _receive(self, value: Any) -> tuple[Any, list[Tensor]]:
-        """The value on this device, and those of its tensors that are to get a gradient."""
-        leaves: list[Tensor] = []
+    def _recomputed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
+        def run(value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            with shelf(popped) as values:
+                if self._draws.guards(index):
+                    with self._draws.guard(index, microbatch):
+                        return layer.module(value), values
+                return layer.module(value), values
+
+        names = popped_by(layer.module)
+        popped = {name: pop(name) for name in names}
+        value, values = recomputed(run, layer.module, value, popped)
+        for name in stashed_by(layer.module):
+            stash(name, values[name])
+        return value
+
+    def _root(self, tensor: Tensor) -> Root:
+        if self.replica is not None and self.replica.find_unused:
+            return tensor  # DDP looks for the unused parameters from here
+        return get_gradient_edge(tensor)
+
+    def _receive(self, value: Any, leaves: list[Tensor]) -> Any:
+        """The value on this device; those of its tensors that are to get a gradient are noted."""
 
         def enter(tensor: Tensor) -> Tensor:
-            tensor = _move(tensor, self.device)
+            tensor = move(tensor, self.device)  # a micro-batch of the user's; others are here
             if tensor.requires_grad:
                 leaves.append(tensor)
                 if self._changes_its_input:
                     return _NotALeaf.apply(tensor)  # type: ignore[no-any-return]
             return tensor
 
-        if type(value) is Tensor:
-            return enter(value), leaves
-        return tree_map_only(Tensor, enter, value), leaves
+        return enter(value) if type(value) is Tensor else tree_map_only(Tensor, enter, value)
 
 
 class _NotALeaf(torch.autograd.Function):
@@ -173,22 +276,17 @@ class _NotALeaf(torch.autograd.Function):
         return grads[0]
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    moved = tensor.detach().to(device, non_blocking=True)
-    return moved.requires_grad_() if tensor.requires_grad else moved
-
-
 def _requiring_grad(value: Any) -> list[Tensor]:
+    if type(value) is tuple and len(value) == 1:
+        value = value[0]
     leaves = [value] if type(value) is Tensor else tree_flatten(value)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _detach(value: Any) -> Any:
     if type(value) is Tensor:
-        return value.detach().requires_grad_(value.requires_grad)
-    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        return value.detach().requires_grad_() if value.requires_grad else value.detach()
+    return tree_map_only(Tensor, _detach, value)
 
 
 def describe(value: Any) -> str:

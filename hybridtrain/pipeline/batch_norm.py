@@ -1,0 +1,99 @@
+"""Running statistics of batch norms, once a mini-batch instead of once a micro-batch.
+
+A batch norm in a pipeline normalises each micro-batch with its own statistics, as the unsplit
+model does under gradient accumulation, and by default moves its running statistics at each of
+them. `Deferred` collects the mean and variance over all micro-batches of a step and moves them
+once, as if the mini-batch had come whole (the idea is torchgpipe's DeferredBatchNorm). What counts
+are the rows that really came, so that a short batch is right too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hybridtrain.pipeline.recompute import is_recomputing
+
+
+class Deferred:
+    """The running statistics of the batch norms in `net`, moved once a step."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._norms = [
+            _Collector(module)
+            for module in net.modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats
+        ]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Collects in what runs inside, and moves the statistics at its end if it went well."""
+        for norm in self._norms:
+            norm.begin()
+        try:
+            yield
+            for norm in self._norms:
+                norm.commit()
+        finally:
+            for norm in self._norms:
+                norm.end()
+
+
+class _Collector:
+    def __init__(self, norm: _BatchNorm) -> None:
+        self._norm = norm
+        self._count = 0
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None
+        norm.register_forward_pre_hook(self._collect)
+
+    def begin(self) -> None:
+        self._count, self._mean, self._squares = 0, None, None
+        self._active = self._norm.training
+        if self._active:
+            self._norm.track_running_stats = False
+
+    def end(self) -> None:
+        if self._active:
+            self._norm.track_running_stats = True
+        self._active = False
+
+    def commit(self) -> None:
+        norm, mean, squares = self._norm, self._mean, self._squares
+        if mean is None or squares is None or norm.running_mean is None:
+            return
+        with torch.no_grad():
+            momentum = norm.momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked += 1
+                if momentum is None:
+                    momentum = 1.0 / float(norm.num_batches_tracked)
+            variance = squares / max(self._count - 1, 1)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum or 0.0)
+            assert norm.running_var is not None
+            norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum or 0.0)
+
+    _active = False
+
+    def _collect(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._active or is_recomputing():
+            return
+        with torch.no_grad():
+            values = args[0].detach().float()
+            dims = [0, *range(2, values.dim())]
+            count = values.numel() // values.shape[1]
+            variance, mean = torch.var_mean(values, dims, correction=0)
+            if self._mean is None or self._squares is None:
+                self._count, self._mean, self._squares = count, mean, variance * count
+                return
+            # Chan, Golub and LeVeque (1979): two sets of deviations into one
+            total = self._count + count
+            delta = mean - self._mean
+            self._squares += variance * count + delta**2 * (self._count * count / total)
+            self._mean += delta * (count / total)
+            self._count = total

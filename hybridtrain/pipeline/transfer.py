@@ -1,0 +1,67 @@
+"""Values from one stage's device to another's, without holding up either.
+
+On GPUs a copy runs on side streams of both devices, begun by the sender as soon as the value is
+there; the receiver's stream waits for an event. Neither device's own stream waits for work that
+was queued on the other after the value, and the host waits for nothing. On the CPU, and between
+stages that share a device, the value itself is handed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Parcel(NamedTuple):
+    """What travels over a link: the values, and the event that says they have arrived."""
+
+    values: Any
+    arrived: torch.cuda.Event | None = None
+
+
+def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
+    """Begins to move the tensors in `values` (a pytree), on the sender's thread."""
+    if source == target:
+        return Parcel(values)
+    if source.type != "cuda" or target.type != "cuda":
+        return Parcel(tree_map_only(Tensor, lambda tensor: move(tensor, target), values))
+    outbound, inbound = _side_stream(source), _side_stream(target)
+    outbound.wait_stream(torch.cuda.current_stream(source))
+
+    def copy(tensor: Tensor) -> Tensor:
+        moved = move(tensor, target)
+        tensor.record_stream(outbound)  # its memory is not given away before the copy is done
+        return moved
+
+    with torch.cuda.stream(outbound), torch.cuda.stream(inbound):
+        moved = tree_map_only(Tensor, copy, values)
+        return Parcel(moved, inbound.record_event())
+
+
+def receive(parcel: Parcel, device: torch.device) -> Any:
+    """The values, usable on the current stream of `device`."""
+    if parcel.arrived is not None:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(parcel.arrived)
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), parcel.values)
+    return parcel.values
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A detached copy on `device`, with `requires_grad` as `tensor` has it; itself if there."""
+    if tensor.device == device:
+        return tensor
+    moved = tensor.detach().to(device, non_blocking=True)
+    return moved.requires_grad_() if tensor.requires_grad else moved
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
