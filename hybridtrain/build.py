@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain import targets
 from hybridtrain.checkpoint import state
@@ -25,7 +26,7 @@ from hybridtrain.export import export_model
 from hybridtrain.layout import describe_layout
 from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
-from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard
+from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.optim import build_lr_schedule, build_optimizer
 from hybridtrain.run_directory import RunDirectory
 from hybridtrain.trainer import Trainer, count_steps
@@ -94,10 +95,13 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         steps=total_steps,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
+        scaler=_scaler(config, world),
+        loss_scale=options.loss_scale,
         log_every=options.log_every,
         eval_every=options.eval_every,
         store=CheckpointStore(directory.checkpoints, config.checkpoint.keep) if keeps else None,
         checkpoint_every=config.checkpoint.every_steps or None,
+        timeline_every=config.monitor.timeline_every,
         monitor=_monitor(config, directory) if world.is_main else None,
     )
     checkpoint = _checkpoint_to_resume(parts)
@@ -160,6 +164,8 @@ def _assemble(config: Config) -> Parts:
     directory.create()
     directory.log_to_files(world.rank)
     data = _data(config, world)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)
     model = HybridModel(
         _model(config, data.facts),
@@ -168,7 +174,12 @@ def _assemble(config: Config) -> Parts:
         schedule=config.pipeline.schedule,
         split=config.pipeline.split,
         checkpoint=config.pipeline.checkpoint,
+        stages_per_device=config.pipeline.stages_per_device,
+        max_inflight=config.pipeline.max_inflight,
+        batch_norm=config.pipeline.batch_norm,
+        sync_batch_norm=config.pipeline.sync_batch_norm,
         precision=config.trainer.precision,
+        compile=config.trainer.compile,
         seed=config.seed,
         find_unused_parameters=config.world.find_unused_parameters,
     )
@@ -204,6 +215,15 @@ def _model(config: Config, facts: Mapping[str, Any]) -> nn.Module:
     return net
 
 
+def _scaler(config: Config, world: World) -> GradScaler | None:
+    if config.trainer.precision != "fp16":
+        return None
+    device = world.devices[0].type
+    if config.trainer.loss_scale is None:
+        return GradScaler(device)
+    return GradScaler(device, init_scale=config.trainer.loss_scale)
+
+
 def _metrics(config: Config) -> dict[str, Any]:
     """The metrics of `trainer.metrics`: names of this project's, or torchmetrics' targets."""
     chosen = config.trainer.metrics or []
@@ -218,7 +238,10 @@ def _metrics(config: Config) -> dict[str, Any]:
 
 
 def _monitor(config: Config, directory: RunDirectory) -> Monitor:
-    monitors: list[Monitor] = [MetricsFile(directory.path / "metrics.jsonl")]
+    monitors: list[Monitor] = [
+        MetricsFile(directory.path / "metrics.jsonl"),
+        TimelineFiles(directory.path),
+    ]
     if config.monitor.tensorboard:
         monitors.append(TensorBoard(directory.tensorboard))
     if config.monitor.progress:

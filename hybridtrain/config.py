@@ -26,10 +26,19 @@ class PipelineConfig:
     """Micro-batches that a replica's batch is cut into."""
     schedule: str = "1f1b"
     """`1f1b` or `gpipe`."""
+    stages_per_device: int = 1
+    """Stages that each device has in turn; more than one interleaves them."""
+    max_inflight: int | None = None
+    """Micro-batches that may be alive at one time; null: as many as the schedule wants."""
     split: Any = "uniform"
     """`uniform`, `size`, or a list of layer counts, cut points or layer names."""
-    checkpoint: str = "never"
-    """Which micro-batches recompute their activations: `never`, `except_last`, `always`."""
+    checkpoint: Any = "never"
+    """What is recomputed in the backward: `never`, `except_last`, `always`, `{every: k}` for every
+    kth layer, or a list of layers' names."""
+    batch_norm: str = "micro_batch"
+    """When running statistics move: at each `micro_batch`, or `deferred` to once a step."""
+    sync_batch_norm: bool = False
+    """Normalise over the replicas' micro-batches together (GPUs only)."""
 
 
 @dataclass
@@ -62,7 +71,15 @@ class TrainerConfig:
     clip_norm: float | None = None
     """Largest norm of the gradient over all stages; null: no clipping."""
     precision: str = "fp32"
-    """`fp32`, or `bf16` for autocast."""
+    """`fp32`, or `bf16` or `fp16` for autocast."""
+    loss_scale: float | None = None
+    """For fp16: a fixed scale of the loss; null: one that adapts."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; an operation that has none is an error."""
+    tf32: bool = False
+    """Let GPUs multiply fp32 matrices in TF32."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `nll` or `mse`."""
     metrics: Any = field(default_factory=lambda: ["accuracy"])
@@ -91,6 +108,8 @@ class MonitorConfig:
     """Write event files for TensorBoard to <run directory>/tensorboard."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
+    timeline_every: int | None = None
+    """Steps between two timelines of the stages; null: only at the end."""
 
 
 @dataclass
@@ -146,6 +165,9 @@ def check(config: Config) -> None:
 def _positive(config: Config) -> Iterator[tuple[str, int | float | None]]:
     yield "pipeline.nb_part", config.pipeline.nb_part
     yield "pipeline.chunks", config.pipeline.chunks
+    yield "pipeline.stages_per_device", config.pipeline.stages_per_device
+    yield "pipeline.max_inflight", config.pipeline.max_inflight
+    yield "monitor.timeline_every", config.monitor.timeline_every
     yield "trainer.steps", config.trainer.steps
     yield "trainer.epochs", config.trainer.epochs
     yield "trainer.accumulate", config.trainer.accumulate

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,8 +20,9 @@ from hybridtrain.evaluate import evaluate
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Monitors, Throughput
+from hybridtrain.monitor.timeline import Lanes
 from hybridtrain.pipeline.memory import optimizer_bytes
-from hybridtrain.pipeline.schedule import bubble_fraction
+from hybridtrain.pipeline.schedule import bubble_fraction, simulate
 from hybridtrain.pipeline.trace import Trace, stage_times
 
 
@@ -39,10 +41,14 @@ class Trainer:
         epochs: passes over the data in all.
         accumulate: batches that an optimizer step adds up.
         clip_norm: largest norm of the gradient, over all stages.
+        scaler: scales the loss, for fp16; a step whose gradients overflow is skipped, by all
+            replicas alike, since they share the averaged gradients.
+        loss_scale: a fixed scale for `scaler`; None: it adapts the scale.
         log_every: steps between two logged lines.
         eval_every: steps between two evaluations; None: only at the end.
         store: where checkpoints go; None: there are none.
         checkpoint_every: steps between two checkpoints; None: only at the end.
+        timeline_every: steps between two timelines; None: only at the end.
         monitor: whom to tell; None: nobody.
 
     Attributes:
@@ -65,10 +71,13 @@ class Trainer:
         epochs: int | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        loss_scale: float | None = None,
         log_every: int = 10,
         eval_every: int | None = None,
         store: CheckpointStore | None = None,
         checkpoint_every: int | None = None,
+        timeline_every: int | None = None,
         monitor: Monitor | None = None,
     ) -> None:
         self.model = model
@@ -82,10 +91,13 @@ class Trainer:
         self.total_steps = count_steps(train, steps, epochs, accumulate)
         self.accumulate = accumulate
         self.clip_norm = clip_norm
+        self.scaler = scaler
+        self.loss_scale = loss_scale
         self.log_every = log_every
         self.eval_every = eval_every
         self.store = store
         self.checkpoint_every = checkpoint_every
+        self.timeline_every = timeline_every or self.total_steps
         self.monitor = monitor or Monitors([])
         self.step = 0
         self.samples = 0
@@ -107,9 +119,10 @@ class Trainer:
             while self.step < self.total_steps:
                 batches = [next(stream) for _ in range(self._batches_of_step())]
                 logged = self._is_due(self.log_every)
-                self._accumulate_gradients(batches, trace=logged)
+                drawn = self._is_due(self.timeline_every)
+                self._accumulate_gradients(batches, trace=logged or drawn)
                 norm = self._clip(needed=logged)
-                self.optimizer.step()
+                self._optimizer_step()
                 lr = self.optimizer.param_groups[0]["lr"]
                 if self.lr_schedule is not None:
                     self.lr_schedule.step()
@@ -117,6 +130,8 @@ class Trainer:
                 self._advance(batches)
                 if logged:
                     self._log(lr, norm)
+                if drawn:
+                    self.monitor.timeline(self.step, *self._measured.timelines())
                 with self.throughput.pause():
                     if self.step < self.total_steps:  # the last of each is below
                         if self.eval_every and self.step % self.eval_every == 0:
@@ -163,6 +178,7 @@ class Trainer:
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -173,6 +189,9 @@ class Trainer:
         self.batch = saved["row"] // self.train.batch_size
         if self.lr_schedule is not None and saved["lr_schedule"] is not None:
             self.lr_schedule.load_state_dict(saved["lr_schedule"])
+
+        if self.scaler is not None and saved["scaler"] is not None:
+            self.scaler.load_state_dict(saved["scaler"])
 
     def summary(self) -> dict[str, Any]:
         """What the run gave, as it goes into `summary.json`."""
@@ -213,17 +232,27 @@ class Trainer:
                 self.loss_fn,
                 weight=batch.rows * self.world.size / total,
                 sync=last,
+                scale_loss=None if self.scaler is None else self.scaler.scale,
                 trace=trace and last,
             )
             self._measured.add(out.loss, batch.rows, out.trace)
 
     def _clip(self, needed: bool) -> torch.Tensor | None:
         parameters = list(self.model.parameters())
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
             return clip_grad_norm_(parameters, self.clip_norm)
         if needed:
             return get_total_norm([p.grad for p in parameters if p.grad is not None])
         return None
+
+    def _optimizer_step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update(self.loss_scale)
 
     def _advance(self, batches: Sequence[Batch]) -> None:
         rows = sum(batch.total for batch in batches)
@@ -246,6 +275,8 @@ class Trainer:
         }
         if norm is not None:
             values["train/grad_norm"] = float(norm)
+        if self.scaler is not None:
+            values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._measured.read_stages(self.optimizer)
         self.monitor.scalars(self.step, values)
 
@@ -293,6 +324,18 @@ class _Measured:
             values[f"stage{index}/backward_ms"] = backward
             values[f"stage{index}/memory_bytes"] = memory[index]
         return values
+
+    def timelines(self) -> tuple[Lanes, Lanes]:
+        """What the schedule predicts of the last traced step, from its mean costs, and it."""
+        assert self._trace is not None
+        spans = self._trace.spans()
+        chunks = 1 + max(span.action.microbatch for span in spans[0])
+        costs = [
+            (time.forward_ms / chunks / 1e3, time.backward_ms / chunks / 1e3)
+            for time in stage_times(spans, len(self._model.stages))
+        ]
+        forward, backward = zip(*costs, strict=True)
+        return simulate(self._model.schedule(chunks), forward, backward), spans
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         return [

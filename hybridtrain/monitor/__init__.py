@@ -6,6 +6,7 @@ from hybridtrain.monitor.jsonl import MetricsFile
 from hybridtrain.monitor.progress import Progress, log_handler
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.throughput import Interval, Summary, Throughput
+from hybridtrain.monitor.timeline_files import TimelineFiles
 
 __all__ = [
     "Interval",
@@ -16,5 +17,6 @@ __all__ = [
     "Summary",
     "TensorBoard",
     "Throughput",
+    "TimelineFiles",
     "log_handler",
 ]

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from hybridtrain.monitor.timeline import Lanes
+
 
 class Monitor(Protocol):
     """Something that rank 0's training loop tells how the run goes.
@@ -33,6 +35,9 @@ class Monitor(Protocol):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Report values measured at `step`, by tag."""
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        """Report what each device did when in `step`, and what its schedule predicts of it."""
 
     def close(self) -> None:
         """Write out what is pending. Calling it twice, or without `start`, does no harm."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from hybridtrain.monitor.base import Monitor
+from hybridtrain.monitor.timeline import Lanes
 
 
 class Monitors:
@@ -26,6 +27,11 @@ class Monitors:
         """See `Monitor.scalars`."""
         for monitor in self._monitors:
             monitor.scalars(step, values)
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        """See `Monitor.timeline`."""
+        for monitor in self._monitors:
+            monitor.timeline(step, predicted, measured)
 
     def close(self) -> None:
         """Close every one, also when another fails at it; its exception comes out after that."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from hybridtrain.monitor.timeline import Lanes
+
 
 class MetricsFile:
     """Appends one JSON object a line to `path` for every call of `scalars`.
@@ -41,6 +43,9 @@ class MetricsFile:
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         line = {"step": step, "time": round(time.time(), 3), **finite}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        """Do nothing: a timeline is no number."""
 
     def close(self) -> None:
         """See `Monitor.close`."""

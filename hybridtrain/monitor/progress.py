@@ -8,6 +8,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from hybridtrain.monitor.timeline import Lanes
+
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
 _BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
 
@@ -59,6 +61,9 @@ class Progress:
                 self._print(step, [*train, *self._left(step)])
         if evaluation := _describe_evaluation(values):
             self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        """Do nothing: a timeline is no number."""
 
     def close(self) -> None:
         """See `Monitor.close`; leaves the last state of the bar on the screen."""

@@ -5,6 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from hybridtrain.monitor.timeline import Lanes, draw
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -48,6 +53,13 @@ class TensorBoard:
             raise RuntimeError("TensorBoard.start() has to be called first")
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        """See `Monitor.timeline`; a picture in the tab of images."""
+        if self._writer is None:
+            raise RuntimeError("TensorBoard.start() has to be called first")
+        picture = torch.from_numpy(np.asarray(draw(predicted, measured)).copy())
+        self._writer.add_image("timeline", picture, step, dataformats="HWC")
 
     def close(self) -> None:
         """See `Monitor.close`."""

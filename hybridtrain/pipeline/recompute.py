@@ -78,18 +78,17 @@ def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePoli
     return RecomputePolicy(layers=frozenset(chosen))
 
 
-def recomputed(run: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
+def recomputed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: Any) -> Any:
     """`run(*args)`, whose activations are computed once more in the backward.
 
-    Running statistics in `module` move in the first run only. A module that works in place gets
-    copies of the arguments, so that they are the same the second time.
+    Running statistics in `module` move in the first run only. With `copy`, `run` gets copies of
+    the arguments: it may work in place, and they must be the same the second time.
     """
     first = True
-    in_place = works_in_place(module)
 
     def once_more(*args: Any) -> Any:
         nonlocal first
-        if in_place:
+        if copy:
             args = tree_map_only(Tensor, torch.clone, args)
         if first:
             first = False
@@ -113,7 +112,7 @@ def is_recomputing() -> bool:
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Whether a module in `module` says that it may change its input, as `nn.ReLU(inplace=True)`."""
+    """Whether a module in `module` says that it may change its input: `ReLU(inplace=True)`."""
     return any(getattr(part, "inplace", False) for part in module.modules())
 
 

@@ -80,10 +80,10 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     rounds = _even(chunks, max(1, chunks // devices))
     lanes = []
     for d, own in enumerate(_stages_of_devices(devices, v)):
-        if v == 1:
-            warm_up = devices - d
-        else:
-            warm_up = (v - 1) * len(rounds[0]) + 2 * (devices - 1 - d) + 1
+        # a stage to come delays this one's first backward by a forward, a stage in the same device
+        # by a whole group
+        to_come = devices - 1 - d
+        warm_up = 1 + (to_come if v == 1 else 2 * to_come + (v - 1) * len(rounds[0]))
         forwards = [Action("F", s, i) for group in rounds for s in own for i in group]
         backwards = [Action("B", s, i) for group in rounds for s in reversed(own) for i in group]
         lane = forwards[:warm_up]

@@ -84,6 +84,10 @@ class Stage:
             stashed_by(layer.module) or popped_by(layer.module) for layer in self.layers
         )
         self._changes_its_input = works_in_place(self.module)
+        # the rows of a batch are views, and copies of them are aligned otherwise, which may change
+        # last bits: stage 0 copies them only if its first layer may change them
+        first_layer = layers[0].module
+        self._copies_to_recompute = works_in_place(self.module if index else first_layer)
         self._held: dict[int, tuple[list[list[Root]], list[list[Tensor]]]] = {}
 
     def __str__(self) -> str:
@@ -197,7 +201,8 @@ class Stage:
         self, microbatch: int, value: Any, skipped: dict[str, Any], recompute: bool
     ) -> tuple[Any, dict[str, Any]]:
         if recompute:
-            output, skipped = recomputed(self._run, self.module, microbatch, value, skipped)
+            copy = self._copies_to_recompute
+            output, skipped = recomputed(self._run, self.module, copy, microbatch, value, skipped)
             return output, skipped
         if self._skips:
             return self._run(microbatch, value, skipped)
@@ -240,7 +245,7 @@ class Stage:
 
         names = popped_by(layer.module)
         popped = {name: pop(name) for name in names}
-        value, values = recomputed(run, layer.module, value, popped)
+        value, values = recomputed(run, layer.module, works_in_place(layer.module), value, popped)
         for name in stashed_by(layer.module):
             stash(name, values[name])
         return value
