@@ -138,13 +138,14 @@ class HybridModel:
         links = links_between(parts)
         slots = shared_slots([[layer.module for layer in part] for part in parts])
         self.stages: list[Stage] = []
+        devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
         first = 0
         for index, part in enumerate(parts):
             stage = Stage(
                 index,
                 part,
                 first,
-                world.devices[index % world.nb_part],
+                devices,
                 self.draws,
                 links,
                 slots[index],

@@ -30,8 +30,8 @@ Head = Callable[[int, Any], Any]
 Message = tuple[Any, ...]
 Gradients = list[Tensor | None]
 
-# Where a backward begins. An edge of the graph does not hold the tensor's memory, which is free as
-# soon as the next stage and this one's own graph can do without it.
+# Where a backward begins. An edge of the graph does not hold the tensor's memory, so that what was
+# copied to another device is free here as soon as this stage's own graph can do without it.
 Root = Tensor | GradientEdge
 
 _run_backward = Variable._execution_engine.run_backward
@@ -60,7 +60,7 @@ class Stage:
         index: int,
         layers: Sequence[Layer],
         first: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
         draws: Draws,
         links: Sequence[Link] = (),
         slots: Sequence[ties.Slot] = (),
@@ -68,7 +68,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
-        self.device = device
+        self.device = device = devices[index]
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.module = nn.ModuleList(layer.module for layer in layers)
@@ -88,7 +88,8 @@ class Stage:
         # last bits: stage 0 copies them only if its first layer may change them
         first_layer = layers[0].module
         self._copies_to_recompute = works_in_place(self.module if index else first_layer)
-        self._held: dict[int, tuple[list[list[Root]], list[list[Tensor]]]] = {}
+        self._sends_copies = any(devices[link.target] != device for link in self.outgoing)
+        self._held: dict[int, tuple[Sequence[Sequence[Root]], list[list[Tensor]]]] = {}
 
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -144,7 +145,7 @@ class Stage:
             roots = [_requiring_grad(output)]
             if not roots[0]:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
-        self._held[microbatch] = [list(map(self._root, tensors)) for tensors in roots], leaves
+        self._held[microbatch] = (self._edges(roots) if self._sends_copies else roots), leaves
         return [tuple(map(_detach, message)) for message in sent_over]
 
     def backward(
@@ -250,10 +251,10 @@ class Stage:
             stash(name, values[name])
         return value
 
-    def _root(self, tensor: Tensor) -> Root:
+    def _edges(self, roots: Sequence[Sequence[Tensor]]) -> list[list[Root]]:
         if self.replica is not None and self.replica.find_unused:
-            return tensor  # DDP looks for the unused parameters from here
-        return get_gradient_edge(tensor)
+            return [list(tensors) for tensors in roots]  # DDP looks for unused parameters from here
+        return [[get_gradient_edge(tensor) for tensor in tensors] for tensors in roots]
 
     def _receive(self, value: Any, leaves: list[Tensor]) -> Any:
         """The value on this device; those of its tensors that are to get a gradient are noted."""
@@ -284,7 +285,9 @@ class _NotALeaf(torch.autograd.Function):
 def _requiring_grad(value: Any) -> list[Tensor]:
     if type(value) is tuple and len(value) == 1:
         value = value[0]
-    leaves = [value] if type(value) is Tensor else tree_flatten(value)[0]
+    if type(value) is Tensor:
+        return [value] if value.requires_grad else []
+    leaves = tree_flatten(value)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

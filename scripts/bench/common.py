@@ -1,0 +1,216 @@
+"""What the benchmarks share: interleaved timing, processes for peers that need some, tables."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.metadata
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PEERS = ("torchgpipe", "lightning", "accelerate", "transformers")
+
+# Runs once and returns what was measured, mostly seconds.
+Job = Callable[[], float]
+
+
+def optional(name: str) -> Any:
+    """The module `name`, or None if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def timed(run: Callable[[], object]) -> Job:
+    """A job that gives the seconds of `run()`."""
+
+    def job() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return job
+
+
+def interleave(
+    jobs: Mapping[str, Job | None], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Runs A B C A B C ...: what disturbs the machine for a while disturbs all alike.
+
+    A job that is None (a peer that is not installed) gives no results.
+    """
+    results: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(-warm_up, repeats):
+        for name, job in jobs.items():
+            if job is None:
+                continue
+            gc.collect()
+            result = job()
+            if turn >= 0:
+                results[name].append(result)
+    return results
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median; None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def shown(value: float | None, pattern: str = "{:.3f}") -> str:
+    """A figure for a table, or `not installed`."""
+    return "not installed" if value is None else pattern.format(value)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints Markdown; the first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    cells.insert(1, [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)])
+    for row in cells:
+        padded = [
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print(f"| {' | '.join(padded)} |")
+    print()
+
+
+def print_footer() -> None:
+    """Prints the command, the versions and the machine."""
+    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for name in PEERS:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} not installed")
+    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    here = os.path.relpath(sys.argv[0])
+    print(f"Command: `python {' '.join([here, *sys.argv[1:]])}`  ")
+    print(f"Versions: {', '.join(versions)}  ")
+    print(
+        f"Machine: {_cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}; "
+        f"load average at the end {load} (this run included); {time.strftime('%Y-%m-%d')}"
+    )
+    print()
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown CPU"
+
+
+class Processes:
+    """Worker processes in one gloo group that build jobs once and run them when told.
+
+    Between two runs they wait in a pipe and cost nothing, so that their jobs can be interleaved
+    with those of this process.
+    """
+
+    def __init__(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes = []
+        self._processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, count, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers()
+
+    def add(self, name: str, build: Callable[..., Callable[[], object] | None], *args: Any) -> None:
+        """Every process calls `build(*args)`, a function of a module, and keeps the job it gives.
+
+        None is the job of a process that has nothing to do.
+        """
+        self._tell(("add", name, build, args))
+        self._answers()
+
+    def run(self, name: str) -> list[Any]:
+        """What the job returned in every process."""
+        return [value for value, _, _ in self._run(name)]
+
+    def seconds(self, name: str) -> float:
+        """Runs the job once, begun by all at one time: from the first start to the last end."""
+        spans = [(start, end) for _, start, end in self._run(name) if end]
+        return max(end for _, end in spans) - min(start for start, _ in spans)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._tell(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.terminate()
+
+    def _run(self, name: str) -> list[tuple[Any, float, float]]:
+        # the clock is the machine's, so all can begin at one time; the margin is for the wake-up
+        self._tell(("run", name, time.perf_counter() + 0.02, None))
+        return self._answers()
+
+    def _tell(self, message: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send(message)
+
+    def _answers(self) -> list[Any]:
+        answers = [pipe.recv() for pipe in self._pipes]
+        errors = [answer for answer in answers if isinstance(answer, str)]
+        if errors:
+            raise RuntimeError(errors[0])
+        return answers
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    pipe.send(None)
+    jobs: dict[str, Callable[[], object] | None] = {}
+    while (message := pipe.recv()) is not None:
+        what, name, first, args = message
+        try:
+            if what == "add":
+                jobs[name] = first(*args)
+                pipe.send(None)
+                continue
+            job = jobs[name]
+            if job is None:
+                pipe.send((None, 0.0, 0.0))
+                continue
+            gc.collect()
+            time.sleep(max(0.0, first - time.perf_counter()))
+            start = time.perf_counter()
+            value = job()
+            pipe.send((value, start, time.perf_counter()))
+        except Exception:
+            pipe.send(f"process {rank} of {size}, job {name!r}:\n{traceback.format_exc()}")
+    dist.destroy_process_group()

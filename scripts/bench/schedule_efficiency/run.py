@@ -1,0 +1,227 @@
+"""How close a pipeline comes to its schedule's ideal time, on devices that sleep.
+
+A stage sleeps 5 ms forward and 10 ms backward, so that any number of "devices" fits on any number
+of cores, and whatever is lost is the engine's. Each sleep ends at a deadline, never before it: no
+efficiency above 1 is possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import Processes, interleave, median, optional, print_footer, print_table, shown, timed
+
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+FORWARD, BACKWARD = 0.005, 0.010
+WIDTH = 4
+
+_early = 0.0  # how much too late `time.sleep` wakes up, at best
+_slept: list[float] = []  # how much longer than asked each sleep was
+
+
+def calibrate() -> float:
+    """Measures how late `time.sleep` wakes up; of 100 times, the 10th best."""
+    late = []
+    for _ in range(100):
+        start = time.perf_counter()
+        time.sleep(FORWARD)
+        late.append(time.perf_counter() - start - FORWARD)
+    return sorted(late)[10]
+
+
+def pause(seconds: float) -> None:
+    """Sleeps to a deadline: a little less by the clock, the rest in naps of some microseconds."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - _early))
+    while time.perf_counter() < end:
+        time.sleep(0)
+    _slept.append(time.perf_counter() - end)
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        pause(FORWARD * share)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pause(BACKWARD * ctx.share)
+        return grads[0], torch.zeros(()), None
+
+
+class Emulated(nn.Module):
+    """A stage that takes `share` of the time of a device and computes nothing."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same values, later."""
+        result: Tensor = _Pause.apply(x, self.weight, self.share)
+        return result
+
+
+def network(stages: int, per_device: int) -> nn.Sequential:
+    """A chain of `stages` emulated stages."""
+    return nn.Sequential(*[Emulated(1 / per_device) for _ in range(stages)])
+
+
+def loss_of(output: Tensor, targets: object) -> Tensor:
+    """The mean."""
+    return output.mean()
+
+
+def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
+    """A step of this project's."""
+    model = HybridModel(
+        network(devices * per_device, per_device),
+        World.from_env(devices, devices="cpu"),
+        chunks=chunks,
+        schedule=schedule,
+        stages_per_device=per_device,
+    )
+    x = torch.randn(chunks, WIDTH)
+    return lambda: model.train_step(x, None, loss_of)
+
+
+def gpipe_library(devices: int, chunks: int) -> Callable[[], object]:
+    """A step of torchgpipe's."""
+    from torchgpipe import GPipe
+
+    model = GPipe(
+        network(devices, 1),
+        balance=[1] * devices,
+        devices=["cpu"] * devices,
+        chunks=chunks,
+        checkpoint="never",
+    )
+    x = torch.randn(chunks, WIDTH)
+    return lambda: model(x).mean().backward()
+
+
+def torch_pipelining(
+    devices: int, chunks: int, schedule: str, per_device: int, early: float
+) -> Callable[[], object] | None:
+    """This process's part of a step of torch.distributed.pipelining's."""
+    global _early
+    _early = early
+    rank = dist.get_rank()
+    group = dist.new_group(list(range(devices)))
+    if rank >= devices:
+        return None
+    total = devices * per_device
+    stages = [
+        PipelineStage(Emulated(1 / per_device), index, total, torch.device("cpu"), group=group)
+        for index in range(rank, total, devices)
+    ]
+    if schedule == "interleaved":
+        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=loss_of)
+    else:
+        kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        pipeline = kind(stages[0], chunks, loss_fn=loss_of)
+    x, y = torch.randn(chunks, WIDTH), torch.zeros(chunks)
+
+    def step() -> None:
+        given = (x,) if rank == 0 else ()
+        targets = {"target": y} if rank == devices - 1 else {}
+        pipeline.step(*given, **targets, return_outputs=False)
+
+    return step
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    global _early
+    torch.set_num_threads(1)
+    _early = calibrate()
+    processes = Processes(max(options.devices))
+    there = optional("torchgpipe") is not None
+    rows = []
+    for devices in options.devices:
+        for chunks in options.chunks:
+            for schedule, per_device in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+                ours = hybrid(
+                    devices, chunks, "1f1b" if per_device > 1 else schedule, per_device
+                )
+                name = f"{schedule} {devices} {chunks}"
+                processes.add(
+                    name, torch_pipelining, devices, chunks, schedule, per_device, _early
+                )
+                jobs = {
+                    "hybridtrain": timed(ours),
+                    "torch": lambda name=name: processes.seconds(name),
+                    "torchgpipe": timed(gpipe_library(devices, chunks))
+                    if schedule == "gpipe" and there
+                    else None,
+                }
+                _slept.clear()
+                times = interleave(jobs, options.repeats)
+                # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
+                ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
+                took = {key: median(values) for key, values in times.items()}
+                rows.append(
+                    [
+                        f"{schedule}, P={devices}, m={chunks}",
+                        f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
+                        f"{ideal * 1e3:.1f}",
+                        *(shown(took[key] and ideal / took[key]) for key in ("hybridtrain",)),
+                        shown(took["torch"] and ideal / took["torch"]),
+                        shown(took["torchgpipe"] and ideal / took["torchgpipe"])
+                        if schedule == "gpipe"
+                        else "has none",
+                        f"{1e6 * sum(_slept) / len(_slept):.0f}",
+                    ]
+                )
+                print(".", end="", file=sys.stderr, flush=True)
+    processes.close()
+    print(file=sys.stderr)
+    print_table(
+        [
+            "schedule",
+            "bubble by formula",
+            "ideal ms",
+            "hybridtrain",
+            "torch.distributed.pipelining",
+            "torchgpipe",
+            "us too long a sleep",
+        ],
+        rows,
+    )
+    print(
+        f"Efficiency: ideal time over the median of {options.repeats}. Ideal: "
+        "(m + (P-1)/v) (5 + 10 ms), v = 2 stages a device when interleaved, else 1. The last "
+        f"column: by how much the sleeps in this process overran their deadline; `time.sleep` "
+        f"itself wakes up {_early * 1e6:.0f} us late, which is subtracted.  "
+    )
+    print_footer()
+
+
+if __name__ == "__main__":
+    main()
