@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel, StepOutput
+    from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer
     from hybridtrain.world import World
 
-__all__ = ["HybridModel", "StepOutput", "Trainer", "World"]
+__all__ = ["HybridModel", "StepOutput", "Trainer", "World", "pop", "stash"]
 
 _HOME = {
     "HybridModel": "hybridtrain.model",
     "StepOutput": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "World": "hybridtrain.world",
+    "pop": "hybridtrain.skip",
+    "stash": "hybridtrain.skip",
 }
 
 

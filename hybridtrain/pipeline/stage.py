@@ -88,6 +88,7 @@ class Stage:
         # last bits: stage 0 copies them only if its first layer may change them
         first_layer = layers[0].module
         self._copies_to_recompute = works_in_place(self.module if index else first_layer)
+        self._names = [link.names for link in self.incoming] or [(MAIN,)]
         self._sends_copies = any(devices[link.target] != device for link in self.outgoing)
         self._held: dict[int, tuple[Sequence[Sequence[Root]], list[list[Tensor]]]] = {}
 
@@ -106,7 +107,7 @@ class Stage:
 
         Args:
             microbatch: which one.
-            messages: what came over each incoming link; for stage 0, the micro-batch alone.
+            messages: what came over each incoming link; for stage 0, `[(inputs,)]`.
             head: what the last stage does with the output.
             recompute: the backward computes the activations once more instead of keeping them.
 
@@ -114,18 +115,13 @@ class Stage:
             what goes over each outgoing link.
         """
         leaves: list[list[Tensor]] = []
-        value, skipped = None, {}
-        if self.incoming:
-            for link, message in zip(self.incoming, messages, strict=True):
-                own: list[Tensor] = []
-                for name, sent in zip(link.names, message, strict=True):
-                    if name == MAIN:
-                        value = self._receive(sent, own)
-                    else:
-                        skipped[name] = self._receive(sent, own)
-                leaves.append(own)
-        else:
-            value = self._receive(messages[0][0], [])
+        skipped: dict[str, Any] = {}
+        for names, message in zip(self._names, messages, strict=True):
+            own: list[Tensor] = []
+            for name, sent in zip(names, message, strict=True):
+                skipped[name] = self._receive(sent, own)
+            leaves.append(own)
+        value = skipped.pop(MAIN)
         if self.saved_bytes is None and torch.is_grad_enabled():
             with count_saved(self.module) as saved:
                 output, skipped = self._compute(microbatch, value, skipped, recompute)
@@ -183,7 +179,7 @@ class Stage:
             )  # fmt: skip
         if replica is not None:
             replica.check_reduced()
-        return [[leaf.grad for leaf in own] for own in leaves]
+        return [[leaf.grad for leaf in own] for own in leaves[: len(self.incoming)]]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that this stage computes with, under the user's names."""

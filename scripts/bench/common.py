@@ -24,6 +24,9 @@ PEERS = ("torchgpipe", "lightning", "accelerate", "transformers")
 # Runs once and returns what was measured, mostly seconds.
 Job = Callable[[], float]
 
+# Which of several figures is the best one: `min` or `max`.
+Best = Callable[[Sequence[float]], float]
+
 
 def optional(name: str) -> Any:
     """The module `name`, or None if it is not installed."""
@@ -63,14 +66,11 @@ def interleave(
     return results
 
 
-def median(values: Sequence[float]) -> float | None:
-    """The median; None of nothing."""
-    return statistics.median(values) if values else None
-
-
-def shown(value: float | None, pattern: str = "{:.3f}") -> str:
-    """A figure for a table, or `not installed`."""
-    return "not installed" if value is None else pattern.format(value)
+def shown(values: Sequence[float], pattern: str = "{:.3f}", best: Best = max) -> str:
+    """For a table: the median and, in brackets, the best; `not installed` of nothing."""
+    if not values:
+        return "not installed"
+    return f"{pattern.format(statistics.median(values))} ({pattern.format(best(values))})"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

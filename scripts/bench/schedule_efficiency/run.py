@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import Processes, interleave, median, optional, print_footer, print_table, shown, timed
+from common import Processes, interleave, optional, print_footer, print_table, shown, timed
 
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
@@ -185,17 +185,15 @@ def main() -> None:
                 times = interleave(jobs, options.repeats)
                 # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
                 ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
-                took = {key: median(values) for key, values in times.items()}
+                efficiency = {key: [ideal / t for t in values] for key, values in times.items()}
                 rows.append(
                     [
                         f"{schedule}, P={devices}, m={chunks}",
                         f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
                         f"{ideal * 1e3:.1f}",
-                        *(shown(took[key] and ideal / took[key]) for key in ("hybridtrain",)),
-                        shown(took["torch"] and ideal / took["torch"]),
-                        shown(took["torchgpipe"] and ideal / took["torchgpipe"])
-                        if schedule == "gpipe"
-                        else "has none",
+                        shown(efficiency["hybridtrain"]),
+                        shown(efficiency["torch"]),
+                        shown(efficiency["torchgpipe"]) if schedule == "gpipe" else "has none",
                         f"{1e6 * sum(_slept) / len(_slept):.0f}",
                     ]
                 )
@@ -215,7 +213,7 @@ def main() -> None:
         rows,
     )
     print(
-        f"Efficiency: ideal time over the median of {options.repeats}. Ideal: "
+        f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the best. Ideal: "
         "(m + (P-1)/v) (5 + 10 ms), v = 2 stages a device when interleaved, else 1. The last "
         f"column: by how much the sleeps in this process overran their deadline; `time.sleep` "
         f"itself wakes up {_early * 1e6:.0f} us late, which is subtracted.  "

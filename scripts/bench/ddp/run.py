@@ -1,0 +1,125 @@
+"""Two replicas of one stage each, against a hand-written DistributedDataParallel loop.
+
+Both run in the same two processes in turn, on gloo, one intra-op thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import Processes, interleave, print_footer, print_table, shown
+
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+MODELS = ("encoder", "mlp")
+
+
+def network(kind: str) -> nn.Sequential:
+    """Four encoder layers, or an MLP whose step takes a millisecond."""
+    torch.manual_seed(0)
+    if kind == "encoder":
+        layers: list[nn.Module] = [
+            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+            for _ in range(4)
+        ]
+    else:
+        layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def rows_of(kind: str) -> Tensor:
+    """This process's batch; every process has another."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (8, 64, 256) if kind == "encoder" else (32, 256)
+    return torch.randn(shape, generator=generator)
+
+
+def loss_of(output: Tensor, targets: object) -> Tensor:
+    """Some loss."""
+    return output.pow(2).mean()
+
+
+def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
+    """The loop to compare with."""
+    x = rows_of(kind)
+    net = DistributedDataParallel(network(kind), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def run() -> Tensor:
+        for _ in range(steps):
+            loss_of(net(x), None).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(net.module)
+
+    return run
+
+
+def hybrid(kind: str, steps: int) -> Callable[[], Tensor]:
+    """This project's."""
+    x = rows_of(kind)
+    model = HybridModel(network(kind), World.from_env(devices="cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> Tensor:
+        for _ in range(steps):
+            model.train_step(x, None, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model.net)
+
+    return run
+
+
+def weights(net: nn.Module) -> Tensor:
+    """All of them in one row."""
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, nargs=2, default=[5, 400], help="steps a figure")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    processes = Processes(2)
+    table = []
+    for kind, steps in zip(MODELS, options.steps, strict=True):
+        names = f"hand-written {kind}", f"hybridtrain {kind}"
+        for name, build in zip(names, (by_hand, hybrid), strict=True):
+            processes.add(name, build, kind, steps)
+        # the same weights in both processes, and in both loops
+        final = [tensor for name in names for tensor in processes.run(name)]
+        for tensor in final[1:]:
+            torch.testing.assert_close(tensor, final[0])
+        jobs = {name: lambda name=name: processes.seconds(name) for name in names}
+        results = interleave(jobs, options.repeats)
+        hand, ours = (results[name] for name in names)
+        ratio = statistics.median(b / a for a, b in zip(hand, ours, strict=True))
+        for name, values in results.items():
+            milliseconds = [1e3 * value / steps for value in values]
+            ratio_shown = f"{ratio:.3f}" if name == names[1] else "1"
+            table.append([name, shown(milliseconds, "{:.3f}", min), ratio_shown])
+    processes.close()
+    print_table(["", "ms a step", "ratio"], table)
+    print(
+        f"2 processes, gloo, SGD, chunks=1; median of {options.repeats}, in brackets the best; the "
+        f"ratio is the median of those of neighbours in time.  "
+    )
+    print_footer()
+
+
+if __name__ == "__main__":
+    main()

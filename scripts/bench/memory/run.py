@@ -1,0 +1,197 @@
+"""The activations that are alive at one time on each device, in MiB: measured, not computed.
+
+Every tensor that the layers make in a forward, or are given, is noted by its storage, and struck
+off when that storage is freed, whoever held it: autograd's saved tensors, a value on its way to
+the next stage, a list somewhere. What is counted is the sum at its highest, looked at whenever a
+layer returns. Parameters are left out, and so are gradients. A value that goes from one stage to
+the next is shared memory here; it is counted where it arrives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import optional, print_footer, print_table
+
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+BLOCKS, WIDTH, ROWS, LENGTH = 8, 128, 4, 64
+
+
+class Ledger:
+    """The storages alive on one device."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, int] = {}
+        self.ignored: set[int] = set()
+        self.peak = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """Counts the tensor's storage, until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.alive and key not in self.ignored:
+            self.alive[key] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, key, None)
+
+    def strike(self, tensor: Tensor) -> None:
+        """No longer counts the tensor's storage."""
+        self.alive.pop(tensor.untyped_storage()._cdata, None)
+
+    def look(self) -> None:
+        """Is this the highest so far?"""
+        self.peak = max(self.peak, sum(list(self.alive.values())))
+
+
+class _Note(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._ledger.note(leaf)
+        return result
+
+
+class Block(nn.Module):
+    """A residual MLP that keeps a ledger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.ledger = Ledger()
+        self.sends = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (N, T, width), in and out."""
+        ledger = self.ledger
+        ledger.note(x)
+        with _Note(ledger):
+            y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        if self.sends:
+            ledger.strike(y)
+        ledger.look()
+        return y
+
+
+def network() -> nn.Sequential:
+    """A chain of blocks."""
+    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+
+
+def keep_ledgers(net: nn.Sequential, devices: int, per_device: int) -> list[Ledger]:
+    """One ledger a device; the blocks are dealt out evenly."""
+    ledgers = [Ledger() for _ in range(devices)]
+    per_stage = BLOCKS // (devices * per_device)
+    for index, block in enumerate(net):
+        block.ledger = ledgers[index // per_stage % devices]
+        block.sends = (index + 1) % per_stage == 0 and index + 1 < len(net)
+        for parameter in block.parameters():
+            block.ledger.ignored.add(parameter.untyped_storage()._cdata)
+    return ledgers
+
+
+def loss_of(output: Tensor, targets: object) -> Tensor:
+    """Some loss."""
+    return output.pow(2).mean()
+
+
+def hybrid(
+    x: Tensor, devices: int, chunks: int, schedule: str, per_device: int, checkpoint: str
+) -> list[Ledger]:
+    """Two steps of this project's."""
+    net = network()
+    ledgers = keep_ledgers(net, devices, per_device)
+    model = HybridModel(
+        net,
+        World.from_env(devices, devices="cpu"),
+        chunks=chunks,
+        schedule=schedule,
+        stages_per_device=per_device,
+        checkpoint=checkpoint,
+    )
+    for _ in range(2):
+        model.train_step(x, None, loss_of)
+        model.zero_grad()
+    return ledgers
+
+
+def gpipe_library(x: Tensor, devices: int, chunks: int, checkpoint: str) -> list[Ledger]:
+    """Two steps of torchgpipe's."""
+    from torchgpipe import GPipe
+
+    net = network()
+    ledgers = keep_ledgers(net, devices, 1)
+    model = GPipe(
+        net,
+        [BLOCKS // devices] * devices,
+        devices=["cpu"] * devices,
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
+    for _ in range(2):
+        loss_of(model(x), None).backward()
+        model.zero_grad()
+    return ledgers
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16, 32])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    devices = options.devices
+    kinds = {
+        "gpipe": ("gpipe", 1, "never"),
+        "1f1b": ("1f1b", 1, "never"),
+        "interleaved, 2 stages a device": ("1f1b", 2, "never"),
+        "gpipe, checkpoint always": ("gpipe", 1, "always"),
+        "1f1b, checkpoint always": ("1f1b", 1, "always"),
+    }
+    peers = {"torchgpipe": "never", "torchgpipe, checkpoint always": "always"}
+    rows: list[list[object]] = []
+    for kind in [*kinds, *peers]:
+        for chunks in options.chunks:
+            x = torch.randn(chunks * ROWS, LENGTH, WIDTH)
+            cells = ["not installed"] * devices
+            if kind in kinds or optional("torchgpipe"):
+                ledgers = (
+                    hybrid(x, devices, chunks, *kinds[kind])
+                    if kind in kinds
+                    else gpipe_library(x, devices, chunks, peers[kind])
+                )
+                cells = [f"{ledger.peak / 2**20:.2f}" for ledger in ledgers]
+            rows.append([kind, chunks, *cells])
+            gc.collect()
+    print_table(["", "m", *(f"device {d}" for d in range(devices))], rows)
+    print(
+        f"MiB of activations alive at the peak; {BLOCKS} residual MLPs of width {WIDTH}, "
+        f"{ROWS} rows of {LENGTH} a micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB in "
+        f"and out), so that a batch grows with m.  "
+    )
+    print_footer()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A real model on two cores: two stages, one intra-op thread each, against one thread unsplit.
+
+With P stages on as many cores and m micro-batches, a pipeline can be m P / (m + P - 1) times as
+fast as one core: 1.6 for m=4 and P=2, 1.78 for m=8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import Processes, interleave, optional, print_footer, print_table, shown, timed
+
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+LAYERS, WIDTH, STAGES = 8, 256, 2
+
+
+def network(layers: int = LAYERS) -> nn.Sequential:
+    """The same weights wherever it is called."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[
+            nn.TransformerEncoderLayer(WIDTH, 4, 1024, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        ]
+    )
+
+
+def batch(rows: int, length: int) -> Tensor:
+    """The same rows wherever it is called."""
+    return torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(output: Tensor, targets: object) -> Tensor:
+    """Some loss; the mean over the rows."""
+    return output.pow(2).mean()
+
+
+def unsplit(net: nn.Sequential, x: Tensor, chunks: int) -> Callable[[], None]:
+    """A step of the plain model: gradient accumulation over the same micro-batches."""
+
+    def step() -> None:
+        for rows in x.chunk(chunks):
+            (loss_of(net(rows), None) / chunks).backward()
+        net.zero_grad()
+
+    return step
+
+
+def hybrid(x: Tensor, chunks: int) -> tuple[HybridModel, Callable[[], None]]:
+    """A step of this project's."""
+    model = HybridModel(network(), World.from_env(STAGES, devices="cpu"), chunks=chunks)
+
+    def step() -> None:
+        model.train_step(x, None, loss_of)
+        model.zero_grad()
+
+    return model, step
+
+
+def gpipe_library(x: Tensor, chunks: int) -> Callable[[], None]:
+    """A step of torchgpipe's."""
+    from torchgpipe import GPipe
+
+    per_stage = LAYERS // STAGES
+    model = GPipe(
+        network(), [per_stage] * STAGES, devices=["cpu"] * STAGES, chunks=chunks, checkpoint="never"
+    )
+
+    def step() -> None:
+        loss_of(model(x), None).backward()
+        model.zero_grad()
+
+    return step
+
+
+def torch_pipelining(rows: int, length: int, chunks: int) -> Callable[[], None]:
+    """This process's part of a step of torch.distributed.pipelining's."""
+    rank, per_stage = dist.get_rank(), LAYERS // STAGES
+    net = network()[rank * per_stage : (rank + 1) * per_stage]
+    stage = PipelineStage(net, rank, STAGES, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
+    x, y = batch(rows, length), torch.zeros(rows)
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(x, return_outputs=False)
+        else:
+            schedule.step(target=y, return_outputs=False)
+        net.zero_grad()
+
+    return step
+
+
+def half(rows: int, length: int, chunks: int, alone: bool) -> Callable[[], None] | None:
+    """Half the layers in each process, or in the first alone: what the second core is worth."""
+    if alone and dist.get_rank():
+        return None
+    return unsplit(network(LAYERS // STAGES), batch(rows, length), chunks)
+
+
+def check(x: Tensor, chunks: int) -> None:
+    """All do the same work: the gradients of a step are those of the plain model."""
+    net, (model, _) = network(), hybrid(x, chunks)
+    for rows in x.chunk(chunks):
+        (loss_of(net(rows), None) / chunks).backward()
+    model.train_step(x, None, loss_of)
+    for (name, own), (_, other) in zip(
+        net.named_parameters(), model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(other.grad, own.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=72)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    processes = Processes(STAGES)
+    x = batch(options.rows, options.length)
+    rows = []
+    for chunks in options.chunks:
+        check(x, chunks)
+        processes.add("torch", torch_pipelining, options.rows, options.length, chunks)
+        for alone in (True, False):
+            processes.add(f"half {alone}", half, options.rows, options.length, chunks, alone)
+        times = interleave(
+            {
+                "one thread, unsplit": timed(unsplit(network(), x, chunks)),
+                "torchgpipe": timed(gpipe_library(x, chunks)) if optional("torchgpipe") else None,
+                "torch.distributed.pipelining": lambda: processes.seconds("torch"),
+                "hybridtrain": timed(hybrid(x, chunks)[1]),
+                "alone": lambda: processes.seconds("half True"),
+                "both": lambda: processes.seconds("half False"),
+            },
+            options.repeats,
+        )
+        slower = [b / a for a, b in zip(times.pop("alone"), times.pop("both"), strict=True)]
+        one = statistics.median(times["one thread, unsplit"])
+        bound = chunks * STAGES / (chunks + STAGES - 1)
+        for name, seconds in times.items():
+            rows.append(
+                [
+                    f"m={chunks}: {name}",
+                    shown(seconds, best=min),
+                    f"{one / statistics.median(seconds):.2f}" if seconds else "",
+                    f"{one / statistics.median(seconds) / bound:.3f}" if seconds else "",
+                ]
+            )
+        contention = statistics.median(slower)
+        rows.append([f"m={chunks}: bound", f"{one / bound:.3f}", f"{bound:.2f}", "1.000"])
+        rows.append(
+            [
+                f"m={chunks}: bound with two cores at work",
+                f"{one / bound * contention:.3f}",
+                f"{bound / contention:.2f}",
+                f"{1 / contention:.3f}",
+            ]
+        )
+    processes.close()
+    print_table(["", "seconds a step", "over one thread", "of the bound"], rows)
+    print(
+        f"{LAYERS} encoder layers of width {WIDTH}, {options.rows} rows of {options.length}, two "
+        f"stages, 1F1B (torchgpipe has its own schedule), one intra-op thread a stage; median of "
+        f"{options.repeats}, in brackets the best. The last line counts that a core is slower "
+        f"while the other one works: measured on half of the layers, in one process alone and in "
+        f"two at a time.  "
+    )
+    print_footer()
+
+
+if __name__ == "__main__":
+    main()
