@@ -179,10 +179,10 @@ def _data(config: Config, world: World) -> DataSplits:
     """The data set: rank 0 first and alone if it may download, then the others."""
 
     def load(download: bool) -> DataSplits:
-        chosen = {key: value for key, value in config.data.items() if key not in LOADER_KEYS}
+        chosen = dict(config.data)
         if "download" in chosen:
             chosen["download"] = download
-        splits = targets.build("data", chosen, config.allow_targets)
+        splits = targets.build("data", chosen, config.allow_targets, ignore=LOADER_KEYS)
         if not isinstance(splits, DataSplits):
             raise ConfigError(
                 f"data._target_={chosen['_target_']} must return a hybridtrain.data.DataSplits, "

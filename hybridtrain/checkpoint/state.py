@@ -98,7 +98,7 @@ def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tens
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
         raise CheckpointError(
             f"the checkpoint {path} is of another model: {shown}. Train with the model it was made "
-            f"with, or choose another run_name or resume=null"
+            f"with, or choose another run_name"
         )
 
 
