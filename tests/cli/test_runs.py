@@ -404,14 +404,14 @@ def test_multirun_makes_a_run_directory_for_each_combination(
 ) -> None:
     quick = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
     succeed(capfd, "-m", *quick, "optim.lr=1e-3,1e-2")
-    names = ["digits-optim.lr=1e-2", "digits-optim.lr=1e-3"]
+    names = ["digits-optim.lr=0.001", "digits-optim.lr=0.01"]
     rates = [OmegaConf.load(f"outputs/{name}/config.yaml").optim.lr for name in names]
-    assert rates == [1e-2, 1e-3]
+    assert rates == [1e-3, 1e-2]
     assert sorted(path.name for path in Path().iterdir()) == ["outputs"]
     assert sorted(path.name for path in Path("outputs").iterdir()) == names
     said = succeed(capfd, "evaluate", "-m", *quick, "optim.lr=1e-3,1e-2")
     assert (
-        len(re.findall(r"outputs/digits-optim.lr=1e-\d/checkpoints/step_00000002, step 2: ", said))
+        len(re.findall(r"outputs/digits-optim.lr=0.0+1/checkpoints/step_00000002, step 2: ", said))
         == 2
     )
 
