@@ -171,8 +171,11 @@ class Trainer:
         self.samples = saved["samples"]
         self.epoch = saved["epoch"]
         self.batch = saved["row"] // self.train.batch_size
+        if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
+            self.epoch, self.batch = self.epoch + 1, 0
         if self.lr_schedule is not None and saved["lr_schedule"] is not None:
-            self.lr_schedule.load_state_dict(saved["lr_schedule"])
+            own = self.lr_schedule.state_dict()
+            self.lr_schedule.load_state_dict(_typed_as(own, saved["lr_schedule"]))
 
     def summary(self) -> dict[str, Any]:
         """What the run gave, as it goes into `summary.json`."""
@@ -314,6 +317,16 @@ class _Measured:
             memory + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer)
             for stage, memory in zip(self._model.stages, self._model.memory_bytes(), strict=True)
         ]
+
+
+def _typed_as(own: Any, saved: Any) -> Any:
+    """`saved` with mappings as in `own`: JSON has made strings of MultiStepLR's milestones."""
+    if isinstance(own, Mapping):
+        key = type(next(iter(own), ""))
+        return type(own)({key(k): _typed_as(own.get(key(k)), v) for k, v in saved.items()})  # type: ignore[call-arg]
+    if isinstance(own, list) and len(own) == len(saved):
+        return [_typed_as(*pair) for pair in zip(own, saved, strict=True)]
+    return saved
 
 
 def count_steps(train: TrainLoader, steps: int | None, epochs: int | None, accumulate: int) -> int:

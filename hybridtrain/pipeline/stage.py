@@ -117,6 +117,8 @@ class Stage:
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._held.clear()
+        if self.replica is not None:
+            self.replica.disarm()
 
     def _layers(self, microbatch: int, value: Any, recompute: bool) -> Any:
         if not recompute:
@@ -124,8 +126,16 @@ class Stage:
         # non-reentrant: a reentrant one runs a backward of its own inside the backward, which DDP
         # takes for a second gradient; the draws are seeded, so there is no state to preserve
         return checkpoint(
-            self._run, microbatch, value, use_reentrant=False, preserve_rng_state=False
+            self._run_on_copy, microbatch, value, use_reentrant=False, preserve_rng_state=False
         )
+
+    def _run_on_copy(self, microbatch: int, value: Any) -> Any:
+        """`_run`, without a change to `value`, which is needed once more to recompute."""
+        # a copy of a batch's view is aligned otherwise, which may change last bits: only if need be
+        first = self.module if self.index else self.module[0]
+        if self._changes_its_input and any(getattr(m, "inplace", False) for m in first.modules()):
+            value = tree_map_only(Tensor, torch.clone, value)
+        return self._run(microbatch, value)
 
     def _run(self, microbatch: int, value: Any) -> Any:
         draws = self._draws
