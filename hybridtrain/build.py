@@ -129,7 +129,7 @@ def evaluate_run(config: Config) -> dict[str, float]:
     if loader is None:
         raise ConfigError(f"data ({config.data['_target_']}) has no evaluation half")
     checkpoint = _needed_checkpoint(parts)
-    step = state.restore(checkpoint, parts.model, None)["step"]
+    step = state.restore(checkpoint, parts.model)["step"]
     result = evaluate(parts.model, loader, LOSSES[config.trainer.loss], _metrics(config))
     log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(result), result["samples"])
     parts.world.close()
@@ -140,7 +140,7 @@ def export_run(config: Config) -> Path | None:
     """The command `export`: writes a checkpoint's weights as one safetensors file, on rank 0."""
     parts = _assemble(config)
     checkpoint = _needed_checkpoint(parts)
-    state.restore(checkpoint, parts.model, None)
+    state.restore(checkpoint, parts.model)
     path = parts.directory.path / "export" / f"{checkpoint.name}.safetensors"
     if parts.world.is_main:
         export_model(parts.model, path)
@@ -190,10 +190,10 @@ def _data(config: Config, world: World) -> DataSplits:
     """The data set: rank 0 first and alone if it may download, then the others."""
 
     def load(download: bool) -> DataSplits:
-        chosen = {key: value for key, value in config.data.items() if key not in LOADER_KEYS}
+        chosen = dict(config.data)
         if "download" in chosen:
             chosen["download"] = download
-        splits = targets.build("data", chosen, config.allow_targets)
+        splits = targets.build("data", chosen, config.allow_targets, ignore=LOADER_KEYS)
         if not isinstance(splits, DataSplits):
             raise ConfigError(
                 f"data._target_={chosen['_target_']} must return a hybridtrain.data.DataSplits, "

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from hybridtrain.compose import CONFIG_MODULE, compose_config, register
+from hybridtrain.compose import CONFIG_MODULE, compose_config, own_recipe, register, sweep_choices
 from hybridtrain.config import Config
 from hybridtrain.errors import ConfigError, UserError
 
@@ -40,7 +40,9 @@ def _dispatch(command: str, arguments: list[str]) -> int:
 
     parsed = get_args_parser().parse_args(arguments)
     if parsed.multirun:
-        return _sweep(arguments)
+        return _sweep(command, parsed.overrides, parsed.config_dir)
+    if parsed.cfg or parsed.info:
+        compose_config(parsed.overrides, parsed.config_dir)  # for the one-line errors
     if parsed.cfg or parsed.info or parsed.help or parsed.hydra_help or parsed.shell_completion:
         return _show(arguments)
     unknown = [word for word in parsed.overrides if "=" not in word and not word.startswith("~")]
@@ -71,28 +73,26 @@ def run(command: str, config: Config, overrides: Sequence[str]) -> None:
 def _show(arguments: Sequence[str]) -> int:
     """`--cfg job`, `--help` and the like, which are Hydra's own; rank 0 shows them."""
     if _rank() == 0:
-        _hydra_main(lambda config: None, arguments)
+        _hydra_main(lambda config: None, [own_recipe(argument) for argument in arguments])
     return 0
 
 
-def _sweep(arguments: Sequence[str]) -> int:
+def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> int:
     """`--multirun`: one process runs every combination, one after the other."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         raise ConfigError(
             "--multirun does not work under torchrun or srun: every process would sweep by itself. "
             "Start one torchrun for each combination, from a shell loop or an array of jobs"
         )
-    from hydra.core.hydra_config import HydraConfig
-
-    def job(_: object) -> None:
-        # Hydra has composed; this composes once more, for the checks and the one-line errors
-        sweep = HydraConfig.get()
-        overrides = list(sweep.overrides.task)
-        config = compose_config(overrides)
-        config.run_name = f"{config.run_name}-{sweep.job.num}"
-        run("train", config, overrides)
-
-    _hydra_main(job, ["hydra.output_subdir=null", *arguments])
+    choices = sweep_choices(overrides)
+    swept = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
+    runs = [(choice, compose_config(choice, config_dir)) for choice in choices]
+    for number, (choice, config) in enumerate(runs):
+        # named after the values, so that another sweep does not go on with these runs
+        values = [value for value, varies in zip(choice, swept, strict=True) if varies]
+        config.run_name = "-".join([str(config.run_name), *values]).replace("/", "_")
+        print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
+        run(command, config, choice)
     return 0
 
 

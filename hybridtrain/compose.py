@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -9,11 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -48,7 +51,7 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
         ConfigError: one line that names the key or option, and the one that was probably meant.
     """
     register()
-    overrides = [_own_recipe(override) for override in overrides]
+    overrides = [own_recipe(override) for override in overrides]
     if search_path is not None:
         overrides.append(f"hydra.searchpath=[file://{Path(search_path).resolve()}]")
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
@@ -61,11 +64,25 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
             plain = OmegaConf.to_container(composed, resolve=True)
             merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
             config = cast(Config, OmegaConf.to_object(merged))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, overrides)) from error
     if config.run_name is None:
         config.run_name = Path(recipe).stem if recipe else "run"
     return config
+
+
+def sweep_choices(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep such as `optim.lr=1e-3,1e-2`: every combination.
+
+    Raises:
+        ConfigError: an override cannot be read or swept over.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        # not through hydra.main, in whose jobs nothing more can be composed
+        return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def to_yaml(config: Config) -> str:
@@ -78,10 +95,17 @@ def _store_recipe(name: str, text: str) -> None:
         node = OmegaConf.create(text)
     except YAMLError as error:
         raise ConfigError(f"recipe {name} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"recipe {name} must be a mapping of keys to values")
     ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
 
 
-def _own_recipe(override: str) -> str:
+def own_recipe(override: str) -> str:
+    """`recipe=path/to/file.yaml` as an option of the group `recipe`, which it then is.
+
+    Raises:
+        ConfigError: the file is not there or no YAML.
+    """
     key, _, value = override.partition("=")
     if key.lstrip("+") != "recipe" or not value.endswith((".yaml", ".yml")):
         return override
@@ -90,6 +114,8 @@ def _own_recipe(override: str) -> str:
         _store_recipe(path.stem, path.read_text())
     except OSError as error:
         raise ConfigError(f"recipe={value}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"recipe={value}: it is no text in UTF-8") from error
     return f"{key}={path.stem}"
 
 
@@ -103,11 +129,25 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             options = list(cause.options or [])
             group, _, chosen = (cause.missing_cfg_file or "").rpartition("/")
             return unknown_option(group.lstrip("/"), chosen, options)
+    loader = GlobalHydra.instance().config_loader()
     for override in overrides:
         try:
             OverridesParser.create().parse_override(override)
         except HydraException as grammar:
             return f"cannot read the override {override!r}: {_first_line(grammar)}"
+        key, _, value = override.partition("=")
+        if not key:
+            return f"cannot read the override {override!r}: there is no key before the ="
+        if key.startswith("+") and key.lstrip("+") in _groups():
+            return f"{override}: {key.lstrip('+')} is there already; write {override.lstrip('+')}"
+        options = loader.get_group_options(key)
+        if type(error) is ValueError and options and value not in options:  # a number, say
+            return unknown_option(key, value, options)
+    if stranger := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
+        group = stranger[2].removeprefix("recipe/")
+        close = difflib.get_close_matches(group, loader.list_groups(""), n=1)
+        hint = f"; did you mean 'override /{close[0]}'?" if close else ""
+        return f"{stranger[1]}: there is no group {stranger[2]} in the defaults list{hint}"
     known = _known_keys(overrides)
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]

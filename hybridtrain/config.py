@@ -146,6 +146,8 @@ def check(config: Config) -> None:
     for key, value in _positive(config):
         if value is not None and value < 1:
             raise ConfigError(f"{key}={value} must be at least 1")
+    if not -(2**63) <= config.seed < 2**63:
+        raise ConfigError(f"seed={config.seed} must fit in 64 bits")
     if (config.trainer.steps is None) == (config.trainer.epochs is None):
         raise ConfigError(
             f"set one of trainer.steps and trainer.epochs, and the other to null; they are "
@@ -158,7 +160,15 @@ def check(config: Config) -> None:
     batch_size = config.data.get("batch_size")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
-    if not config.run_name or config.run_name != config.run_name.strip("/. "):
+    workers, timeout_s = config.data.get("workers", 0), config.data.get("timeout_s", 120)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ConfigError(f"data.workers={workers} must be a number of processes, 0 or more")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ConfigError(f"data.timeout_s={timeout_s} must be a positive number of seconds")
+    if not isinstance(drop_last := config.data.get("drop_last", False), bool):
+        raise ConfigError(f"data.drop_last={drop_last} must be true or false")
+    name = config.run_name or ""
+    if not name or name != name.strip("/. ") or ".." in name.split("/"):
         raise ConfigError(f"run_name={config.run_name!r} must be the name of a folder")
 
 

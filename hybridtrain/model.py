@@ -355,8 +355,9 @@ class HybridModel:
 def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
     if len(losses) == 1:
         return losses[0]
-    stacked = torch.stack(losses).float()
-    weights = torch.tensor([float(size) for size in sizes], device=stacked.device)
+    stacked = torch.stack(losses)
+    stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+    weights = stacked.new_tensor([float(size) for size in sizes])
     return (stacked * weights).sum() / sum(sizes)
 
 

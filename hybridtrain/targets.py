@@ -61,16 +61,17 @@ def build(
     A key that is null is filled from `facts`, if they have it.
 
     Raises:
-        ConfigError: an unknown or a missing key; says which are known.
+        ConfigError: an unknown or a missing key; says which are known. Those in `ignore` are, but
+            do not go to the target.
     """
     target = resolve(key, config.get("_target_"), allow)
-    facts = facts or {}
+    facts, ignore = facts or {}, list(ignore)
     arguments = {
         name: facts.get(name) if value is None else value
         for name, value in config.items()
-        if name != "_target_" and name not in set(ignore)
+        if name != "_target_" and name not in ignore
     }
-    check_arguments(key, target, positional, arguments)
+    check_arguments(key, target, positional, arguments, ignore)
     return target(*positional, **arguments)
 
 
@@ -79,18 +80,24 @@ def check_arguments(
     target: Callable[..., Any],
     positional: Sequence[object],
     arguments: Mapping[str, Any],
+    others: Sequence[str] = (),
 ) -> None:
     """Makes sure that `target` takes `arguments`.
 
     Raises:
-        ConfigError: names the key under `key`, and the one that was probably meant.
+        ConfigError: names the key under `key`, and the one that was probably meant, also among
+            `others`, which are not for the target.
     """
     signature = inspect.signature(target)
-    known = list(signature.parameters)[len(positional) :]
+    known = [*list(signature.parameters)[len(positional) :], *others]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in arguments:
+    for name, value in arguments.items():
         if name not in known and not takes_any:
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
+        parameter = signature.parameters.get(name)
+        if isinstance(value, str) and parameter and isinstance(parameter.default, int | float):
+            kind = "true or false" if isinstance(parameter.default, bool) else "a number"
+            raise ConfigError(f"{key}.{name}={value} must be {kind}")
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:

@@ -160,24 +160,24 @@ class Trainer:
         if self.store is None or self.step == self._checkpoint_step:
             return
         if self.world.is_main:
-            files = state.writers(self.model, self.optimizer, self.state_dict())
+            files = state.writers(self.model, self.optimizer, self.lr_schedule, self.state_dict())
             self._checkpoint = self.store.save(self.step, files)
         self._checkpoint_step = self.step
 
     def resume(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`, of any split and number of processes."""
-        self.load_state_dict(state.restore(path, self.model, self.optimizer))
+        saved = state.restore(path, self.model, self.optimizer, self.lr_schedule)
+        self.load_state_dict(saved)
         self._resumed_from = self._checkpoint = path
         self._checkpoint_step = self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, in plain types; the model and the optimizer have their own."""
+        """Where the run is, in JSON's types; model, optimizer and schedule have their own."""
         return {
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
-            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
@@ -187,8 +187,8 @@ class Trainer:
         self.samples = saved["samples"]
         self.epoch = saved["epoch"]
         self.batch = saved["row"] // self.train.batch_size
-        if self.lr_schedule is not None and saved["lr_schedule"] is not None:
-            self.lr_schedule.load_state_dict(saved["lr_schedule"])
+        if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
+            self.epoch, self.batch = self.epoch + 1, 0
 
         if self.scaler is not None and saved["scaler"] is not None:
             self.scaler.load_state_dict(saved["scaler"])

@@ -106,9 +106,7 @@ def u_net() -> nn.Module:
 
 def tied_gpt() -> nn.Module:
     embedding = nn.Embedding(13, 8)
-    return nn.Sequential(
-        embedding, *[Block(8) for _ in range(5)], nn.LayerNorm(8), Tied(embedding)
-    )
+    return nn.Sequential(embedding, *[Block(8) for _ in range(5)], nn.LayerNorm(8), Tied(embedding))
 
 
 def rows_of_floats(rows: int, *shape: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
     step_00000100/
         model.pt       net.state_dict(), on the CPU; net.load_state_dict(torch.load(...)) takes it
-        optimizer.pt   the optimizer's state by parameter name, not by number
-        state.json     where the run is: step, epoch, batch, learning rate schedule, draws
+        optimizer.pt   the optimizer's state by parameter name, not by number; the learning rate's
+        state.json     where the run is: step, epoch, row, draws, loss scale
         manifest.json  sizes and checksums of the above (see `store`)
 
 Rank 0 alone reads and writes. The other replicas get its state over the process group, so that no
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from hybridtrain.checkpoint.store import verify
@@ -30,12 +31,18 @@ from hybridtrain.world import World
 Writer = Callable[[BinaryIO], None]
 
 
-def writers(model: HybridModel, optimizer: Optimizer, run: Mapping[str, Any]) -> dict[str, Writer]:
+def writers(
+    model: HybridModel,
+    optimizer: Optimizer,
+    lr_schedule: LRScheduler | None,
+    run: Mapping[str, Any],
+) -> dict[str, Writer]:
     """The files of a checkpoint, each with the function that writes it.
 
     Args:
         model: whose parameters and buffers are kept.
         optimizer: over the parameters of `model`.
+        lr_schedule: of `optimizer`.
         run: what else is to come back, in plain JSON types.
     """
 
@@ -43,7 +50,10 @@ def writers(model: HybridModel, optimizer: Optimizer, run: Mapping[str, Any]) ->
         torch.save(_on_cpu(model.state_dict()), file)
 
     def write_optimizer(file: BinaryIO) -> None:
-        torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file)
+        state = _on_cpu(optimizer_by_name(model, optimizer))
+        # not into the JSON, which makes strings of the numbers that a schedule's mappings go by
+        state["lr_schedule"] = lr_schedule.state_dict() if lr_schedule is not None else None
+        torch.save(state, file)
 
     def write_state(file: BinaryIO) -> None:
         state = {**run, "draws_step": model.draws.step, "torch": torch.__version__}
@@ -52,8 +62,13 @@ def writers(model: HybridModel, optimizer: Optimizer, run: Mapping[str, Any]) ->
     return {"model.pt": write_model, "optimizer.pt": write_optimizer, "state.json": write_state}
 
 
-def restore(path: Path, model: HybridModel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into `model` and `optimizer`; all replicas call it.
+def restore(
+    path: Path,
+    model: HybridModel,
+    optimizer: Optimizer | None = None,
+    lr_schedule: LRScheduler | None = None,
+) -> dict[str, Any]:
+    """Loads the checkpoint at `path` into what is given; all replicas call it.
 
     Returns:
         what `writers` was given as `run`.
@@ -77,6 +92,8 @@ def restore(path: Path, model: HybridModel, optimizer: Optimizer | None) -> dict
     model.load_state_dict(weights)
     if optimizer is not None:
         load_optimizer_by_name(path, model, optimizer, moments)
+    if lr_schedule is not None and moments["lr_schedule"] is not None:
+        lr_schedule.load_state_dict(moments["lr_schedule"])
     model.draws.step = state["draws_step"]
     return state  # type: ignore[no-any-return]
 
@@ -98,7 +115,7 @@ def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tens
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
         raise CheckpointError(
             f"the checkpoint {path} is of another model: {shown}. Train with the model it was made "
-            f"with, or choose another run_name or resume=null"
+            f"with, or choose another run_name"
         )
 
 

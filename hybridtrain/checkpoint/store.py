@@ -131,7 +131,7 @@ class CheckpointStore:
             names = ", ".join(path.name for _, _, path in published)
             raise CheckpointError(
                 f"none of the checkpoints in {self.root} is intact ({names}): restore one from a "
-                "copy, or set resume=null to start from scratch"
+                "copy, or choose another run_name to start from scratch"
             )
         return None
 

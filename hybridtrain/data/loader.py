@@ -8,6 +8,7 @@ the others, whatever the length of the data set.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -212,6 +213,9 @@ def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                     return
             put(None, StopIteration())
         except BaseException as error:
+            # torch re-raises a worker's exception in a reference cycle, which would keep the
+            # workers until a collection, and then end them the slow way
+            traceback.clear_frames(error.__traceback__)
             put(None, error)
 
     thread = Thread(target=fill, name="prefetch", daemon=True)
@@ -222,7 +226,10 @@ def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
             if isinstance(error, StopIteration):
                 return
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # the same cycle, in this frame
             yield item  # type: ignore[misc]
     finally:
         stopped.set()

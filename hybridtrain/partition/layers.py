@@ -50,7 +50,10 @@ def layers_of(net: nn.Module) -> list[Layer]:
 
 def _is_chain(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 

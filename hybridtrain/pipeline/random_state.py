@@ -46,7 +46,8 @@ class Draws:
     def next_step(self) -> None:
         """Moves to the next training step; what was seen so far is what will be guarded."""
         self.step += 1
-        self._watching = False
+        if self.active:  # in evaluation mode nothing was seen
+            self._watching = False
 
     def guards(self, layer: int) -> bool:
         """Whether `layer` must run inside `guard`."""

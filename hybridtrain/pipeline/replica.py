@@ -63,6 +63,10 @@ class Replica:
         self._ddp.reducer._rebuild_buckets()
         self._ddp.reducer.prepare_for_backward(list(roots) if self.find_unused else [])
 
+    def disarm(self) -> None:
+        """Forgets an armed backward that failed, so that the next step can begin."""
+        self._ddp.reducer._reset_state()
+
     def check_reduced(self) -> None:
         """Makes sure that the armed backward has reduced every gradient.
 

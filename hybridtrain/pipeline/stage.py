@@ -193,6 +193,8 @@ class Stage:
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._held.clear()
+        if self.replica is not None:
+            self.replica.disarm()
 
     def _compute(
         self, microbatch: int, value: Any, skipped: dict[str, Any], recompute: bool

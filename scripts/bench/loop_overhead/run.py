@@ -9,7 +9,6 @@ it is called, so that everything is timed alike and from within, without set-up 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import statistics
@@ -284,8 +283,6 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    for name in ("lightning.pytorch", "lightning.fabric", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     rows = options.steps * ROWS
@@ -298,8 +295,7 @@ def main() -> None:
     def job(name: str, loop: Callable[[Run], None]) -> Callable[[], float]:
         def measured() -> float:
             run = Run(data, options.steps, network())
-            with contextlib.redirect_stderr(open(os.devnull, "w")):  # noqa: SIM115
-                loop(run)
+            loop(run)
             times = run.net[0].times
             assert len(times) == options.steps, f"{name}: {len(times)} steps"
             final[name] = torch.cat([p.detach().flatten() for p in run.net.parameters()])
@@ -311,6 +307,8 @@ def main() -> None:
     jobs |= {
         name: job(name, loop) if optional(needs) else None for name, (needs, loop) in PEERS.items()
     }
+    for name in ("lightning.pytorch", "lightning.fabric", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # after the imports, which set it too
     results = interleave(jobs, options.repeats)
     for name, weights in final.items():
         torch.testing.assert_close(

@@ -3,8 +3,8 @@
 Every tensor that the layers make in a forward, or are given, is noted by its storage, and struck
 off when that storage is freed, whoever held it: autograd's saved tensors, a value on its way to
 the next stage, a list somewhere. What is counted is the sum at its highest, looked at whenever a
-layer returns. Parameters are left out, and so are gradients. A value that goes from one stage to
-the next is shared memory here; it is counted where it arrives.
+layer returns. Parameters are left out, gradients, and the batch itself, which is the caller's. A
+value that goes from one stage to the next is shared memory here; it is counted where it arrives.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[Block() for _ in range(BLOCKS)])
 
 
-def keep_ledgers(net: nn.Sequential, devices: int, per_device: int) -> list[Ledger]:
-    """One ledger a device; the blocks are dealt out evenly."""
+def keep_ledgers(net: nn.Sequential, x: Tensor, devices: int, per_device: int = 1) -> list[Ledger]:
+    """One ledger a device; the blocks are dealt out evenly. `x` is the caller's batch."""
     ledgers = [Ledger() for _ in range(devices)]
+    ledgers[0].ignored.add(x.untyped_storage()._cdata)
     per_stage = BLOCKS // (devices * per_device)
     for index, block in enumerate(net):
         block.ledger = ledgers[index // per_stage % devices]
@@ -120,7 +121,7 @@ def hybrid(
 ) -> list[Ledger]:
     """Two steps of this project's."""
     net = network()
-    ledgers = keep_ledgers(net, devices, per_device)
+    ledgers = keep_ledgers(net, x, devices, per_device)
     model = HybridModel(
         net,
         World.from_env(devices, devices="cpu"),
@@ -140,7 +141,7 @@ def gpipe_library(x: Tensor, devices: int, chunks: int, checkpoint: str) -> list
     from torchgpipe import GPipe
 
     net = network()
-    ledgers = keep_ledgers(net, devices, 1)
+    ledgers = keep_ledgers(net, x, devices)
     model = GPipe(
         net,
         [BLOCKS // devices] * devices,

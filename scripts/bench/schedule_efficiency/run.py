@@ -167,13 +167,9 @@ def main() -> None:
     for devices in options.devices:
         for chunks in options.chunks:
             for schedule, per_device in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-                ours = hybrid(
-                    devices, chunks, "1f1b" if per_device > 1 else schedule, per_device
-                )
+                ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
                 name = f"{schedule} {devices} {chunks}"
-                processes.add(
-                    name, torch_pipelining, devices, chunks, schedule, per_device, _early
-                )
+                processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, _early)
                 jobs = {
                     "hybridtrain": timed(ours),
                     "torch": lambda name=name: processes.seconds(name),
@@ -213,7 +209,8 @@ def main() -> None:
         rows,
     )
     print(
-        f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the best. Ideal: "
+        f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
+        "best. Ideal: "
         "(m + (P-1)/v) (5 + 10 ms), v = 2 stages a device when interleaved, else 1. The last "
         f"column: by how much the sleeps in this process overran their deadline; `time.sleep` "
         f"itself wakes up {_early * 1e6:.0f} us late, which is subtracted.  "

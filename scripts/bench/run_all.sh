@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs all benchmarks, one after the other, and prints their tables. About 8 minutes on 2 cores; the
+# machine should have nothing else to do. Peers: pip install "hybridtrain[bench]".
+#
+#   scripts/bench/run_all.sh            all of them
+#   scripts/bench/run_all.sh memory ddp some of them
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+tables=("$@")
+[ ${#tables[@]} -gt 0 ] ||
+    tables=(schedule_efficiency real_compute host_cost loop_overhead memory ddp)
+begin=$SECONDS
+for table in "${tables[@]}"; do
+    start=$SECONDS
+    printf '## %s\n\n' "$table"
+    "${PYTHON:-python3}" "scripts/bench/$table/run.py"
+    printf '%s took %d s\n\n' "$table" $((SECONDS - start))
+done
+printf 'all took %d s\n' $((SECONDS - begin))

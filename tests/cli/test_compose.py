@@ -1,0 +1,253 @@
+"""Configs, recipes and overrides, up to the config of a run. Nothing here needs torch."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_launch import single
+from omegaconf import OmegaConf
+
+from hybridtrain.cli import main
+from hybridtrain.compose import compose_config, to_yaml
+from hybridtrain.config import Config
+from hybridtrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OPTIONS = sorted((ROOT / "configs").glob("*/*.yaml"))
+
+
+def refusal(*overrides: str) -> str:
+    """The message that `overrides` end with."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    for jargon in ("full_key", "object_type", "Traceback", "To append to your config"):
+        assert jargon not in message
+    return message
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return f"recipe={name}"
+
+
+# What is shipped -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
+def test_every_recipe_composes_and_names_its_run(recipe: str) -> None:
+    config = compose_config([f"recipe={recipe}"])
+    assert config.run_name == recipe
+    for part in (config.model, config.data, config.optim, config.lr_schedule):
+        assert part["_target_"]
+    assert (config.trainer.steps is None) != (config.trainer.epochs is None)
+
+
+def test_the_four_recipes_are_there() -> None:
+    assert {path.stem for path in RECIPES} >= {
+        "digits",
+        "mnist_basicnet",
+        "imdb_transformer",
+        "python_source_gpt",
+    }
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_option_of_every_group_composes_with_its_own_values(path: Path) -> None:
+    group = path.parent.name
+    chosen = getattr(compose_config([f"{group}={path.stem}"]), group)
+    values = dataclasses.asdict(chosen) if dataclasses.is_dataclass(chosen) else chosen
+    assert values == OmegaConf.to_object(OmegaConf.load(path))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_commands_at_the_head_of_a_recipe_compose(path: Path) -> None:
+    head = path.read_text().split("\ndefaults:")[0].replace("\\\n#", " ")
+    commands = dict(re.findall(r"^# +(1 process|4 GPUs|3 nodes)\b.*? {2,}(\S.*)$", head, re.M))
+    assert set(commands) == {"1 process", "4 GPUs", "3 nodes"}
+    words = {where: shlex.split(command) for where, command in commands.items()}
+    for line in words.values():
+        overrides = line[line.index("hybridtrain") + 1 :]
+        config = compose_config(overrides)
+        assert config.run_name == path.stem
+        assert config.pipeline.nb_part == 2
+    assert words["1 process"][0] == "hybridtrain"
+    for where in ("4 GPUs", "3 nodes"):
+        assert words[where][0] == "torchrun"
+        assert words[where][words[where].index("--nproc-per-node") + 1] == "2"
+    assert words["3 nodes"][words["3 nodes"].index("--nnodes") + 1] == "3"
+
+
+# Who wins ------------------------------------------------------------------------------------
+
+
+def test_run_name_defaults_to_the_name_of_the_recipe() -> None:
+    assert compose_config([write("mine.yaml", "seed: 1\n")]).run_name == "mine"
+    assert compose_config([write("mine.yaml", "run_name: other\n")]).run_name == "other"
+    assert compose_config(["recipe=digits", "run_name=third"]).run_name == "third"
+    assert compose_config([]).run_name == "run"
+
+
+def test_a_recipe_wins_over_the_defaults_and_an_override_over_the_recipe() -> None:
+    recipe = write(
+        "mine.yaml",
+        "defaults:\n  - override /optim: sgd\nseed: 7\noutput_dir: there\n"
+        "optim:\n  lr: 0.5\npipeline:\n  chunks: 5\n",
+    )
+    config = compose_config([recipe])
+    assert (config.seed, config.output_dir, config.pipeline.chunks) == (7, "there", 5)
+    assert config.optim["_target_"] == "torch.optim.SGD"
+    assert config.optim["lr"] == 0.5
+    assert config.optim["momentum"] == 0.9  # the option's, which the recipe leaves alone
+    for overrides in ([recipe, "seed=8", "optim.lr=2"], ["optim.lr=2", "seed=8", recipe]):
+        config = compose_config(overrides)
+        assert (config.seed, config.optim["lr"], config.pipeline.chunks) == (8, 2, 5)
+    assert compose_config([recipe, "optim=adam"]).optim["_target_"] == "torch.optim.Adam"
+
+
+def test_a_config_folder_of_the_users_own_adds_options() -> None:
+    Path("mine/model").mkdir(parents=True)
+    Path("mine/model/tiny.yaml").write_text("_target_: mine.tiny\nwidth: 3\n")
+    config = compose_config(["model=tiny", "model.width=4"], "mine")
+    assert config.model == {"_target_": "mine.tiny", "width": 4}
+
+
+def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
+    config = compose_config(["recipe=digits", "pipeline.split=[5,7]"])
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(to_yaml(config)))
+    assert OmegaConf.to_object(merged) == config
+
+
+# Typos ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.chunk=4", "pipeline.chunk: .* did you mean pipeline.chunks?"),
+        ("optim.lrr=1", "optim.lrr: .* did you mean optim.lr?"),
+        ("pipelin.chunks=3", "pipelin.chunks: .* did you mean pipeline.chunks?"),
+        ("chunks=3", "chunks: .* did you mean pipeline.chunks?"),
+        ("+trainer.step=3", "trainer.step: .* did you mean trainer.steps?"),
+        ("++trainer.step=3", "trainer.step: .* did you mean trainer.steps?"),
+        ("+trainer.foo=3", "trainer.foo: .* there are: trainer.steps, .*trainer.log_every"),
+        ("~optim.lrr", "optim.lrr: .* did you mean optim.lr?"),
+        ("outputdir=x", "outputdir: .* did you mean output_dir?"),
+        ("recipe=digit", "recipe=digit: .* did you mean recipe=digits?"),
+        ("recipe=zzz", "recipe=zzz: .* there are: digits, imdb_transformer"),
+        ("model=basicnt", "model=basicnt: .* did you mean model=basicnet?"),
+        ("pipeline=3", "pipeline=3: .* there are: default"),
+        ("+recipe=digits", r"\+recipe=digits: .* write recipe=digits"),
+        ("hydra.sweeep=3", "hydra.sweeep: "),
+    ],
+)
+def test_a_typo_in_an_override_is_one_line_with_the_way_out(override: str, message: str) -> None:
+    first = [] if "recipe=" in override else ["recipe=digits"]
+    assert re.match(message.replace("?", r"\?"), refusal(*first, override))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pipeline:\n  chunk: 4\n", "pipeline.chunk: .* did you mean pipeline.chunks?"),
+        ("trainer:\n  stepps: 4\n", "trainer.stepps: .* did you mean trainer.steps?"),
+        ("outputdir: x\n", "outputdir: .* did you mean output_dir?"),
+        ("traner:\n  steps: 4\n", "traner: .* did you mean trainer?"),
+        ("defaults:\n  - override /model: basicnt\n", "model=basicnt: .* mean model=basicnet?"),
+        ("defaults:\n  - override /modell: gpt\n", "recipe/mine: .*modell.* 'override /model'?"),
+        ("defaults:\n  - override model: gpt\n", "recipe/mine: .*model.* mean 'override /model'?"),
+        ("pipeline:\n  nb_part: two\n", "pipeline.nb_part: .*'two'.* Integer"),
+        ("trainer:\n  steps: ${trainer.epocs}\n", "trainer.steps: .*trainer.epocs"),
+        ("pipeline:\n  chunks: [1\n", "recipe mine is no YAML: .*line 2"),
+        ("pipeline:\n\tchunks: 1\n", "recipe mine is no YAML: .*line 2"),
+        ("seed: 1\nseed: 2\n", "recipe mine is no YAML: .*duplicate key seed"),
+        ("- a\n- b\n", "recipe mine must be a mapping"),
+    ],
+)
+def test_a_mistake_in_a_recipe_of_the_users_own_is_one_line(text: str, message: str) -> None:
+    assert re.match(message.replace("?", r"\?"), refusal(write("mine.yaml", text)))
+
+
+def test_a_recipe_file_that_is_missing_or_no_text_is_one_line() -> None:
+    assert refusal("recipe=there/mine.yaml") == "recipe=there/mine.yaml: No such file or directory"
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refusal("recipe=binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.nb_part=two", "pipeline.nb_part: .*'two'.* Integer"),
+        ("trainer.steps=1.5", "trainer.steps: .*'1.5'.* Integer"),
+        ("seed=abc", "seed: .*'abc'"),
+        ("output_dir=null", "output_dir: "),
+        ("monitor.progress=maybe", "monitor.progress: .*'maybe'.* bool"),
+        ("allow_targets=3", "allow_targets: "),
+        ("trainer.steps=${nowhere}", "trainer.steps: .*nowhere"),
+        ("pipeline.chunks=[", r"cannot read the override 'pipeline.chunks=\['"),
+        ("optim.betas=[0.9", "cannot read the override 'optim.betas="),
+        ("a b", "cannot read the override 'a b'"),
+        ("=3", "cannot read the override '=3'"),
+    ],
+)
+def test_a_wrong_value_or_grammar_is_one_line_that_names_the_key(
+    override: str, message: str
+) -> None:
+    assert re.match(message, refusal("recipe=digits", override))
+
+
+# The commands that show a config -------------------------------------------------------------
+
+
+def test_cfg_job_prints_the_recipes_values_without_importing_torch() -> None:
+    shown = single(["--cfg", "job", "recipe=digits", "pipeline.chunks=3"], flags="-X importtime")
+    assert shown.returncode == 0
+    config = yaml.safe_load(shown.stdout)
+    assert config["run_name"] == "digits"
+    assert config["pipeline"]["nb_part"] == 2
+    assert config["pipeline"]["chunks"] == 3
+    assert config["trainer"]["loss"] == "nll"
+    imported = re.findall(r"^import time:.*\| *(\S+)$", shown.stderr, re.M)
+    assert "hydra" in imported  # or the line above reads nothing
+    assert [name for name in imported if name.split(".")[0] in ("torch", "numpy")] == []
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--multirun"], []], ids=["cfg", "m", "run"])
+def test_a_typo_is_the_only_line_whatever_the_flags(
+    flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "recipe=digits", "+trainer.step=3"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "error: trainer.step: there is no such key; did you mean trainer.steps?\n"
+
+
+def test_cfg_job_shows_a_recipe_of_the_users_own(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("there").mkdir()
+    assert main(["--cfg", "job", write("there/mine.yaml", "seed: 77\n")]) == 0
+    assert yaml.safe_load(capfd.readouterr().out)["seed"] == 77
+
+
+def test_a_config_is_shown_by_rank_0_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--cfg", "job"]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_unknown_command_is_one_line_that_names_the_commands(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["trian", "recipe=digits"]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert "'trian'" in err
+    assert "train, evaluate, export" in err

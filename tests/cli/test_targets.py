@@ -1,0 +1,210 @@
+"""What a `_target_` may name, and how its arguments are checked."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_launch import SMALL
+
+from hybridtrain import targets
+from hybridtrain.cli import main
+from hybridtrain.compose import compose_config
+from hybridtrain.errors import ConfigError
+from hybridtrain.optim import build_lr_schedule, build_optimizer
+
+# A package of a user's own, which leaves a file behind when it is imported.
+MY_NETS = """
+from pathlib import Path
+from torch import nn
+
+Path("imported").touch()
+seen = {}
+
+def net(num_classes, image_size=None, channels=1, **more):
+    seen.update(more, num_classes=num_classes, image_size=image_size)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(channels * image_size**2, num_classes), nn.LogSoftmax(1)
+    )
+
+def nothing(**more):
+    return more
+"""
+
+
+@pytest.fixture
+def my_nets(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the package, which is importable only from the working directory."""
+    Path("my_nets.py").write_text(MY_NETS)
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    return "my_nets"
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("optim", "os.system"),
+        ("optim", "builtins.eval"),
+        ("optim", "torch.optim.os.system"),
+        ("optim", "torch.optim.adamw.torch.load"),  # a name that passes through the package
+        ("optim", "torch.optimizer.Adam"),
+        ("optim", "torch.optim"),
+        ("optim", "torch.optim."),
+        ("model", "torch.load"),
+        ("model", "torch.hub.load"),
+        ("model", "torch.nn.init.torch.load"),
+        ("model", "torch.nn.modules.module.torch.hub.load"),
+        ("model", "torch.optim.AdamW"),
+        ("model", "hybridtrain.cli.main"),
+        ("model", "hybridtrain.models.basicnet.__globals__"),
+        ("data", "hybridtrain.data.digits.__builtins__"),
+        ("data", "pathlib.Path"),
+        ("lr_schedule", "torch.optim.AdamW"),
+        ("lr_schedule", "torch.optim.lr_scheduler.types.FunctionType"),
+        ("trainer.metrics", "torch.nn.Linear"),
+        ("model", None),
+        ("model", 3),
+        ("model", ["torch.nn.Linear"]),
+    ],
+)
+def test_a_target_that_is_not_what_its_key_is_for_is_refused(key: str, path: object) -> None:
+    assert f"{key}._target_={path}" in refusal(lambda: targets.resolve(key, path))
+
+
+def test_a_refused_target_is_not_called() -> None:
+    config = {"_target_": "os.system", "command": "touch called"}
+    message = refusal(lambda: targets.build("model", config))
+    assert "allow_targets=[its.name]" in message
+    assert not Path("called").exists()
+
+
+def test_a_nested_target_is_a_value_like_any_other(
+    my_nets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    nested = {"_target_": "os.system", "command": "touch called"}
+    config = {"_target_": f"{my_nets}.nothing", "a": nested, "b": [nested]}
+    assert targets.build("model", config, [my_nets]) == {"a": nested, "b": [nested]}
+    overrides = ["+model.a={_target_:os.system,command:'touch called'}", "+model._partial_=true"]
+    composed = compose_config(["model=basicnet", *overrides]).model
+    assert composed["a"] == nested
+    message = refusal(lambda: targets.build("model", composed))
+    assert re.match("model.(a|_partial_): there is no such key", message)
+    assert not Path("called").exists()
+
+
+def test_a_target_of_the_right_kind_is_what_optim_and_lr_schedule_want(
+    my_nets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.syspath_prepend(".")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    mine = {"_target_": f"{my_nets}.nothing"}
+    message = refusal(lambda: build_optimizer(mine, [weight], [my_nets]))
+    assert message == "optim._target_=my_nets.nothing is no torch optimizer"
+    message = refusal(lambda: build_lr_schedule(mine, optimizer, 5, [my_nets]))
+    assert message == "lr_schedule._target_=my_nets.nothing is no learning rate schedule"
+    schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "warmup_step": 3}
+    message = refusal(lambda: build_lr_schedule(schedule, optimizer, 5))
+    assert "did you mean lr_schedule.warmup_steps?" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "meant"),
+    [
+        ("optim", "torch.optim.AdamWW", "did you mean AdamW?"),
+        ("model", "hybridtrain.models.basicnt", "did you mean basicnet?"),
+        ("lr_schedule", "torch.optim.lr_scheduler.CosineAnealingLR", "mean CosineAnnealingLR?"),
+    ],
+)
+def test_a_typo_in_a_target_says_what_was_meant(key: str, path: str, meant: str) -> None:
+    assert meant in refusal(lambda: targets.resolve(key, path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+optim.lrr=1"], "optim.lrr: there is no such key; did you mean optim.lr?"),
+        (["+data.batchsize=1"], "data.batchsize: .* did you mean data.batch_size?"),
+        (["model=gpt", "+model.n_layers=1"], "model.n_layers: .* did you mean model.n_layer?"),
+        (["+lr_schedule.warmup_step=1"], "lr_schedule.warmup_step: .* lr_schedule.warmup_steps?"),
+        (
+            ["lr_schedule=step", "~lr_schedule.step_size"],
+            r"lr_schedule \(StepLR\): missing a required argument: 'step_size'",
+        ),
+        (["optim.lr=fast"], "optim.lr=fast must be a number"),
+        (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
+        (["optim.lr=-1"], "optim: Invalid learning rate: -1"),
+        (["data.batch_size=x"], "data.batch_size=x must be"),
+        (["data.workers=-1"], "data.workers=-1 must be"),
+        (["data.timeout_s=0"], "data.timeout_s=0 must be"),
+        (["data.drop_last=maybe"], "data.drop_last=maybe must be"),
+        (["lr_schedule.warmup_steps=-1"], "lr_schedule.warmup_steps=-1 must be"),
+        (
+            ["trainer.metrics=[acuracy]"],
+            "trainer.metrics=acuracy: .* mean trainer.metrics=accuracy?",
+        ),
+        (["trainer.loss=nlll"], "trainer.loss=nlll: .* did you mean trainer.loss=nll?"),
+        (["pipeline.schedule=1f1"], "pipeline.schedule=1f1 .*1f1b"),
+        (["trainer.epochs=2"], "set one of trainer.steps and trainer.epochs"),
+        (["pipeline.chunks=0"], "pipeline.chunks=0 must be at least 1"),
+        (["run_name=../x"], "run_name='../x' must be the name of a folder"),
+        (["run_name=a/../../x"], "run_name='a/../../x' must be the name of a folder"),
+    ],
+)
+def test_a_wrong_argument_ends_the_run_with_one_line_before_its_first_step(
+    overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "monitor.tensorboard=false", *overrides]) == 2
+    err = capfd.readouterr().err
+    assert re.match("error: " + message.replace("?", r"\?"), err), err
+    assert err.count("\n") == 1
+    assert not list(Path().glob("outputs/*/metrics.jsonl"))
+
+
+def test_null_is_filled_from_the_facts_of_the_data_and_nothing_else_is(
+    my_nets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    config = {"_target_": f"{my_nets}.nothing", "a": None, "b": 2, "c": None, "d": 0, "e": False}
+    facts = {"a": 10, "b": 20, "d": 40, "e": 50, "unasked": 60}
+    made = targets.build("model", config, [my_nets], facts=facts)
+    assert made == {"a": 10, "b": 2, "c": None, "d": 0, "e": False}
+
+
+def test_a_package_of_the_users_own_runs_only_if_it_is_allowed(
+    my_nets: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*SMALL, "model._target_=my_nets.net", "trainer.steps=2"]
+    assert main(overrides) == 2
+    assert "error: model._target_=my_nets.net is not allowed" in capfd.readouterr().err
+    assert not Path("imported").exists()
+
+    assert main([*overrides, "allow_targets=[my_nets]", "+model.depth=3"]) == 0, capfd.readouterr()
+    assert Path("imported").exists()
+    seen: dict[str, Any] = sys.modules["my_nets"].seen
+    assert seen == {"num_classes": 10, "image_size": 8, "depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model", "model._target_=my_nets.nothing must give an nn.Module, not dict"),
+        ("data", "data._target_=my_nets.nothing must return a hybridtrain.data.DataSplits"),
+    ],
+)
+def test_what_a_users_target_returns_is_checked(
+    key: str, message: str, my_nets: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "allow_targets=[my_nets]", f"{key}._target_=my_nets.nothing"]) == 2
+    assert message in capfd.readouterr().err

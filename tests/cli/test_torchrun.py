@@ -1,0 +1,135 @@
+"""The command line in several processes: under torchrun and under Slurm."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_launch import SMALL, environment, torchrun
+
+from hybridtrain.cli import main
+
+QUICK = [*SMALL, "monitor.tensorboard=false"]
+
+
+def summary(run: str) -> dict[str, Any]:
+    return json.loads((Path("outputs") / run / "summary.json").read_text())
+
+
+def test_two_processes_train_rank_0_alone_speaks_and_one_process_goes_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    first = torchrun(2, [*QUICK, "trainer.steps=4"])
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == ""
+    assert first.stderr.count("2 processes x 2 stages, 1f1b, 4 micro-batches") == 1
+    assert re.findall(r"^step (\d)/4  loss", first.stderr, re.M) == ["2", "4"]
+    assert first.stderr.count("run directory: ") == 1
+
+    run = Path("outputs/digits")
+    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+    assert set(logs) == {"rank_000.log", "rank_001.log"}
+    assert all("2 processes x 2 stages" in text for text in logs.values())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [2, 4]
+    ended = summary("digits")
+    assert ended["world"] == {"processes": 2, "nb_part": 2, "engine": "local", "backend": "gloo"}
+    assert ended["samples"] == 4 * 32  # data.batch_size is over all replicas
+    assert ended["eval"]["samples"] == 355  # an odd number, and each digit counted once
+
+    assert main(["evaluate", *QUICK]) == 0
+    alone = re.search(
+        r"step 4: loss (\S+)  accuracy (\S+)  \(355 samples\)", capfd.readouterr().err
+    )
+    assert alone is not None
+    assert float(alone[1]) == pytest.approx(ended["eval"]["loss"], abs=2e-4)
+    assert float(alone[2]) == pytest.approx(ended["eval"]["accuracy"], abs=1e-4)
+
+    assert main(QUICK) == 0
+    resumed = summary("digits")
+    assert (resumed["steps"], resumed["samples"]) == (6, 6 * 32)
+    assert resumed["world"]["processes"] == 1
+    assert resumed["resumed_from"] == "outputs/digits/checkpoints/step_00000004"
+    assert "resumed from" in (run / "logs" / "rank_000.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["pipeline.chunk=3"], "error: pipeline.chunk: .* did you mean pipeline.chunks\\?"),
+        (["-m", "seed=1,2"], "error: --multirun does not work under torchrun .*Start one torchrun"),
+    ],
+    ids=["typo", "multirun"],
+)
+def test_a_mistake_is_told_once_and_not_once_a_rank(arguments: list[str], line: str) -> None:
+    ended = torchrun(2, [*arguments, *QUICK])
+    assert ended.returncode != 0
+    told = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
+    assert len(told) == 1
+    assert re.match(line, told[0])
+    assert "hybridtrain/cli.py" not in ended.stderr  # no traceback of the ranks
+    assert not Path("outputs").exists()
+
+
+def test_an_error_in_the_first_step_is_told_once_and_recorded_for_torchrun() -> None:
+    ended = torchrun(2, [*QUICK, "model.image_size=10"])
+    assert ended.returncode != 0
+    ours, _, torchruns = ended.stderr.partition("failed (exitcode: 1)")
+    assert ours.count("shapes cannot be multiplied") == 1
+    assert ours.count("in layer 'fc1'") == 1
+    assert ours.count("Traceback") == 1
+    assert "To enable traceback see" not in torchruns  # it shows the root cause itself
+    assert "shapes cannot be multiplied" in torchruns
+    assert not Path("outputs/digits/summary.json").exists()
+
+
+def test_processes_that_srun_starts_train_together() -> None:
+    job = next(job for job in range(1234, 20000) if is_free(10000 + job))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.steps=4"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(
+                {
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank),
+                    "SLURM_NTASKS": "2",
+                    "SLURM_JOB_ID": str(job),
+                    "SLURM_JOB_NODELIST": "localhost",
+                }
+            ),
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        (out0, err0), (out1, err1) = (process.communicate(timeout=100) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], err0 + err1
+    assert "2 processes x 2 stages, 1f1b, 4 micro-batches" in err0
+    assert "started by slurm, gloo" in err0
+    assert (out0, out1, err1) == ("", "", "")
+    assert summary("digits")["world"]["processes"] == 2
+    assert sorted(path.name for path in Path("outputs/digits/logs").iterdir()) == [
+        "rank_000.log",
+        "rank_001.log",
+    ]
+    weights = torch.load("outputs/digits/checkpoints/step_00000004/model.pt")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("localhost", port))
+        except OSError:
+            return False
+        return True

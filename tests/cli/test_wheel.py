@@ -1,0 +1,104 @@
+"""A wheel of the project, installed without the checkout, in an empty folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_launch import SMALL, environment
+
+ROOT = Path(__file__).parents[2]
+
+# `python -m hybridtrain` without the import hook of an editable install of the checkout, which
+# would fill in what a wheel lacks.
+WITHOUT_THE_CHECKOUT = """
+import runpy, sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+import hybridtrain, hybridtrain.configs, hybridtrain.recipes
+for module in (hybridtrain, hybridtrain.configs, hybridtrain.recipes):
+    print(module.__file__, file=sys.stderr)
+sys.argv[0] = "hybridtrain"
+runpy.run_module("hybridtrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is installed in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("hybridtrain", "configs", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    try:
+        import setuptools  # noqa: F401
+
+        build = ["--no-build-isolation"]
+    except ImportError:
+        build = []
+    pip("wheel", "--no-deps", *build, "--wheel-dir", str(folder), str(source))
+    (wheel,) = folder.glob("hybridtrain-*.whl")
+    shutil.rmtree(source)
+    pip("install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel))
+    return folder / "site"
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment({"PYTHONPATH": str(installed)}),
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_configs_and_recipes_come_with_the_wheel(installed: Path) -> None:
+    shown = run(installed, "-c", WITHOUT_THE_CHECKOUT, "--cfg", "job", "recipe=digits")
+    assert shown.stderr.splitlines() == [
+        str(installed / "hybridtrain" / folder / "__init__.py")
+        for folder in (".", "configs", "recipes")
+    ]
+    config = yaml.safe_load(shown.stdout)
+    assert config["run_name"] == "digits"
+    assert config["trainer"]["loss"] == "nll"
+    shipped = {
+        str(path.relative_to(installed / "hybridtrain"))
+        for path in (installed / "hybridtrain").rglob("*.yaml")
+    }
+    assert shipped == {
+        str(path.relative_to(ROOT))
+        for folder in ("configs", "recipes")
+        for path in (ROOT / folder).rglob("*.yaml")
+    }
+
+
+def test_the_recipe_digits_trains_in_an_empty_folder_on_the_data_of_the_wheel(
+    installed: Path,
+) -> None:
+    assert list(Path().iterdir()) == []
+    trained = run(installed, "-c", WITHOUT_THE_CHECKOUT, *SMALL, "trainer.steps=2")
+    assert str(installed) in trained.stderr
+    assert "1 process x 2 stages" in trained.stderr
+    assert json.loads(Path("outputs/digits/summary.json").read_text())["eval"]["samples"] == 355
+    assert [path.name for path in Path().iterdir()] == ["outputs"]
+
+
+def test_the_wheel_brings_the_console_script_and_the_types(installed: Path) -> None:
+    helped = run(installed, str(installed / "bin" / "hybridtrain"), "--help")
+    assert "recipe: digits, imdb_transformer, mnist_basicnet, python_source_gpt" in helped.stdout
+    assert (installed / "hybridtrain" / "py.typed").is_file()
+    assert (installed / "hybridtrain" / "data" / "digits.md").is_file()

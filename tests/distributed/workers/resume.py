@@ -1,0 +1,77 @@
+"""Trains with the Trainer, whole and in halves. Run by test_resume.py, which imports it too."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.optim import build_lr_schedule
+
+STEPS = 8
+COSINE = {
+    "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
+    "T_max": None,
+    "warmup_steps": 2,
+}
+
+
+def data(rows: int, seed: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(rows, 6, generator=g), torch.randint(3, (rows,), generator=g))
+
+
+def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
+    """13 rows in batches of 4: in the last one, of 1 row, the second of two replicas has none."""
+    world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60)
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    model = HybridModel(net, world, chunks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Trainer(
+        model,
+        optimizer,
+        cross_entropy,
+        TrainLoader(data(13, 0), 4, world, seed=1),
+        evaluation=EvalLoader(data(11, 9), 4, world),
+        metrics={"accuracy": accuracy},
+        lr_schedule=build_lr_schedule(COSINE, optimizer, STEPS),
+        steps=STEPS,
+        accumulate=1,
+        clip_norm=0.5,
+        store=CheckpointStore(folder),
+    )
+
+
+def run(folder: Path, nb_part: int, until: int, since: int = 0) -> dict:
+    """Trains up to step `until`, from the checkpoint of step `since` if there is to be one."""
+    # a process that resumes begins with other weights, and every rank with its own
+    mine = trainer(folder, nb_part, seed=since)
+    if since:
+        mine.resume(folder / f"step_{since:08d}")
+    mine.total_steps = until
+    return mine.fit()
+
+
+def main(folder: Path) -> None:
+    run(folder / "whole", 2, STEPS)
+    run(folder / "two_then_one", 2, STEPS // 2)
+    run(folder / "one_then_two", 2, STEPS, since=STEPS // 2)
+    # this process's replica, whose weights must have come from rank 0, is in the checkpoint's place
+    last = trainer(folder / "one_then_two", 2, seed=99 + World.from_env(devices="cpu").rank)
+    last.resume(folder / "one_then_two" / f"step_{STEPS:08d}")
+    states = last.world.gather(last.model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    moments = last.world.gather(last.optimizer.state_dict()["state"])
+    for number, entry in moments[0].items():
+        assert all(torch.equal(value, moments[1][number][key]) for key, value in entry.items())
+    last.world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

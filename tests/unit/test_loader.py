@@ -1,0 +1,287 @@
+"""Which rows each replica gets: the same global batches for any number of replicas."""
+
+import gc
+import itertools
+import multiprocessing
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from hybridtrain.data.loader import (
+    EvalLoader,
+    LoaderOptions,
+    TrainLoader,
+    permutation,
+    prefetch,
+    share_of,
+)
+from hybridtrain.errors import DataError
+from hybridtrain.world import World
+
+ROWS = st.integers(1, 40)
+SIZES = st.sampled_from([1, 2, 4])
+
+
+class Numbers(Dataset):
+    """Row i is (i, 10 i); row `bad` raises."""
+
+    def __init__(self, rows, bad=None):
+        self.rows, self.bad = rows, bad
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.rows
+        if index == self.bad:
+            raise OSError(f"row {index} cannot be read")
+        return torch.tensor(index), torch.tensor(10 * index)
+
+
+def replica(rank, size):
+    return World("torchrun", rank, size, rank, (torch.device("cpu"),), "gloo", 60.0, None)
+
+
+def loader(rows, batch_size, rank=0, size=1, **options):
+    return TrainLoader(Numbers(rows), batch_size, replica(rank, size), **options)
+
+
+def take(loader, count, epoch=0, batch=0):
+    stream = loader.stream(epoch, batch)
+    try:
+        return list(itertools.islice(stream, count))
+    finally:
+        stream.close()
+
+
+def counted(batch):
+    """The rows of a share that count."""
+    assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
+    return batch.inputs.tolist()[: batch.rows]
+
+
+@given(ROWS, st.integers(1, 12), SIZES, st.booleans(), st.integers(0, 3))
+def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
+    rows, batch_size, size, drop_last, seed
+):
+    if drop_last and rows < batch_size:
+        return
+    options = {"seed": seed, "drop_last": drop_last}
+    alone = loader(rows, batch_size, **options)
+    steps = 2 * alone.batches_per_epoch + 1  # into the third epoch
+    replicas = [loader(rows, batch_size, rank, size, **options) for rank in range(size)]
+    assert {each.batches_per_epoch for each in replicas} == {alone.batches_per_epoch}
+    expected = take(alone, steps)
+    shares = [take(each, steps) for each in replicas]
+    for step in range(steps):
+        union = [row for share in shares for row in counted(share[step])]
+        assert union == counted(expected[step]), step
+        assert sum(share[step].rows for share in shares) == expected[step].total
+        for share in shares:
+            assert share[step].total == expected[step].total == expected[step].rows
+            assert len(share[step].inputs) == max(1, share[step].rows)
+
+
+@given(ROWS, st.integers(1, 12), st.booleans(), st.integers(0, 2))
+def test_an_epoch_is_every_row_once(rows, batch_size, drop_last, epoch):
+    if drop_last and rows < batch_size:
+        return
+    each = loader(rows, batch_size, drop_last=drop_last)
+    batches = take(each, each.batches_per_epoch, epoch)
+    seen = [row for batch in batches for row in counted(batch)]
+    assert len(set(seen)) == len(seen)
+    if drop_last:
+        assert len(seen) == rows // batch_size * batch_size
+        assert {batch.total for batch in batches} == {batch_size}
+    else:
+        assert set(seen) == set(range(rows))
+    assert seen == permutation(rows, 0, epoch).tolist()[: len(seen)]
+
+
+def test_where_a_batch_has_fewer_rows_than_there_are_replicas_a_row_stands_in_that_counts_0():
+    # 9 rows in batches of 4: the last global batch has one row, for 4 replicas
+    last = [take(loader(9, 4, rank, 4), 3)[2] for rank in range(4)]
+    assert [share.rows for share in last] == [1, 0, 0, 0]
+    assert [share.total for share in last] == [1, 1, 1, 1]
+    assert all(len(share.inputs) == len(share.targets) == 1 for share in last)
+    assert sum(share.rows / share.total for share in last) == 1
+
+
+@given(ROWS, st.integers(1, 9), st.integers(0, 3), SIZES, st.data())
+def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
+    rows, batch_size, epoch, size, data
+):
+    rank = data.draw(st.integers(0, size - 1))
+    each = loader(rows, batch_size, rank, size)
+    batch = data.draw(st.integers(0, each.batches_per_epoch - 1))
+    skipped = epoch * each.batches_per_epoch + batch
+    full = take(each, skipped + 5)
+    for a, b in zip(take(each, 5, epoch, batch), full[skipped:], strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert (a.rows, a.total) == (b.rows, b.total)
+
+
+def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
+    orders = {
+        (seed, epoch): tuple(permutation(50, seed, epoch).tolist())
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(set(orders.values())) == len(orders)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    assert {key: tuple(permutation(50, *key).tolist()) for key in orders} == orders
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    permutation(3, 2**63 - 1, 2**31)  # any seed will do
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_shares_cover_all_rows_in_order_and_differ_by_one_at_most(total, size):
+    shares = [list(range(total)[share_of(total, rank, size)]) for rank in range(size)]
+    assert [row for share in shares for row in share] == list(range(total))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_evaluation_covers_every_row_exactly_once_in_order(size):
+    for rows in range(18):
+        for batch_size in (1, 3, 8):
+            seen = []
+            for rank in range(size):
+                for inputs, targets in EvalLoader(Numbers(rows), batch_size, replica(rank, size)):
+                    assert len(inputs) <= max(1, batch_size // size)
+                    assert torch.equal(targets, 10 * inputs)
+                    seen += inputs.tolist()
+            assert seen == list(range(rows)), (rows, batch_size)
+
+
+def test_evaluation_can_be_repeated():
+    each = EvalLoader(Numbers(7), 3, replica(0, 1))
+    assert [x.tolist() for x, _ in each] == [x.tolist() for x, _ in each]
+
+
+def test_no_batch_in_the_data_is_an_error_that_counts():
+    with pytest.raises(DataError, match=r"has 3 rows, less than one batch of data\.batch_size=4"):
+        loader(3, 4, drop_last=True)
+    with pytest.raises(DataError, match="has 0 rows"):
+        loader(0, 4)
+    assert loader(3, 4).batches_per_epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_of_the_data_set_comes_out_after_the_batches_before_it(workers):
+    order = permutation(12, 0, 0).tolist()
+    data = Numbers(12, bad=order[7])  # in the second batch of 4
+    options = LoaderOptions(workers=workers)
+    stream = TrainLoader(data, 4, replica(0, 1), options=options).stream()
+    assert next(stream).inputs.tolist() == order[:4]
+    with pytest.raises(OSError, match=f"row {order[7]} cannot be read"):
+        next(stream)
+    evaluation = iter(EvalLoader(Numbers(12, bad=5), 4, replica(0, 1), options=options))
+    assert next(evaluation)[0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="row 5 cannot be read"):
+        next(evaluation)
+
+
+@pytest.mark.parametrize("how", ["exception", "close", "drop"])
+def test_worker_processes_end_with_their_stream(how):
+    # not when the garbage is collected: that may be in a process forked later, which then waits
+    # for workers that are not its own
+    data = Numbers(12, bad=permutation(12, 0, 0).tolist()[7] if how == "exception" else None)
+    gc.collect()
+    gc.disable()
+    try:
+        stream = TrainLoader(data, 4, replica(0, 1), options=LoaderOptions(workers=2)).stream()
+        next(stream)
+        assert len(multiprocessing.active_children()) == 2
+        if how == "exception":
+            with suppress(OSError):
+                next(stream)
+        elif how == "close":
+            stream.close()
+        del stream
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
+def test_workers_bring_the_same_batches():
+    plain = take(loader(10, 4, 1, 2), 7)
+    fetched = take(loader(10, 4, 1, 2, options=LoaderOptions(workers=2)), 7)
+    for a, b in zip(plain, fetched, strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert (a.rows, a.total) == (b.rows, b.total)
+
+
+def prefetchers():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "before the first item"])
+def test_an_iterator_closed_early_leaves_no_thread(how):
+    assert not prefetchers()
+    stream = loader(10, 2).stream()
+    if how != "before the first item":
+        next(stream)
+        assert prefetchers()
+    if how == "drop":
+        del stream
+    else:
+        stream.close()
+    assert not prefetchers()
+
+
+def test_an_evaluation_left_early_leaves_no_thread():
+    for _ in EvalLoader(Numbers(10), 2, replica(0, 1)):
+        break
+    assert not prefetchers()
+    evaluation = iter(EvalLoader(Numbers(10), 2, replica(0, 1)))
+    next(evaluation)
+    evaluation.close()
+    assert not prefetchers()
+
+
+def test_the_next_batch_is_fetched_while_this_one_is_used():
+    fetched = threading.Semaphore(0)
+
+    def source():
+        for i in range(10):
+            fetched.release()
+            yield i
+
+    stream = prefetch(source(), depth=2)
+    assert next(stream) == 0
+    for _ in range(3):  # the one in hand and two ahead; nobody asks for them
+        assert fetched.acquire(timeout=20)
+    stream.close()
+
+
+def test_prefetching_stays_within_its_depth():
+    produced = []
+
+    def source():
+        for i in range(100):
+            produced.append(i)
+            yield i
+
+    stream = prefetch(source(), depth=2)
+    for i in range(20):
+        assert next(stream) == i
+        # what was used, two that wait, one in the thread's hand
+        assert len(produced) <= i + 1 + 3
+    stream.close()
+    assert len(produced) < 100
+
+
+def test_collate_is_the_callers():
+    options = LoaderOptions(collate=lambda items: (len(items), [y for _, y in items]))
+    batch = take(loader(6, 3, options=options), 1)[0]
+    assert batch.inputs == 3
+    assert len(batch.targets) == 3

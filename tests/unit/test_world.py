@@ -1,0 +1,236 @@
+"""Who am I: launchers, devices and backends, from an environment given as a plain mapping."""
+
+import os
+
+import pytest
+import torch
+
+from hybridtrain.errors import WorldError
+from hybridtrain.world import Launch, World, choose_devices, detect, first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "there",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+}
+SLURM = {
+    "SLURM_PROCID": "7",
+    "SLURM_NTASKS": "12",
+    "SLURM_LOCALID": "3",
+    "SLURM_NNODES": "3",
+    "SLURM_JOB_NODELIST": "node[012-014,020],x1",
+    "SLURM_JOB_ID": "123456",
+}
+CPU = torch.device("cpu")
+
+
+class ReadOnly(dict):
+    """An environment that notices if someone writes to it."""
+
+    def _refuse(self, *args, **kwargs):
+        raise AssertionError("the environment was written")
+
+    __setitem__ = __delitem__ = pop = update = setdefault = clear = _refuse
+
+
+def launch(local_rank=0, local_size=1):
+    return Launch("torchrun", local_rank, local_size, local_rank, local_size, None)
+
+
+def cuda(*indices):
+    return tuple(torch.device("cuda", index) for index in indices)
+
+
+def test_torchruns_variables_are_understood():
+    assert detect(ReadOnly(TORCHRUN)) == Launch("torchrun", 5, 6, 1, 2, "env://")
+
+
+def test_torchrun_with_one_process_needs_no_process_group():
+    alone = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert detect(ReadOnly(alone)).init_method is None
+
+
+def test_slurms_variables_are_understood():
+    found = detect(ReadOnly(SLURM))
+    assert found == Launch("slurm", 7, 12, 3, 4, f"tcp://node012:{10000 + 123456 % 20000}")
+
+
+def test_slurms_tasks_per_node_win_over_the_division():
+    assert detect({**SLURM, "SLURM_NTASKS_PER_NODE": "5"}).local_size == 5
+    assert detect({**SLURM, "SLURM_NTASKS": "10"}).local_size == 4  # 10 tasks on 3 nodes: 4, 3, 3
+
+
+def test_one_slurm_task_needs_no_process_group_and_no_host_list():
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}).init_method is None
+
+
+def test_two_slurm_jobs_have_two_ports_all_above_the_reserved_ones():
+    def port(job):
+        return int(detect({**SLURM, "SLURM_JOB_ID": str(job)}).init_method.rsplit(":")[-1])
+
+    assert port(123456) != port(123457)
+    assert all(1024 < port(job) < 65536 for job in (1, 19999, 20000, 123456, 99999999))
+
+
+def test_the_step_has_the_first_word_on_the_host_list():
+    step = {**SLURM, "SLURM_STEP_NODELIST": "node020"}
+    assert "//node020:" in detect(step).init_method
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert detect(ReadOnly({"PATH": "/bin"})) == Launch("single", 0, 1, 0, 1, None)
+
+
+def test_torchrun_wins_inside_a_slurm_job():
+    both = detect(ReadOnly({**SLURM, **TORCHRUN}))
+    assert both == detect(TORCHRUN)
+    assert both.launcher == "torchrun"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("value", ["", "two", "1.5", "0x1"])
+def test_a_variable_that_is_no_number_is_named_with_its_value(launcher, value):
+    environ, keys = {
+        "torchrun": (TORCHRUN, ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]),
+        "slurm": (SLURM, ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"]),
+    }[launcher]
+    for key in keys:
+        with pytest.raises(WorldError, match=rf"variable {key}='{value}' must be an integer"):
+            detect({**environ, key: value})
+
+
+def test_slurm_without_a_host_list_says_to_use_srun():
+    environ = {key: value for key, value in SLURM.items() if key != "SLURM_JOB_NODELIST"}
+    with pytest.raises(WorldError, match=r"SLURM_JOB_NODELIST is not set.*srun"):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node[012-014,020],x1", "node012"),
+        ("node[7,9-12]", "node7"),
+        ("x1,node[012-014]", "x1"),
+        ("single", "single"),
+        ("a-b-c,d", "a-b-c"),
+        ("jean-zay-iam[03-04]", "jean-zay-iam03"),
+        ("r1i0n[3,5]", "r1i0n3"),
+        ("rack[1-2]n[03-04],z", "rack1n03"),
+        ("node[01-02].cluster.org", "node01.cluster.org"),
+    ],
+)
+def test_the_master_is_the_first_host_of_the_list(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def test_a_host_list_that_cannot_be_read_is_shown():
+    with pytest.raises(WorldError, match=r"cannot read the Slurm host list ',,'"):
+        first_host(",,")
+
+
+@pytest.mark.parametrize("devices", [None, "auto", "cuda"])
+def test_each_process_gets_the_next_nb_part_gpus(devices):
+    assert choose_devices(2, devices, launch(0, 2), 4) == cuda(0, 1)
+    assert choose_devices(2, devices, launch(1, 2), 4) == cuda(2, 3)
+    assert choose_devices(1, devices, launch(3, 4), 4) == cuda(3)
+
+
+@pytest.mark.parametrize("devices", [None, "auto", "cpu"])
+def test_without_gpus_the_stages_are_on_the_cpu(devices):
+    assert choose_devices(3, devices, launch(1, 2), 0) == (CPU,) * 3
+
+
+def test_auto_takes_the_cpu_when_there_are_too_few_gpus():
+    assert choose_devices(2, "auto", launch(0, 2), 3) == (CPU,) * 2
+    assert choose_devices(2, "cpu", launch(0, 2), 8) == (CPU,) * 2
+
+
+@pytest.mark.parametrize(("devices", "gpus"), [(None, 3), ("cuda", 3), ("cuda", 0)])
+def test_too_few_gpus_counts_what_there_is_and_what_was_asked_for(devices, gpus):
+    with pytest.raises(
+        WorldError,
+        match=rf"2 processes on this node x pipeline\.nb_part=2 need 4 GPUs, and there are {gpus}",
+    ):
+        choose_devices(2, devices, launch(1, 2), gpus)
+
+
+def test_a_list_is_for_each_process_or_for_all_of_the_node():
+    assert choose_devices(2, ["cpu", "cpu"], launch(1, 2), 0) == (CPU, CPU)
+    assert choose_devices(2, [1, "cuda:3"], launch(0, 1), 4) == cuda(1, 3)
+    whole_node = ["cuda:3", "cuda:2", "cuda:1", "cuda:0"]
+    assert choose_devices(2, whole_node, launch(0, 2), 4) == cuda(3, 2)
+    assert choose_devices(2, whole_node, launch(1, 2), 4) == cuda(1, 0)
+    assert choose_devices(1, "cuda:2", launch(0, 1), 4) == cuda(2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu"] * 3, r"names 3 devices; give pipeline\.nb_part=2, or 4 for the 2 processes"),
+        (["cpu"], r"names 1 devices; give pipeline\.nb_part=2"),
+        ([], r"names 0 devices"),
+        (["cuda:0", "cpu"], r"mixes kinds of devices"),
+        (["cuda:0", "cuda:9"], r"asks for cuda:9, and there are 4 GPUs"),
+        ([0, 7], r"asks for cuda:7, and there are 4 GPUs"),
+        ("gpu", r"'gpu' is no device; examples: cpu, cuda:0"),
+        (["meta", "meta"], r"'meta' is not supported"),
+    ],
+)
+def test_a_list_of_devices_that_does_not_fit_says_why(devices, message):
+    with pytest.raises(WorldError, match=message):
+        choose_devices(2, devices, launch(0, 2), 4)
+
+
+@pytest.mark.parametrize("nb_part", [0, -1, 1.5, True, "2"])
+def test_nb_part_must_be_a_positive_number(nb_part):
+    with pytest.raises(WorldError, match=rf"pipeline\.nb_part={nb_part} must be a positive"):
+        choose_devices(nb_part, "cpu", launch(), 0)
+
+
+def clean(monkeypatch):
+    for key in os.environ:
+        if key.startswith("SLURM_") or key in TORCHRUN:
+            monkeypatch.delenv(key)
+
+
+def test_a_single_process_is_its_own_world(monkeypatch):
+    clean(monkeypatch)
+    before = dict(os.environ)
+    world = World.from_env(nb_part=3, devices="cpu")
+    assert dict(os.environ) == before
+    assert (world.launcher, world.rank, world.size, world.nb_part) == ("single", 0, 1, 3)
+    assert (world.is_main, world.backend, world.devices) == (True, "gloo", (CPU,) * 3)
+    assert world.new_group() is None
+    assert world.broadcast(3) == 3
+    assert world.gather("a") == ["a"]
+    assert world.sum(torch.tensor([2.0])).tolist() == [2.0]
+    assert world.on_main(lambda: 7) == 7
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("mpi2", r"world\.backend=mpi2 is not there; this build of PyTorch has: gloo"),
+        ("nccl", r"world\.backend=nccl (needs GPUs|is not there)"),
+    ],
+)
+def test_a_backend_that_does_not_fit_is_refused(monkeypatch, backend, message):
+    clean(monkeypatch)
+    with pytest.raises(WorldError, match=message):
+        World.from_env(devices="cpu", backend=backend)
+
+
+def test_processes_that_do_not_come_are_an_error_that_counts_them(monkeypatch):
+    clean(monkeypatch)
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for key, value in {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(key, value)
+    before = dict(os.environ)
+    with pytest.raises(WorldError, match=r"rank 1 could not join the 2 processes.*torchrun"):
+        World.from_env(devices="cpu", timeout_s=1)
+    assert dict(os.environ) == before
