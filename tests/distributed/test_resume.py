@@ -15,7 +15,7 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 # Replicas add up the same gradients in another order than one process does, and AdamW, which
-# divides by their size, makes the last bits of small ones count: after 8 steps of about 0.01.
+# divides by their size, makes the last bits of small ones count: after 10 steps of about 0.01.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 HALF = worker.STEPS // 2
 

@@ -51,7 +51,7 @@ def share(batch, rows, rank):
 
 
 def hybrid(net, nb_part=2, **options):
-    world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60)
+    world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=30)
     return HybridModel(net, world, **options)
 
 

@@ -13,7 +13,7 @@ from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import accuracy, cross_entropy
 from hybridtrain.optim import build_lr_schedule
 
-STEPS = 8
+STEPS = 10
 COSINE = {
     "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
     "T_max": None,
@@ -27,7 +27,9 @@ def data(rows: int, seed: int) -> TensorDataset:
 
 
 def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
-    """13 rows in batches of 4: in the last one, of 1 row, the second of two replicas has none."""
+    """16 rows in batches of 5: two replicas have 3 and 2 rows each; of the last one, of 1 row, the
+    second has none.
+    """
     world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60)
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
@@ -37,7 +39,7 @@ def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
         model,
         optimizer,
         cross_entropy,
-        TrainLoader(data(13, 0), 4, world, seed=1),
+        TrainLoader(data(16, 0), 5, world, seed=1),
         evaluation=EvalLoader(data(11, 9), 4, world),
         metrics={"accuracy": accuracy},
         lr_schedule=build_lr_schedule(COSINE, optimizer, STEPS),
@@ -62,7 +64,7 @@ def main(folder: Path) -> None:
     run(folder / "whole", 2, STEPS)
     run(folder / "two_then_one", 2, STEPS // 2)
     run(folder / "one_then_two", 2, STEPS, since=STEPS // 2)
-    # this process's replica, whose weights must have come from rank 0, is in the checkpoint's place
+    # every rank loads what rank 0 reads
     last = trainer(folder / "one_then_two", 2, seed=99 + World.from_env(devices="cpu").rank)
     last.resume(folder / "one_then_two" / f"step_{STEPS:08d}")
     states = last.world.gather(last.model.state_dict())
