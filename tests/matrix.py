@@ -318,6 +318,6 @@ def compare(mine: Any, theirs: Any, exact: bool, cell: Cell, where: str) -> None
     # the sums over replicas, or over both uses of a tied weight, are taken in another order; in
     # half precision, a last bit of a weight can tip the rounding of an activation, of 8 or 11 bits
     tolerance = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}[cell.precision]
-    biggest = max(float(theirs.abs().max()), 1e-3) if theirs.numel() else 1.0
-    difference = float((mine.double() - theirs.double()).abs().max())
+    biggest = max(float(theirs.detach().abs().max()), 1e-3) if theirs.numel() else 1.0
+    difference = float((mine.detach().double() - theirs.detach().double()).abs().max())
     assert difference <= tolerance * biggest, f"{where}: {difference} of {biggest}"

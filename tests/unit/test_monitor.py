@@ -30,6 +30,7 @@ from hybridtrain.monitor import (
     Throughput,
     log_handler,
 )
+from hybridtrain.monitor.timeline import Lanes
 
 
 def run(
@@ -455,6 +456,9 @@ class Recorder:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append((self.name, "scalars", step, dict(values)))
+
+    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+        self.calls.append((self.name, "timeline", step))
 
     def close(self) -> None:
         self.calls.append((self.name, "close"))

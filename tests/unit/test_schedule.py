@@ -220,5 +220,5 @@ def test_an_unknown_schedule_names_those_that_there_are():
 
 @pytest.mark.parametrize(("stages", "chunks"), [(0, 1), (1, 0), (-1, 3)])
 def test_a_schedule_of_nothing_is_refused(stages, chunks):
-    with pytest.raises(ScheduleError, match="at least 1 stage and 1 chunk"):
+    with pytest.raises(ScheduleError, match="at least 1 device, 1 chunk"):
         make_schedule("1f1b", stages, chunks)

@@ -78,6 +78,9 @@ class Recorder:
         for name, value in values.items():
             self.values[step, name] = value
 
+    def timeline(self, step, predicted, measured):
+        pass
+
     def close(self):
         pass
 
