@@ -35,13 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source / name)
-    try:
-        import setuptools  # noqa: F401
-
-        build = ["--no-build-isolation"]
-    except ImportError:
-        build = []
-    pip("wheel", "--no-deps", *build, "--wheel-dir", str(folder), str(source))
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("hybridtrain-*.whl")
     shutil.rmtree(source)
     pip("install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel))

@@ -1,15 +1,21 @@
-"""Every cell of the exactness matrix, on two replicas with different rows and row counts."""
+"""The cells of the exactness matrix on two replicas, with different rows and row counts."""
+
+import sys
 
 import torch
-import torch.distributed as dist
-from matrix import cells, check_cell
-
-from hybridtrain import World
+from launch import Cells
+from matrix import cells as matrix_cells
+from matrix import check_cell
 
 torch.set_num_threads(1)
-world = World.from_env(devices="cpu")
-for cell in cells():
-    check_cell(cell, world.rank, world.size)
-if world.is_main:
-    print(f"{len(cells())} cells are equal", flush=True)
-dist.destroy_process_group()
+cells = Cells()
+
+for cell in matrix_cells():
+
+    @cells.add(str(cell))
+    def _(world, cell=cell):
+        check_cell(cell, world.rank, world.size)
+
+
+if __name__ == "__main__":
+    cells.main(sys.argv[1])
