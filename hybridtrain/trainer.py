@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,16 +167,35 @@ class Trainer:
         self._checkpoint_step = self.step
 
     def resume(self, path: Path) -> None:
-        """Goes on from the checkpoint at `path`, of any split and number of processes."""
+        """Goes on from the checkpoint at `path`, of any split and number of processes.
+
+        A run that has become longer or shorter goes on with its new learning rate schedule.
+        """
+        begin = [group["lr"] for group in self.optimizer.param_groups]
+        schedule = self.lr_schedule and copy.deepcopy(self.lr_schedule.state_dict())
         saved = state.restore(path, self.model, self.optimizer, self.lr_schedule)
         self.load_state_dict(saved)
+        if saved["total_steps"] != self.total_steps and self.lr_schedule is not None:
+            self._replay_lr_schedule(begin, schedule)
         self._resumed_from = self._checkpoint = path
         self._checkpoint_step = self.step
+
+    def _replay_lr_schedule(self, begin: list[float], schedule: Any) -> None:
+        """Puts the schedule where it would be, had the run had its new length from the start."""
+        assert self.lr_schedule is not None
+        self.lr_schedule.load_state_dict(schedule)
+        for group, lr in zip(self.optimizer.param_groups, begin, strict=True):
+            group["lr"] = lr
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+            for _ in range(self.step):
+                self.lr_schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, in JSON's types; model, optimizer and schedule have their own."""
         return {
             "step": self.step,
+            "total_steps": self.total_steps,
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,

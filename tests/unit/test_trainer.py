@@ -539,3 +539,24 @@ def test_seeds_of_neighbouring_steps_are_unrelated():
         draws.step = step
         seeds |= {draws.guard(layer, i)._seed for layer in range(10) for i in range(10)}
     assert len(seeds) == 2000
+
+
+def test_a_run_made_longer_goes_on_with_the_schedule_of_its_new_length(tmp_path):
+    def cosine(steps):
+        config = {
+            "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
+            "T_max": None,
+            "warmup_steps": 2,
+        }
+        return lambda optimizer: build_lr_schedule(config, optimizer, steps)
+
+    store = CheckpointStore(tmp_path)
+    trainer(steps=6, lr=cosine(6), store=store).fit()
+    longer = trainer(steps=12, lr=cosine(12))
+    longer.resume(store.newest())
+    longer.fit()
+    whole = trainer(steps=12, lr=cosine(12))
+    whole.fit()
+    for step in range(7, 13):
+        rates = [each.monitor.values[step, "train/lr"] for each in (longer, whole)]
+        assert rates[0] == rates[1], step
