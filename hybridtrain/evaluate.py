@@ -22,7 +22,7 @@ def evaluate(
     """The mean loss and the metrics over all rows of `data`; all replicas call it together.
 
     Args:
-        model: left in the mode (train or eval) it was in.
+        model: its modules are left in the modes (train or eval) that they were in.
         data: the rows of this replica.
         loss_fn: the mean loss of a batch.
         metrics: by name, functions that give a sum and a count (`hybridtrain.losses`), or
@@ -31,7 +31,7 @@ def evaluate(
     Returns:
         `loss`, each metric, and `samples`, on every replica.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()
     device = model.stages[-1].device
@@ -65,5 +65,6 @@ def evaluate(
         result[name] = total / count if count else float("nan")
     for name, metric in stateful.items():
         result[name] = float(metric.compute())
-    model.train(was_training)
+    for module, training in modes:
+        module.training = training
     return result

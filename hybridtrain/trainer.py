@@ -113,7 +113,8 @@ class Trainer:
 
     def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Trains up to `total_steps`, then evaluates and saves; returns the `summary`."""
-        self.model.train()
+        if not self.model.training:  # or a part that the user keeps in eval mode would leave it
+            self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()

@@ -208,12 +208,11 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
     """The first host of the job as master, and a port that two jobs on it hardly share."""
-    for key in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(key):
-            host = first_host(environ[key])
-            break
-    else:
+    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[key] for key in lists if environ.get(key)), None)
+    if nodes is None and _number(environ, "SLURM_NNODES", "1") > 1:
         raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
+    host = first_host(nodes) if nodes else "127.0.0.1"
     job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
     return f"{host}:{10000 + job % 20000}"
 
