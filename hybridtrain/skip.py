@@ -28,11 +28,29 @@ from typing import Any
 from torch import nn
 
 
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"pop({name!r}): no earlier layer has stashed it; is {name!r} in `stashes` of the one "
+            f"and in `pops` of the other?"
+        )
+
+
+class _NoValues(_Values):
+    """For layers that declare nothing: what they stash would be there for every micro-batch."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise KeyError(
+            f"stash({name!r}): not declared; put {name!r} into `stashes` of the layer that stashes "
+            f"it and into `pops` of the one that pops it"
+        )
+
+
 class _Shelf(threading.local):
     """What the layers running in this thread have stashed."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = _Values()
 
 
 _shelf = _Shelf()
@@ -49,20 +67,17 @@ def pop(name: str) -> Any:
     Raises:
         KeyError: nothing of that name was stashed before.
     """
-    try:
-        return _shelf.values[name]
-    except KeyError:
-        raise KeyError(
-            f"pop({name!r}): no earlier layer has stashed it; is {name!r} in `stashes` of the one "
-            f"and in `pops` of the other?"
-        ) from None
+    return _shelf.values[name]
 
 
 @contextmanager
-def shelf(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Gives this thread a shelf with `values` on it; the layers inside add to it."""
+def shelf(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Gives this thread a shelf with `values` on it; the layers inside add to it.
+
+    With None they may not: nothing is declared.
+    """
     before = _shelf.values
-    _shelf.values = dict(values)
+    _shelf.values = _NoValues() if values is None else _Values(values)
     try:
         yield _shelf.values
     finally:

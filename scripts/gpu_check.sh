@@ -10,4 +10,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # cuBLAS repeats its results with a fixed workspace only
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
-exec timeout --signal=INT 600 "${PYTHON:-python3}" "$root/scripts/gpu_check.py" "$@"
+exec timeout --signal=INT 480 "${PYTHON:-python3}" "$root/scripts/gpu_check.py" "$@"

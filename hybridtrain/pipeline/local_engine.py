@@ -29,6 +29,7 @@ from hybridtrain.pipeline.schedule import Action
 from hybridtrain.pipeline.stage import Head, Stage
 from hybridtrain.pipeline.trace import Trace, mark
 from hybridtrain.pipeline.transfer import receive, send
+from hybridtrain.skip import shelf
 
 Lanes = Sequence[Sequence[Action]]
 
@@ -95,7 +96,11 @@ class LocalEngine:
         if run.failure is not None:
             for stage in self._stages:
                 stage.clear()
-            raise run.failure
+            failure, run.failure = run.failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback has this frame, and so would keep the step alive
 
 
 class _Stopped(Exception):
@@ -138,7 +143,7 @@ class _Run:
         step = self._step
         action: Action | None = None
         try:
-            with step.ambient.entered():
+            with step.ambient.entered(), shelf(None):
                 for action in step.lanes[lane]:
                     if self.failure is not None:
                         break

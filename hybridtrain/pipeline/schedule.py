@@ -187,6 +187,8 @@ def validate(schedule: Schedule) -> None:
     for device, lane in enumerate(schedule.lanes):
         for action in lane:
             kind, stage, microbatch = action
+            if kind not in ("F", "B"):
+                raise ScheduleError(f"{schedule.name}: {action} is no forward (F) or backward (B)")
             if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.chunks):
                 raise ScheduleError(f"{schedule.name}: {action} is not a stage and micro-batch")
             if home.setdefault(stage, device) != device:

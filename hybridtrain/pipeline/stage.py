@@ -203,14 +203,14 @@ class Stage:
             copy = self._copies_to_recompute
             output, skipped = recomputed(self._run, self.module, copy, microbatch, value, skipped)
             return output, skipped
-        if self._skips:
-            return self._run(microbatch, value, skipped)
-        return self._run_layers(microbatch, value), skipped
+        return self._run(microbatch, value, skipped)
 
     def _run(
         self, microbatch: int, value: Any, skipped: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """A function of its arguments: skipping values go in and come out."""
+        if not self._skips:
+            return self._run_layers(microbatch, value), skipped
         with shelf(skipped) as values:
             value = self._run_layers(microbatch, value)
         return value, values
@@ -242,8 +242,9 @@ class Stage:
                         return layer.module(value), values
                 return layer.module(value), values
 
-        names = popped_by(layer.module)
-        popped = {name: pop(name) for name in names}
+        # what a module in the layer stashes for another one in it is not there yet
+        names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
+        popped = {name: pop(name) for name in sorted(names)}
         value, values = recomputed(run, layer.module, works_in_place(layer.module), value, popped)
         for name in stashed_by(layer.module):
             stash(name, values[name])

@@ -11,8 +11,10 @@ the parameter itself registered, under the user's names, counted once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -62,6 +64,7 @@ def shared_slots(stages: Sequence[Sequence[nn.Module]]) -> list[list[Slot]]:
     for index, layers in enumerate(stages):
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
             for name, parameter in module._parameters.items():
+                module.__dict__.pop(name, None)  # an alias of another pipeline's
                 if parameter is not None and home.setdefault(id(parameter), index) != index:
                     slots[index].append(Slot(module, name, parameter))
     return slots
@@ -81,6 +84,8 @@ def place(module: nn.Module, device: torch.device, slots: Sequence[Slot]) -> lis
         if id(slot.parameter) not in aliases:
             value = slot.parameter.detach().to(device)
             alias = Parameter(value, requires_grad=slot.parameter.requires_grad)
+            # a copy of the module has no pipeline: its parameters are tied as the user's are
+            alias.__deepcopy__ = partial(copy.deepcopy, slot.parameter)  # type: ignore[method-assign]
             aliases[id(slot.parameter)] = Alias(slot.parameter, alias)
         slot.module.__dict__[slot.name] = aliases[id(slot.parameter)].alias
     return list(aliases.values())

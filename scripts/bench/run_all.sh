@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all benchmarks, one after the other, and prints their tables. About 8 minutes on 2 cores; the
+# Runs all benchmarks, one after the other, and prints their tables. About 11 minutes on 2 cores; the
 # machine should have nothing else to do. Peers: pip install "hybridtrain[bench]".
 #
 #   scripts/bench/run_all.sh            all of them

@@ -23,6 +23,7 @@ from hybridtrain.pipeline.schedule import (
 NAMES = st.sampled_from(sorted(SCHEDULES))
 STAGES = st.integers(1, 8)
 CHUNKS = st.integers(1, 40)
+PER_DEVICE = st.integers(1, 4)
 
 
 def changed(schedule, lanes):
@@ -203,6 +204,119 @@ def test_several_stages_on_one_device_are_a_valid_schedule():
         [*forwards[1], *forwards[3], *backwards[3], *backwards[1]],
     )
     validate(changed(gpipe, lanes))
+
+
+@given(schedule_with_an_action(), st.sampled_from(["f", "b", "W", "FB", ""]), st.booleans())
+def test_an_action_that_is_no_forward_or_backward_is_refused(case, kind, added):
+    schedule, lanes, lane, place = case
+    # in order for its kind, so that only the kind is wrong
+    action = lanes[lane][place]._replace(kind=kind)
+    if added:
+        lanes[lane].append(action._replace(microbatch=0))
+    else:
+        lanes[lane][place] = action
+    with pytest.raises(ScheduleError, match=r"is no forward \(F\) or backward \(B\)"):
+        validate(changed(schedule, lanes))
+
+
+# Several stages a device.
+SOME_CHUNKS = [1, 2, 3, 5, 7, 8, 9, 17, 40]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_interleaved_stages_take_every_microbatch_once_on_the_device_stage_modulo_devices(name, v):
+    for devices in range(1, 9):
+        for chunks in SOME_CHUNKS:
+            schedule = SCHEDULES[name](devices, chunks, v)
+            validate(schedule)
+            assert (schedule.stages, schedule.chunks) == (devices * v, chunks)
+            assert len(schedule.lanes) == devices
+            for d, lane in enumerate(schedule.lanes):
+                assert {a.stage % devices for a in lane} == {d}
+                assert len(lane) == len(set(lane)) == 2 * v * chunks
+
+
+@given(STAGES, CHUNKS, PER_DEVICE, st.integers(1, 20), st.integers(1, 20))
+def test_interleaving_shrinks_the_bubble_as_its_formula_promises(devices, chunks, v, tf, tb):
+    chunks = max(chunks, devices)
+    stages = devices * v
+    spans = simulate(SCHEDULES["1f1b"](devices, chunks, v), [tf] * stages, [tb] * stages)
+    assert max(span.end for lane in spans for span in lane) == (v * chunks + devices - 1) * (
+        tf + tb
+    )
+    bubble = Fraction(devices - 1, v * chunks + devices - 1)
+    assert bubble_fraction(spans) == pytest.approx(float(bubble), abs=1e-12)
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_an_interleaved_device_holds_what_its_warm_up_needs_and_no_more(v):
+    for devices in range(1, 9):
+        for chunks in SOME_CHUNKS:
+            group = -(-chunks // max(1, chunks // devices))
+            schedule = SCHEDULES["1f1b"](devices, chunks, v)
+            for d, lane in enumerate(schedule.lanes):
+                held = peak = 0
+                for action in lane:
+                    held += 1 if action.kind == "F" else -1
+                    peak = max(peak, held)
+                warm_up = 1 + 2 * (devices - 1 - d) + (v - 1) * group
+                assert peak == min(v * chunks, warm_up), (devices, chunks, d)
+
+
+def test_with_one_stage_a_device_both_schedules_have_the_same_known_bubble():
+    for name in SCHEDULES:
+        for devices in range(1, 9):
+            for chunks in range(devices, 41, 3):
+                spans = simulate(SCHEDULES[name](devices, chunks), [2] * devices, [4] * devices)
+                bubble = Fraction(devices - 1, chunks + devices - 1)
+                assert bubble_fraction(spans) == pytest.approx(float(bubble), abs=1e-12)
+
+
+@given(NAMES, STAGES, CHUNKS, PER_DEVICE, st.integers(1, 45))
+def test_no_more_microbatches_than_max_inflight_are_alive(name, devices, chunks, v, k):
+    schedule = make_schedule(name, devices, chunks, v, k)
+    # counted over all stages: begun on stage 0 and not finished there
+    assert peak_held(schedule)[0] == max(peak_held(schedule)) <= min(k, chunks)
+    validate(schedule)
+    assert {a for lane in schedule.lanes for a in lane} == {
+        a for lane in SCHEDULES[name](devices, chunks, v).lanes for a in lane
+    }
+
+
+@given(NAMES, STAGES, CHUNKS, PER_DEVICE)
+def test_a_max_inflight_that_does_not_bind_changes_nothing(name, devices, chunks, v):
+    free = SCHEDULES[name](devices, chunks, v)
+    assert make_schedule(name, devices, chunks, v, peak_held(free)[0]) == free
+    assert make_schedule(name, devices, chunks, v) == free
+
+
+def test_interleaved_evaluation_takes_every_microbatch_in_order_through_every_stage():
+    for v in (1, 2, 3, 4):
+        for devices in range(1, 9):
+            for chunks in SOME_CHUNKS:
+                lanes = forward_only(devices, chunks, v)
+                done = {}
+                position = [0] * devices
+                while any(p < len(lane) for p, lane in zip(position, lanes, strict=True)):
+                    before = list(position)
+                    for d, lane in enumerate(lanes):
+                        while position[d] < len(lane):
+                            kind, s, i = lane[position[d]]
+                            assert (kind, s % devices) == ("F", d)
+                            if s and done.get(s - 1, 0) <= i:
+                                break
+                            assert done.get(s, 0) == i, "the links are queues"
+                            done[s] = i + 1
+                            position[d] += 1
+                    assert position != before, "deadlock"
+                assert done == dict.fromkeys(range(devices * v), chunks)
+
+
+@pytest.mark.parametrize("wrong", [{"stages_per_device": 0}, {"max_inflight": -1}])
+def test_a_schedule_of_no_stages_or_nothing_in_flight_is_refused(wrong):
+    with pytest.raises(ScheduleError, match="1 stage a device and 1 micro-batch in flight"):
+        make_schedule("1f1b", 2, 4, **wrong)
 
 
 def test_an_evaluation_takes_every_microbatch_once_through_every_stage():

@@ -109,20 +109,23 @@ def main() -> None:
         )
         cells = stages * options.chunks * inner
         cost = {name: [1e6 * t / cells for t in values] for name, values in times.items()}
-        ratio = [a / b for a, b in zip(cost["1f1b"], cost["torchgpipe"], strict=False)]
+        ratios = [
+            [a / b for a, b in zip(cost[name], cost["torchgpipe"], strict=False)]
+            for name in ("gpipe", "1f1b")
+        ]
         rows.append(
             [
                 f"P={stages}",
                 *(shown(cost[name], "{:.1f}", min) for name in steps),
-                f"{statistics.median(ratio):.2f}" if ratio else "",
+                *(f"{statistics.median(ratio):.2f}" if ratio else "" for ratio in ratios),
             ]
         )
     header = ["", "layers and autograd", "torchgpipe", "hybridtrain gpipe", "hybridtrain 1f1b"]
-    print_table([*header, "1f1b / torchgpipe"], rows)
+    print_table([*header, "gpipe / torchgpipe", "1f1b / torchgpipe"], rows)
     print(
         f"Microseconds per stage and micro-batch, forward and backward, nn.Linear(4, 4) a stage, "
         f"one row a micro-batch, m={options.chunks}; median of {options.repeats}, in brackets the "
-        f"best. The ratio is the median of those of neighbours in time.  "
+        f"best. The ratios are medians of those of neighbours in time.  "
     )
     print_footer()
 

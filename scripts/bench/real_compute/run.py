@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=72)
+    parser.add_argument("--length", type=int, default=112)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)

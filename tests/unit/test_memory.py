@@ -1,0 +1,174 @@
+"""What a stage keeps alive, counted and not timed: as many micro-batches as its schedule says."""
+
+import time
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridtrain import HybridModel, World
+from hybridtrain.pipeline.schedule import peak_held
+
+CHUNKS = [4, 8, 16, 32]
+WIDTH = 4
+
+
+class Probe(nn.Module):
+    """The only layer of its stage: counts what the stage holds when its next micro-batch comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.stage = None
+        self.held = []
+        self.alive = []
+        self.outputs = []
+        self.inners = []
+
+    def forward(self, x):
+        inner = self.linear(x)  # the backward of sin needs it
+        y = inner.sin()
+        # what the stage holds already, and this one
+        self.held.append(len(self.stage._held) + 1)
+        self.inners.append(weakref.ref(inner))
+        self.outputs.append(weakref.ref(y))
+        self.alive.append(living(self.inners))
+        return y
+
+
+def living(refs):
+    return sum(ref() is not None for ref in refs)
+
+
+def probed(devices, chunks, v=1, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Probe() for _ in range(devices * v)])
+    world = World.from_env(nb_part=devices, devices="cpu")
+    model = HybridModel(net, world, chunks=chunks, stages_per_device=v, **options)
+    for layer, stage in zip(net, model.stages, strict=True):
+        layer.stage = stage
+    return net, model
+
+
+def step(model, rows=None, seed=0):
+    rows = rows or model.chunks
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
+    model.train_step(x, y, F.mse_loss)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come(devices):
+    for chunks in CHUNKS:
+        net, model = probed(devices, chunks)
+        for seed in range(2):
+            step(model, seed=seed)
+        expected = [min(chunks, devices - s) for s in range(devices)]
+        assert [max(layer.held) for layer in net] == expected, chunks
+        # not counted by the stage, but what is there
+        assert [max(layer.alive) for layer in net] == expected, chunks
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_gpipe_holds_all_micro_batches(devices):
+    for chunks in CHUNKS:
+        net, model = probed(devices, chunks, schedule="gpipe")
+        step(model)
+        assert [max(layer.held) for layer in net] == [chunks] * devices
+        assert [max(layer.alive) for layer in net] == [chunks] * devices
+
+
+@pytest.mark.parametrize(("devices", "v"), [(2, 2), (2, 3), (3, 2), (1, 3)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
+    for chunks in (4, 16):
+        net, model = probed(devices, chunks, v, schedule=schedule)
+        step(model)
+        expected = list(peak_held(model.schedule(chunks)))
+        assert [max(layer.held) for layer in net] == expected
+        assert [max(layer.alive) for layer in net] == expected
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_no_more_than_max_inflight_are_held_anywhere(limit, devices, v, schedule):
+    for chunks in (4, 7, 16):
+        net, model = probed(devices, chunks, v, schedule=schedule, max_inflight=limit)
+        step(model)
+        for layer in net:
+            assert max(layer.held) <= limit
+            assert max(layer.alive) <= limit
+        assert max(net[0].held) == min(limit, peak_held(model.schedule(chunks))[0])
+
+
+def test_a_short_batch_holds_no_more_than_its_rows():
+    net, model = probed(2, 8, schedule="gpipe")
+    step(model, rows=3)
+    assert [max(layer.held) for layer in net] == [3, 3]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_nothing_of_a_step_is_alive_after_it(devices, v, schedule, checkpoint):
+    net, model = probed(devices, 8, v, schedule=schedule, checkpoint=checkpoint)
+    step(model)
+    refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
+    assert len(refs) >= 2 * 8 * devices * v
+    _wait_until(lambda: living(refs) == 0)
+    assert all(stage._held == {} for stage in model.stages)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_sent_activation_is_freed_after_its_backward_within_the_step(devices):
+    chunks = 16
+    net, model = probed(devices, chunks)
+    counts = []
+
+    def loss(output, y):
+        # by then, the last stage has done the backwards of all micro-batches before
+        counts.append(living(net[-1].outputs))
+        return F.mse_loss(output, y)
+
+    x = torch.randn(chunks, WIDTH)
+    model.train_step(x, x, loss)
+    assert counts == [1] * chunks
+
+
+def test_nothing_of_a_failed_step_is_alive_after_it():
+    net, model = probed(2, 8)
+
+    def loss(output, y):
+        if len(net[-1].outputs) == 4:
+            raise ArithmeticError("boom")
+        return F.mse_loss(output, y)
+
+    x = torch.randn(8, WIDTH)
+    with pytest.raises(ArithmeticError):
+        model.train_step(x, x, loss)
+    assert all(stage._held == {} for stage in model.stages)
+    refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
+    _wait_until(lambda: living(refs) == 0)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_evaluation_holds_nothing(devices):
+    net, model = probed(devices, 8)
+    with torch.no_grad():
+        output = model(torch.randn(8, WIDTH))
+    assert all(max(layer.held) == 1 for layer in net)
+    refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
+    _wait_until(lambda: living(refs) == 0)
+    assert output.shape == (8, WIDTH)
+
+
+def _wait_until(done):
+    """The threads let go of a step right after they have said that it is over."""
+    for _ in range(500):
+        if done():
+            return
+        time.sleep(0.01)
+    pytest.fail("something of the step is alive")

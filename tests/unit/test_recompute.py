@@ -1,0 +1,329 @@
+"""Activation checkpointing: what is recomputed, and that nothing but memory and time can tell."""
+
+import copy
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridtrain import HybridModel, World
+from hybridtrain.errors import ConfigError
+from hybridtrain.pipeline.recompute import recompute_policy
+
+CHUNKS, WIDTH = 4, 6
+RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
+NB_PARTS = [1, 2, 4]
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hybrid(net, nb_part=2, **options):
+    options = {"chunks": CHUNKS, **options}
+    return HybridModel(net, World.from_env(nb_part=nb_part, devices="cpu"), **options)
+
+
+def data(seed, rows=10):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
+
+
+def plain_step(net, x, y):
+    for a, b in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
+        (F.mse_loss(net(a), b) * (len(a) / len(x))).backward()
+
+
+def assert_same_tensors(ours, theirs):
+    ours, theirs = dict(ours), dict(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+def gradients(net):
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+# The policy.
+NAMES = ["embed", "blocks.0", "blocks.1", "blocks.10", "blocks2.0", "head"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "whole"),
+    [
+        ("never", [False] * 4),
+        ("except_last", [True, True, True, False]),
+        ("always", [True] * 4),
+        ({"every": 2}, [False] * 4),
+        (["head"], [False] * 4),
+    ],
+    ids=str,
+)
+def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, whole):
+    policy = recompute_policy(spec, NAMES)
+    assert [policy.whole_stage(i, 4) for i in range(4)] == whole
+    assert policy.whole_stage(0, 1) is (spec == "always")
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [
+        ("never", set()),
+        ("except_last", set()),
+        ("always", set()),
+        ({"every": 1}, {0, 1, 2, 3, 4, 5}),
+        ({"every": 2}, {0, 2, 4}),
+        ({"every": 4}, {0, 4}),
+        ({"every": 99}, {0}),
+        (["head"], {5}),
+        (["blocks"], {1, 2, 3}),
+        (["blocks.1"], {2}),
+        (["blocks2", "embed"], {0, 4}),
+        (["blocks", "blocks.0"], {1, 2, 3}),
+        (("embed",), {0}),
+        ([], set()),
+    ],
+    ids=str,
+)
+def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, layers):
+    assert recompute_policy(spec, NAMES).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("sometimes", r"pipeline\.checkpoint=sometimes is unknown: use never, except_last, always"),
+        ({"every": 0}, r"use \{every: k\} with k of 1 or more"),
+        ({"every": -1}, r"use \{every: k\} with k of 1 or more"),
+        ({"every": "2"}, r"use \{every: k\} with k of 1 or more"),
+        ({"every": 1.5}, r"use \{every: k\} with k of 1 or more"),
+        ({"each": 2}, r"use \{every: k\} with k of 1 or more"),
+        ({"every": 2, "first": 1}, r"use \{every: k\} with k of 1 or more"),
+        ({}, r"use \{every: k\} with k of 1 or more"),
+        (["block"], r"there is no layer 'block'; the layers are: embed, blocks\.0"),
+        (["head", "tail"], r"there is no layer 'tail'"),
+        (["blocks.2"], r"there is no layer 'blocks\.2'"),
+    ],
+    ids=str,
+)
+def test_another_policy_is_refused_with_what_there_is(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        recompute_policy(spec, NAMES)
+    with pytest.raises(ConfigError):
+        hybrid(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), checkpoint=spec)
+
+
+# What runs twice.
+class Counted(nn.Module):
+    """Notes down, at each of its runs, what `look` finds there."""
+
+    def __init__(self, look=lambda x: None):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.look = look
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(self.look(x))
+        return torch.tanh(self.linear(x))
+
+
+def counted(look=lambda x: None, layers=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Counted(look) for _ in range(layers)])
+
+
+@pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.parametrize(
+    ("checkpoint", "runs"),
+    [
+        ("never", [4, 4, 4, 4]),
+        ("except_last", [7, 7, 7, 7]),
+        ("always", [8, 8, 8, 8]),
+        ({"every": 2}, [8, 4, 8, 4]),
+        ({"every": 3}, [8, 4, 4, 8]),
+        (["1", "3"], [4, 8, 4, 8]),
+    ],
+    ids=str,
+)
+def test_what_the_policy_chose_runs_twice_and_the_rest_once(checkpoint, runs, nb_part):
+    net = counted()
+    model = hybrid(net, nb_part, checkpoint=checkpoint)
+    model.train_step(*data(0), F.mse_loss)
+    assert [len(layer.seen) for layer in net] == runs
+
+
+@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
+def test_a_forward_alone_recomputes_nothing(checkpoint):
+    net = counted()
+    hybrid(net, checkpoint=checkpoint)(data(0)[0])
+    assert [len(layer.seen) for layer in net] == [CHUNKS] * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
+@pytest.mark.parametrize("nb_part", NB_PARTS)
+def test_autocast_is_the_same_the_second_time(nb_part, checkpoint, precision):
+    def look(x):
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
+
+    results = []
+    for check in ("never", checkpoint):
+        net = counted(look)
+        model = hybrid(net, nb_part, checkpoint=check, precision=precision)
+        model.train_step(*data(0), lambda output, y: F.mse_loss(output.float(), y))
+        results.append((gradients(net), [set(layer.seen) for layer in net]))
+    (expected, seen), (mine, seen_twice) = results
+    assert seen == seen_twice
+    assert {enabled for each in seen for enabled, *_ in each} == {precision != "fp32"}
+    assert_same_tensors(mine, expected)
+
+
+@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
+@pytest.mark.parametrize("nb_part", NB_PARTS)
+def test_random_draws_are_the_same_the_second_time(nb_part, checkpoint):
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.seen = []
+
+        def forward(self, x):
+            mask = F.dropout(torch.ones(64), 0.5)
+            self.seen.append(mask)
+            return self.linear(F.dropout(x, 0.3)) * mask[:WIDTH] + torch.rand(WIDTH)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Drops() for _ in range(4)])
+    twin = copy.deepcopy(net)
+    model = hybrid(net, nb_part, checkpoint=checkpoint, seed=3)
+    never = hybrid(twin, nb_part, seed=3)
+    for seed in range(2):
+        for layer in net:
+            layer.seen.clear()
+        model.train_step(*data(seed), F.mse_loss)
+        never.train_step(*data(seed), F.mse_loss)
+        for layer in net:
+            drawn = {tuple(mask.tolist()) for mask in layer.seen}
+            assert len(drawn) == CHUNKS
+    assert_same_tensors(gradients(net), gradients(twin))
+
+
+# Statistics.
+def normed(momentum):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH, momentum=momentum),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+        nn.BatchNorm1d(WIDTH, momentum=momentum),
+        nn.Linear(WIDTH, WIDTH),
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
+@pytest.mark.parametrize("nb_part", NB_PARTS)
+def test_batch_norm_s_statistics_move_once_a_micro_batch(nb_part, checkpoint, momentum):
+    net = normed(momentum)
+    plain = copy.deepcopy(net)
+    model = hybrid(net, nb_part, checkpoint=checkpoint)
+    for seed in range(2):
+        x, y = data(seed)
+        plain_step(plain, x, y)
+        model.train_step(x, y, F.mse_loss)
+        assert_same_tensors(net.state_dict(), plain.state_dict())
+        # a stage that may work in place gets copies, whose memory is aligned otherwise
+        for name, value in gradients(plain).items():
+            torch.testing.assert_close(gradients(net)[name], value, rtol=1e-5, atol=1e-6)
+    assert int(net[1].num_batches_tracked) == 2 * CHUNKS
+
+
+@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
+@pytest.mark.parametrize("which", [(1,), (1, 3)], ids=str)
+def test_norms_frozen_in_eval_mode_stay_as_they_are(which, checkpoint):
+    net = normed(0.1)
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2, checkpoint=checkpoint)
+    for each in (net, plain):
+        for index in which:
+            each[index].eval()
+    before = {i: {k: v.clone() for k, v in net[i].named_buffers()} for i in which}
+    x, y = data(0)
+    plain_step(plain, x, y)
+    model.train_step(x, y, F.mse_loss)
+    for index in which:
+        assert_same_tensors(net[index].named_buffers(), before[index])
+    assert_same_tensors(net.state_dict(), plain.state_dict())
+    assert_same_tensors(gradients(net), gradients(plain))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
+def test_instance_norm_s_statistics_move_once_a_micro_batch_too(checkpoint):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True), nn.Conv1d(2, 2, 1)
+    )
+    plain = copy.deepcopy(net)
+    x = torch.randn(10, 2, 5, generator=torch.Generator().manual_seed(0)) + 3
+    y = torch.randn(10, 2, 5, generator=torch.Generator().manual_seed(1))
+    plain_step(plain, x, y)
+    hybrid(net, 3, checkpoint=checkpoint).train_step(x, y, F.mse_loss)
+    assert_same_tensors(net.state_dict(), plain.state_dict())
+
+
+# Memory.
+class Keeps(nn.Module):
+    """Makes one tensor that its backward needs, beside its input and output."""
+
+    alive: ClassVar = []  # of all layers
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        inner = self.first(x)
+        self.alive.append(weakref.ref(inner))
+        return self.last(inner.sin())
+
+
+def kept(checkpoint):
+    """What is alive of eight layers, four micro-batches, before the first backward of GPipe."""
+    Keeps.alive = []
+    net = nn.Sequential(*[Keeps() for _ in range(8)])
+    model = hybrid(net, 1, checkpoint=checkpoint, schedule="gpipe")
+    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    x, counts, sizes = torch.randn(16, 64), [], []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            sizes.append(tensor.nbytes)
+        return tensor
+
+    def counting(output, y):
+        counts.append((sum(ref() is not None for ref in Keeps.alive), sum(sizes)))
+        return F.mse_loss(output, y)
+
+    model.train_step(x, x, F.mse_loss)  # the stage counts in the first step, with its own hooks
+    Keeps.alive = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.train_step(x, x, counting)
+    return *counts[-1], model.stages[0].saved_bytes
+
+
+def test_what_is_recomputed_is_not_kept():
+    specs = ["never", {"every": 2}, "except_last", "always"]
+    tensors, saved, counted_by_stage = zip(*map(kept, specs), strict=True)
+    assert tensors == (32, 16, 8, 0)
+    assert saved[0] > saved[1] > saved[2] > saved[3] >= 0
+    # for one micro-batch, and `except_last` is not for one
+    assert counted_by_stage[0] > counted_by_stage[1] > counted_by_stage[3] >= 0

@@ -1,0 +1,402 @@
+"""Values that skip layers: with `stash` and `pop`, a cut model computes what the plain one does."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridtrain import HybridModel, World
+from hybridtrain.errors import SplitError
+from hybridtrain.partition.layers import layers_of
+from hybridtrain.partition.split import split_layers
+from hybridtrain.pipeline.links import MAIN, Link, links_between
+from hybridtrain.skip import pop, stash
+
+ROWS, CHUNKS, WIDTH = 10, 4, 6
+SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
+CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Stash(Plain):
+    def __init__(self, name):
+        super().__init__()
+        self.stashes = (name,)
+
+    def forward(self, x):
+        y = super().forward(x)
+        stash(self.stashes[0], y)
+        return y * 0.5
+
+
+class Pop(Plain):
+    def __init__(self, name):
+        super().__init__()
+        self.pops = (name,)
+
+    def forward(self, x):
+        return super().forward(x) + pop(self.pops[0])
+
+
+class StashTree(Plain):
+    stashes = ("tree",)
+
+    def forward(self, x):
+        y = super().forward(x)
+        stash("tree", {"y": y, "pair": (x.exp(), None), "mask": y > 0, "n": 2, "text": "t"})
+        return y
+
+
+class PopTree(Plain):
+    pops = ("tree",)
+
+    def forward(self, x):
+        tree = pop("tree")
+        assert (tree["n"], tree["text"], tree["pair"][1]) == (2, "t", None)
+        return super().forward(x) + tree["n"] * tree["y"] * tree["mask"] + tree["pair"][0]
+
+
+class Inner(nn.Module):
+    """Declares nothing itself: the modules in it do."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def chain(stasher, popper, length=8):
+    """Six layers or more, of which one stashes what another pops."""
+    layers = [Plain() for _ in range(length)]
+    layers[stasher], layers[popper] = Stash("a"), Pop("a")
+    return nn.Sequential(*layers)
+
+
+def crossed():
+    return nn.Sequential(
+        Plain(), Stash("a"), Stash("b"), Plain(), Plain(), Pop("a"), Plain(), Pop("b")
+    )
+
+
+def within_layers():
+    inner = Inner(Plain(), Stash("c"), Stash("d"), Pop("c"))
+    return nn.Sequential(Plain(), inner, Plain(), Plain(), Plain(), Inner(Plain(), Pop("d")))
+
+
+NETS = {
+    "adjacent layers": lambda: chain(3, 4),
+    "over one layer": lambda: chain(1, 3),
+    "from the first layer to the last": lambda: chain(0, 7),
+    "crossing values": crossed,
+    "a pytree": lambda: nn.Sequential(
+        Plain(), StashTree(), Plain(), Plain(), Plain(), Plain(), PopTree(), Plain()
+    ),
+    "modules within layers": within_layers,
+}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return NETS[kind]()
+
+
+def data(seed, rows=ROWS):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
+
+
+def hybrid(net, nb_part=1, stages_per_device=1, **options):
+    world = World.from_env(nb_part=nb_part, devices="cpu")
+    options.setdefault("chunks", CHUNKS)
+    return HybridModel(net, world, stages_per_device=stages_per_device, **options)
+
+
+def plain_step(net, x, y):
+    for a, b in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
+        (F.mse_loss(net(a), b) * (len(a) / len(x))).backward()
+
+
+def assert_same_gradients(ours, theirs, exact=True):
+    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        if exact:
+            assert torch.equal(p.grad, q.grad), name
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def assert_two_steps_equal_the_plain_net(net, parts, exact=True, **options):
+    plain = copy.deepcopy(net)
+    model = hybrid(net, *parts, **options)
+    for seed in range(2):
+        x, y = data(seed)
+        plain_step(plain, x, y)
+        model.train_step(x, y, F.mse_loss)
+        assert_same_gradients(net, plain, exact)
+    return model
+
+
+def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
+    net = chain(1, 4, length=6)
+    (x, _), value = data(0), None
+    y = x
+    for index, layer in enumerate(net):
+        if index == 4:
+            y = torch.tanh(layer.linear(y)) + value
+            continue
+        if index == 1:
+            value = torch.tanh(layer.linear(y))
+        y = layer(y)
+    assert torch.equal(net(x), y)
+    net(x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", NETS)
+def test_gradients_equal_the_plain_net_s(kind, split, checkpoint):
+    if split == (4, 1) and kind == "modules within layers":
+        split = (3, 1)
+    # with by-layer recomputation too, each value has two uses, whose two gradients commute
+    assert_two_steps_equal_the_plain_net(
+        make(kind), split, checkpoint=checkpoint, exact=kind != "a pytree"
+    )
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
+    torch.manual_seed(0)
+    net = chain(0, 2 * (skipped + 1))  # two layers a stage
+    model = assert_two_steps_equal_the_plain_net(
+        net, split, checkpoint=checkpoint, split=[2, 2, 2, 2]
+    )
+    ends = {(link.source, link.target): link.names for s in model.stages for link in s.outgoing}
+    assert [ends[key] for key in ends if "a" in ends[key]] == [
+        (MAIN, "a") if skipped == 0 else ("a",)
+    ]
+    assert (0, skipped + 1) in ends
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
+def test_a_value_may_be_popped_by_several_layers(poppers, checkpoint):
+    torch.manual_seed(0)
+    layers = [Plain() for _ in range(8)]
+    layers[0] = Inner(Stash("a"), Pop("a")) if 0 in poppers else Stash("a")
+    for index in poppers:
+        if index:
+            layers[index] = Pop("a")
+    net = nn.Sequential(*layers)
+    # three gradients meet at the stashed value, in another order than in the plain net
+    assert_two_steps_equal_the_plain_net(net, (4, 1), exact=False, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", NETS)
+def test_the_forward_in_eval_mode_equals_the_plain_net_s(kind, split):
+    if split == (4, 1) and kind == "modules within layers":
+        split = (3, 1)
+    net = make(kind)
+    plain = copy.deepcopy(net).eval()
+    model = hybrid(net, *split, checkpoint="always").eval()
+    for seed, rows in enumerate((ROWS, 3)):
+        x, _ = data(seed, rows)
+        # the kernels choose their blocks by the number of rows: the last bits differ
+        torch.testing.assert_close(model(x), plain(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_value_goes_straight_and_not_through_the_stages_between():
+    net = chain(0, 6)
+    parts = split_layers(layers_of(net), 4, [2, 2, 2, 2])
+    assert links_between(parts) == [
+        Link(0, 1, (MAIN,)), Link(0, 3, ("a",)), Link(1, 2, (MAIN,)), Link(2, 3, (MAIN,)),
+    ]  # fmt: skip
+
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            with pytest.raises(KeyError):
+                pop("a")
+            seen.append(True)
+            return x
+
+    net[3], net[5] = Look(), Look()
+    hybrid(net, 4, split=[2, 2, 2, 2]).train_step(*data(0), F.mse_loss)
+    assert len(seen) == 2 * CHUNKS
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_every_micro_batch_pops_its_own_value(split):
+    class Number(nn.Module):
+        stashes = ("number",)
+
+        def forward(self, x):
+            stash("number", x[:, :1].clone())
+            return x
+
+    class Check(nn.Module):
+        pops = ("number",)
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+            self.seen = []
+
+        def forward(self, x):
+            number = pop("number")
+            assert torch.equal(number, x[:, :1])
+            self.seen.append(float(number[0]))
+            return self.linear(number)
+
+    layers = [nn.Identity() for _ in range(6)]
+    layers[0], layers[5] = Number(), Check()
+    x = torch.arange(8.0)[:, None].expand(8, 3)
+    hybrid(nn.Sequential(*layers), *split, chunks=8).train_step(x, None, lambda o, _: o.mean())
+    assert layers[5].seen == list(range(8))
+
+
+# Errors.
+WRONG = {
+    "stashed twice": (
+        lambda: [Stash("a"), Plain(), Stash("a"), Pop("a")],
+        r"'a' is stashed by layer '0' and by '2'",
+    ),
+    "stashed twice in one layer": (
+        lambda: [Inner(Stash("a"), Stash("a")), Plain(), Plain(), Pop("a")],
+        r"'a' is stashed by layer '0' and by '0'",
+    ),
+    "never popped": (
+        lambda: [Stash("a"), Stash("b"), Plain(), Pop("b")],
+        r"layer '0' stashes 'a', and no later layer pops it",
+    ),
+    "popped before": (
+        lambda: [Pop("a"), Plain(), Stash("a"), Plain()],
+        r"layer '0' pops 'a', stashed by none before",
+    ),
+    "popped only": (
+        lambda: [Plain(), Plain(), Plain(), Pop("zz")],
+        r"layer '3' pops 'zz', stashed by none before",
+    ),
+}
+
+
+@pytest.mark.parametrize("nb_part", [1, 3])
+@pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
+def test_declarations_that_do_not_fit_together_are_refused(layers, message, nb_part):
+    with pytest.raises(SplitError, match=message):
+        hybrid(nn.Sequential(*layers()), nb_part)
+
+
+class Undeclared(Plain):
+    def __init__(self, action):
+        super().__init__()
+        self.action = action
+
+    def forward(self, x):
+        if self.action == "stash":
+            stash("a", x)
+            return super().forward(x)
+        return super().forward(x) + pop("a")
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_a_value_that_nobody_declares_is_an_error_with_a_hint_in_every_split(split, checkpoint):
+    # not even where both stages run in one thread: it would be another micro-batch's value
+    layers = [Undeclared("stash"), *[Plain() for _ in range(6)], Undeclared("pop")]
+    model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", checkpoint=checkpoint)
+    with pytest.raises(KeyError, match=r"`stashes`.*`pops`") as caught:
+        model.train_step(*data(0), F.mse_loss)
+    assert any("stage" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("nb_part", [2, 4])
+def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, checkpoint):
+    layers = [Stash("a"), Pop("a"), *[Plain() for _ in range(5)], Undeclared("pop")]
+    model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
+    with pytest.raises(KeyError, match=r"pop\('a'\).*`stashes`.*`pops`") as caught:
+        model.train_step(*data(0), F.mse_loss)
+    assert any("in layer '7'" in note for note in caught.value.__notes__)
+
+
+class Forgets(Plain):
+    stashes = ("a",)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("nb_part", [1, 2, 4])
+def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, checkpoint):
+    layers = [Forgets(), *[Plain() for _ in range(6)], Pop("a")]
+    model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
+    with pytest.raises(KeyError, match=r"'a'.*`stashes`.*`pops`"):
+        model.train_step(*data(0), F.mse_loss)
+
+
+def test_a_failed_step_leaves_nothing_for_the_next_one():
+    net = chain(0, 7)
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 4)
+    x, y = data(0)
+    calls = itertools.count()
+
+    def failing(output, target):
+        if next(calls) == 2:
+            raise ArithmeticError("boom")
+        return F.mse_loss(output, target)
+
+    with pytest.raises(ArithmeticError):
+        model.train_step(x, y, failing)
+    model.zero_grad()
+    x, y = data(1)
+    plain_step(plain, x, y)
+    model.train_step(x, y, F.mse_loss)
+    assert_same_gradients(net, plain)
+
+
+def test_a_value_that_needs_no_gradient_is_passed_on():
+    class Mask(nn.Module):
+        stashes = ("mask", "none")
+
+        def forward(self, x):
+            stash("mask", x > 0)
+            stash("none", None)
+            return x
+
+    class Masked(Plain):
+        pops = ("mask", "none")
+
+        def forward(self, x):
+            assert pop("none") is None
+            return super().forward(x) * pop("mask")
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Mask(), Plain(), Plain(), Masked())
+    assert_two_steps_equal_the_plain_net(net, (4, 1))
+    assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), checkpoint="always")

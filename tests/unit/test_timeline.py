@@ -1,0 +1,272 @@
+"""Timelines: what ran when is recorded as it ran, and drawn and written as it was recorded."""
+
+import io
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.data.loader import TrainLoader
+from hybridtrain.monitor.tensorboard import TensorBoard
+from hybridtrain.monitor.timeline import chrome_trace, draw
+from hybridtrain.monitor.timeline_files import TimelineFiles
+from hybridtrain.pipeline.schedule import Action, Span, bubble_fraction, make_schedule, simulate
+
+FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}
+BACKWARD = {(161, 217, 155), (116, 196, 118), (65, 171, 93), (35, 139, 69)}
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def lanes(devices=2, chunks=3, v=1, forward=0.002, backward=0.005):
+    schedule = make_schedule("1f1b", devices, chunks, v)
+    return simulate(schedule, [forward] * devices * v, [backward] * devices * v)
+
+
+def colours(image):
+    return {colour for _, colour in image.getcolors(maxcolors=1 << 24)}
+
+
+# Drawn.
+@pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 3)])
+def test_a_chrome_trace_has_one_event_an_action_with_its_duration(devices, v):
+    spans = lanes(devices, 3, v)
+    trace = json.loads(json.dumps(chrome_trace(spans, "step 7"), allow_nan=False))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 2 * 3 * devices * v
+    found = {
+        (e["name"], e["args"]["stage"]): (e["tid"], e["cat"], e["ts"], e["dur"]) for e in events
+    }
+    assert len(found) == len(events)
+    for device, lane in enumerate(spans):
+        for (kind, stage, i), start, end in lane:
+            tid, category, ts, duration = found[f"{kind}{i}", stage]
+            assert (tid, category) == (device, {"F": "forward", "B": "backward"}[kind])
+            assert ts == pytest.approx(start * 1e6)  # microseconds
+            assert duration == pytest.approx({"F": 2000, "B": 5000}[kind])
+            assert end - start == pytest.approx(duration / 1e6)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert names == {"step 7", *(f"device {d}" for d in range(devices))}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_picture_has_a_row_for_every_device_predicted_and_measured(devices):
+    image = draw(lanes(devices), lanes(devices))
+    one = draw(lanes(1), lanes(1))
+    assert image.width == one.width == 1200
+    row = (draw(lanes(2), lanes(2)).height - one.height) // 2
+    assert row > 10
+    assert image.height == one.height + 2 * row * (devices - 1)
+    # a forward or a backward in every row of both halves
+    pixels = image.load()
+    found = colours(image)
+    assert found & FORWARD
+    assert found & BACKWARD
+    for half in range(2):
+        top = half * (image.height // 2)
+        rows = {
+            y
+            for y in range(top, top + image.height // 2)
+            if any(pixels[x, y] in FORWARD | BACKWARD for x in range(0, image.width, 3))
+        }
+        runs = [y for y in rows if y - 1 not in rows]
+        assert len(runs) == devices
+
+
+def test_the_stages_of_a_device_have_colours_of_their_own():
+    assert len(colours(draw(lanes(2), lanes(2))) & (FORWARD | BACKWARD)) == 2
+    assert len(colours(draw(lanes(2, v=3), lanes(2, v=3))) & (FORWARD | BACKWARD)) == 6
+    draw(lanes(2, v=6), lanes(2, v=6))  # more stages than colours
+
+
+def test_both_halves_are_drawn_on_one_scale():
+    image = draw(lanes(), lanes(forward=0.004, backward=0.010))
+    pixels = image.load()
+
+    def right_end(top):
+        return max(
+            x
+            for x in range(image.width)
+            for y in range(top, top + image.height // 2)
+            if pixels[x, y] in FORWARD | BACKWARD
+        )
+
+    margin = 70
+    predicted, measured = right_end(0) - margin, right_end(image.height // 2) - margin
+    assert predicted == pytest.approx(measured / 2, abs=3)
+
+
+def test_an_action_that_took_no_time_can_be_drawn():
+    spans = ((Span(Action("F", 0, 0), 0.0, 0.0), Span(Action("B", 0, 0), 0.0, 1e-9)),)
+    draw(spans, spans)
+    chrome_trace(spans, "step 1")
+
+
+# Recorded.
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def hybrid(nb_part=2, chunks=4, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Slow() for _ in range(8)])
+    return HybridModel(
+        net, World.from_env(nb_part=nb_part, devices="cpu"), chunks=chunks, **options
+    )
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("nb_part", "v"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (2, 4)])
+def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
+    nb_part, v, schedule, checkpoint
+):
+    model = hybrid(nb_part, stages_per_device=v, schedule=schedule, checkpoint=checkpoint)
+    x = torch.randn(16, 32)
+    for rows in (16, 3):  # a short batch has fewer micro-batches
+        spans = model.train_step(x[:rows], x[:rows], F.mse_loss, trace=True).trace.spans()
+        table = model.schedule(min(4, rows))
+        assert [[span.action for span in lane] for lane in spans] == [
+            list(lane) for lane in table.lanes
+        ]
+        at = {span.action: span for lane in spans for span in lane}
+        for lane in spans:
+            assert lane[0].start >= 0
+            assert all(span.start <= span.end for span in lane)
+            assert all(a.end <= b.start for a, b in itertools.pairwise(lane))
+        for (kind, s, i), span in at.items():
+            if kind == "F" and s:
+                assert at[Action("F", s - 1, i)].end <= span.start
+            if kind == "B":
+                assert at[Action("F", s, i)].end <= span.start
+            if kind == "B" and s + 1 < table.stages:
+                assert at[Action("B", s + 1, i)].end <= span.start
+        assert 0 <= bubble_fraction(spans) < 1
+
+
+def test_nothing_is_recorded_unless_asked_for():
+    x = torch.randn(8, 32)
+    assert hybrid().train_step(x, x, F.mse_loss).trace is None
+
+
+# Reported.
+class Kept:
+    def __init__(self):
+        self.timelines = {}
+        self.values = {}
+
+    def start(self, *, total_steps, first_step, texts):
+        pass
+
+    def step(self, step, samples):
+        pass
+
+    def scalars(self, step, values):
+        self.values[step] = values
+
+    def timeline(self, step, predicted, measured):
+        self.timelines[step] = predicted, measured
+
+    def close(self):
+        pass
+
+
+def trainer(monitor, nb_part=2, steps=7, model=None, **options):
+    model = model or hybrid(nb_part)
+    x = torch.randn(22, 32, generator=torch.Generator().manual_seed(0))
+    loader = TrainLoader(TensorDataset(x, x), 4, model.world, seed=1)  # the last batch has 2 rows
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Trainer(model, optimizer, F.mse_loss, loader, steps=steps, monitor=monitor, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("every", "expected"), [(None, [7]), (3, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7]), (50, [7])]
+)
+def test_every_nth_step_and_the_last_are_drawn(every, expected, options):
+    kept = Kept()
+    ours = trainer(kept, timeline_every=every, log_every=4, **options)
+    ours.fit()
+    assert sorted(kept.timelines) == expected
+    for predicted, measured in kept.timelines.values():
+        assert [[s.action for s in lane] for lane in predicted] == [
+            [s.action for s in lane] for lane in measured
+        ]
+        # the prediction has the schedule's order and the measured costs, and no other waiting
+        assert sum(s.end - s.start for lane in predicted for s in lane) == pytest.approx(
+            sum(s.end - s.start for lane in measured for s in lane)
+        )
+
+
+@pytest.mark.parametrize("nb_part", [1, 2, 4])
+def test_the_summary_has_the_measured_bubble(nb_part):
+    kept = Kept()
+    summary = trainer(kept, nb_part, log_every=2).fit()
+    logged = [values["pipeline/bubble_fraction"] for values in kept.values.values()]
+    assert len(logged) == 4
+    assert all(0 <= value < 1 for value in logged)
+    assert summary["bubble_fraction"] == pytest.approx(math.fsum(logged) / 4)
+    assert 0 <= json.loads(json.dumps(summary))["bubble_fraction"] < 1
+    if nb_part > 1:
+        assert summary["bubble_fraction"] > 0
+
+
+def test_the_newest_timeline_is_in_two_files(tmp_path):
+    files = TimelineFiles(tmp_path)
+    trainer(files, timeline_every=5, steps=5).fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "timeline.png"]
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    # step 5 has the whole batch of 4 rows: 4 micro-batches, 2 stages, forward and backward
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 16
+    assert "step 5" in (tmp_path / "timeline.json").read_text()
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.format == "PNG"
+        assert colours(image.convert("RGB")) & FORWARD
+    files.timeline(6, lanes(4), lanes(4))
+    assert "step 6" in (tmp_path / "timeline.json").read_text()
+    with Image.open(tmp_path / "timeline.png") as image:
+        assert image.size == draw(lanes(4), lanes(4)).size
+
+
+def test_tensorboard_has_the_picture_among_its_images(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.start(total_steps=9, first_step=0, texts={})
+    board.timeline(4, lanes(2), lanes(2))
+    board.timeline(9, lanes(4), lanes(4))
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    images = events.Images("timeline")
+    assert [image.step for image in images] == [4, 9]
+    for image, devices in zip(images, (2, 4), strict=True):
+        drawn = draw(lanes(devices), lanes(devices))
+        assert (image.width, image.height) == drawn.size
+        with Image.open(io.BytesIO(image.encoded_image_string)) as decoded:
+            assert decoded.convert("RGB").tobytes() == drawn.tobytes()
+
+
+def test_tensorboard_must_be_started_before_it_gets_a_picture(tmp_path):
+    with pytest.raises(RuntimeError, match="start"):
+        TensorBoard(tmp_path).timeline(1, lanes(), lanes())
