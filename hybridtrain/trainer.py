@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +90,7 @@ class Trainer:
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = count_steps(train, steps, epochs, accumulate)
+        self._by_epochs = epochs is not None
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         self.scaler = scaler
@@ -163,48 +163,48 @@ class Trainer:
         if self.store is None or self.step == self._checkpoint_step:
             return
         if self.world.is_main:
-            files = state.writers(self.model, self.optimizer, self.lr_schedule, self.state_dict())
+            files = state.writers(self.model, self.optimizer, self.state_dict())
             self._checkpoint = self.store.save(self.step, files)
+        self.world.broadcast(None)  # the others wait here, where they may wait long
         self._checkpoint_step = self.step
 
     def resume(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`, of any split and number of processes.
 
-        A run that has become longer or shorter goes on with its new learning rate schedule.
+        Weights and moments are the checkpoint's. Learning rate, its schedule and the other options
+        are those that this trainer was made with, so that a run may be made longer or be tuned.
         """
-        begin = [group["lr"] for group in self.optimizer.param_groups]
-        schedule = self.lr_schedule and copy.deepcopy(self.lr_schedule.state_dict())
-        saved = state.restore(path, self.model, self.optimizer, self.lr_schedule)
-        self.load_state_dict(saved)
-        if saved["total_steps"] != self.total_steps and self.lr_schedule is not None:
-            self._replay_lr_schedule(begin, schedule)
+        self.load_state_dict(state.restore(path, self.model, self.optimizer))
+        if self.lr_schedule is not None:
+            # a schedule is a function of the step: run through, so that it is this config's, and
+            # of the run's length now
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+                for _ in range(self.step):
+                    self.lr_schedule.step()
         self._resumed_from = self._checkpoint = path
         self._checkpoint_step = self.step
-
-    def _replay_lr_schedule(self, begin: list[float], schedule: Any) -> None:
-        """Puts the schedule where it would be, had the run had its new length from the start."""
-        assert self.lr_schedule is not None
-        self.lr_schedule.load_state_dict(schedule)
-        for group, lr in zip(self.optimizer.param_groups, begin, strict=True):
-            group["lr"] = lr
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for _ in range(self.step):
-                self.lr_schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, in JSON's types; model, optimizer and schedule have their own."""
         return {
             "step": self.step,
-            "total_steps": self.total_steps,
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
+            "rows_per_step": self.train.batch_size * self.accumulate,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Puts the run where `state_dict` found it; with another batch size, at the same row."""
+        rows_per_step = self.train.batch_size * self.accumulate
+        if self._by_epochs and saved["rows_per_step"] != rows_per_step:
+            raise ConfigError(
+                f"data.batch_size x trainer.accumulate is {rows_per_step}, and the checkpoint was "
+                f"made with {saved['rows_per_step']}: a run that is counted in epochs keeps it; "
+                f"set trainer.steps, or choose another run_name"
+            )
         self.step = saved["step"]
         self.samples = saved["samples"]
         self.epoch = saved["epoch"]
@@ -363,7 +363,7 @@ class _Measured:
         return [
             {
                 "layers": [layer.name for layer in stage.layers],
-                "parameters": sum(layer.parameters for layer in stage.layers),
+                "parameters": stage.count_parameters(),
                 "peak_memory_bytes": memory,
                 "forward_ms": forward,
                 "backward_ms": backward,

@@ -24,6 +24,8 @@ from hybridtrain.world import World
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -60,12 +62,16 @@ class LoaderOptions:
 
     def loader(self, dataset: Dataset[Any], batches: Iterable[list[int]], world: World) -> Any:
         """A torch `DataLoader` over `batches`, lists of row numbers."""
+        # its workers' seeds come from here, not from the default generator
+        generator = torch.Generator()
+        generator.manual_seed(world.rank)
         return DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=self.workers,
             timeout=self.timeout_s if self.workers else 0,
             collate_fn=self.collate,
+            generator=generator,
             pin_memory=world.devices[0].type == "cuda",
         )
 
@@ -114,8 +120,11 @@ class TrainLoader:
         plan = _Plan(self, epoch, batch)
         loader = self._options.loader(self.dataset, plan, self._world)
         return prefetch(
-            Batch(inputs, targets, share.stop - share.start, total)
-            for (inputs, targets), (share, total) in zip(loader, plan.shares(), strict=False)
+            (
+                Batch(inputs, targets, share.stop - share.start, total)
+                for (inputs, targets), (share, total) in zip(loader, plan.shares(), strict=False)
+            ),
+            device=self._world.devices[0],
         )
 
 
@@ -173,7 +182,8 @@ class EvalLoader:
             list(mine[start : start + self._batch_size])
             for start in range(0, len(mine), self._batch_size)
         ]
-        yield from prefetch(iter(self._options.loader(self._dataset, batches, self._world)))
+        loader = self._options.loader(self._dataset, batches, self._world)
+        yield from prefetch((batch for batch in loader), device=self._world.devices[0])
 
 
 def share_of(total: int, rank: int, size: int) -> slice:
@@ -191,10 +201,13 @@ def permutation(rows: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(rows, generator=generator)
 
 
-def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(
+    source: Iterator[T], depth: int = 2, device: torch.device = _CPU
+) -> Generator[T, None, None]:
     """Yields from `source`, which a thread runs up to `depth` items ahead.
 
-    An exception of `source` comes out where its item would have been.
+    An exception of `source` comes out where its item would have been. `device` is where the items
+    go: pinning memory for a GPU wants it to be the thread's current one.
     """
     ready: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
     stopped = Event()
@@ -206,6 +219,8 @@ def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 return
 
     def fill() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         try:
             for item in source:
                 put(item, None)

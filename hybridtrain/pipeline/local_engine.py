@@ -28,7 +28,7 @@ from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.schedule import Action
 from hybridtrain.pipeline.stage import Head, Stage
 from hybridtrain.pipeline.trace import Trace, mark
-from hybridtrain.pipeline.transfer import receive, send
+from hybridtrain.pipeline.transfer import receive, send, share_streams
 
 Lanes = Sequence[Sequence[Action]]
 
@@ -62,6 +62,7 @@ class LocalEngine:
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
         self._stages = stages
+        self._devices = devices
         self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         if len(devices) == 1:
@@ -86,16 +87,29 @@ class LocalEngine:
                 stopped and forgotten the step; the next one can run.
         """
         run = _Run(step, self._stages, self._links)
-        if not self._inboxes:
-            run.walk(0)
-        else:
-            for lane, inbox in enumerate(self._inboxes):
-                inbox.put(lambda lane=lane: run.walk(lane))  # type: ignore[misc]
+        if self._inboxes:
+            share_streams(self._devices, before=True)
+            try:
+                self._hand_out(run)
+            except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
+                run.fail(interrupt)
+                self._hand_out(run)
             run.join()
-        if run.failure is not None:
+            share_streams(self._devices, before=False)
+        else:
+            run.walk(0)
+        failure = run.failure
+        if failure is not None:
             for stage in self._stages:
                 stage.clear()
-            raise run.failure
+            try:
+                raise failure
+            finally:
+                del run, failure  # the traceback holds this frame, and so would hold the step
+
+    def _hand_out(self, run: _Run) -> None:
+        for lane, inbox in enumerate(self._inboxes):
+            inbox.put(lambda lane=lane: run.walk(lane))  # type: ignore[misc]
 
 
 class _Stopped(Exception):
@@ -130,7 +144,7 @@ class _Run:
             )
             for stage in stages
         ]
-        self._finished: SimpleQueue[None] = SimpleQueue()
+        self._finished = [threading.Event() for _ in step.lanes]
         self._lock = threading.Lock()
 
     def walk(self, lane: int) -> None:
@@ -155,16 +169,17 @@ class _Run:
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
             self.fail(error)
         finally:
-            self._finished.put(None)
+            self._finished[lane].set()
 
     def join(self) -> None:
-        """Waits until every lane has stopped."""
-        for _ in self._step.lanes:
-            while True:
+        """Waits until every lane has stopped; a second Ctrl-C does not wait."""
+        for finished in self._finished:
+            while not finished.is_set():
                 try:
-                    self._finished.get()
-                    break
-                except BaseException as interrupt:  # Ctrl-C: stop the lanes, then wait on
+                    finished.wait()
+                except BaseException as interrupt:
+                    if self.failure is not None:
+                        raise
                     self.fail(interrupt)
 
     def fail(self, error: BaseException) -> None:
