@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.partition.layers import layers_of
@@ -171,7 +172,7 @@ class HybridModel:
                 layer.module.compile()
         self._trained = self._requiring_grad()
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
-        self._one = torch.ones((), device=self.stages[-1].device)
+        self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
         self._engine = LocalEngine(self.stages, world.devices)
 
     def schedule(self, chunks: int) -> Schedule:
@@ -221,13 +222,15 @@ class HybridModel:
         sizes = chunk_sizes(rows, self.chunks)
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
+        gradients: list[Tensor | None] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Tensor:
             loss = loss_fn(output, target_parts[microbatch])
             if not isinstance(loss, Tensor) or loss.dim():
                 raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
             losses[microbatch] = loss.detach()
-            loss = loss * (weight * sizes[microbatch] / rows)
+            share = weight * sizes[microbatch] / rows
+            gradients[microbatch] = self._loss_gradient(share, loss.dtype)
             return loss if scale_loss is None else scale_loss(loss)
 
         recorded = Trace(self.world.devices) if trace else None
@@ -245,7 +248,7 @@ class HybridModel:
                 inputs=split(inputs, sizes),
                 head=head,
                 recompute=[self._recompute.whole_stage(i, len(sizes)) for i in range(len(sizes))],
-                loss_gradient=self._one,
+                loss_gradients=gradients,
                 reduce=sync,
                 trace=recorded,
             )
@@ -345,9 +348,19 @@ class HybridModel:
     def to_last(self, targets: Any) -> Any:
         """`targets` on the device where the outputs are."""
         device = self.stages[-1].device
-        return torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: t if t.device == device else t.to(device, non_blocking=True), targets
-        )
+        if targets is None or (type(targets) is Tensor and targets.device == device):
+            return targets
+        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), targets)
+
+    def _loss_gradient(self, share: float, dtype: torch.dtype) -> Tensor:
+        """What the backward of a micro-batch starts from; made once for each share and dtype."""
+        key = share, dtype
+        if key not in self._loss_gradients:
+            if len(self._loss_gradients) == 64:  # shares that change from step to step
+                self._loss_gradients.clear()
+            device = self.stages[-1].device
+            self._loss_gradients[key] = torch.full((), share, dtype=dtype, device=device)
+        return self._loss_gradients[key]
 
     def _requiring_grad(self) -> list[bool]:
         if self.world.size == 1:

@@ -135,12 +135,7 @@ class Trainer:
                     self._log(lr, norm)
                 if drawn:
                     self.monitor.timeline(self.step, *self._measured.timelines())
-                with self.throughput.pause():
-                    if self.step < self.total_steps:  # the last of each is below
-                        if self.eval_every and self.step % self.eval_every == 0:
-                            self.evaluate()
-                        if self.checkpoint_every and self.step % self.checkpoint_every == 0:
-                            self.save()
+                self._pause_if_due()
             if self.evaluation is not None:
                 self.evaluate()
             self.save()
@@ -148,6 +143,19 @@ class Trainer:
             stream.close()
             self.monitor.close()
         return self.summary()
+
+    def _pause_if_due(self) -> None:
+        if self.step == self.total_steps:  # the last of each is in `fit`
+            return
+        evaluates = self.eval_every and self.step % self.eval_every == 0
+        saves = self.checkpoint_every and self.step % self.checkpoint_every == 0
+        if not evaluates and not saves:
+            return
+        with self.throughput.pause():
+            if evaluates:
+                self.evaluate()
+            if saves:
+                self.save()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model as it is and reports it; see `evaluate`."""
@@ -260,13 +268,12 @@ class Trainer:
             self._measured.add(out.loss, batch.rows, out.trace)
 
     def _clip(self, needed: bool) -> torch.Tensor | None:
-        parameters = list(self.model.parameters())
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
-            return clip_grad_norm_(parameters, self.clip_norm)
+            return clip_grad_norm_(self.model.parameters(), self.clip_norm)
         if needed:
-            return get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return None
 
     def _optimizer_step(self) -> None:
@@ -310,25 +317,34 @@ class _Measured:
         self.loss: float | None = None
         self.bubble: float | None = None
         self._model = model
-        self._loss_sum: torch.Tensor | None = None
-        self._rows = 0
+        self._losses: list[torch.Tensor] = []
+        self._rows: list[int] = []
         self._trace: Trace | None = None
         self._bubbles: list[float] = []
         self._times: list[tuple[float, float]] = [(0.0, 0.0)] * len(model.stages)
 
     def add(self, loss: torch.Tensor, rows: int, trace: Trace | None) -> None:
-        weighted = loss * rows
-        self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
-        self._rows += rows
+        self._losses.append(loss)
+        self._rows.append(rows)
+        if len(self._losses) == 1000:
+            self._fold()
         self._trace = trace
+
+    def _fold(self) -> None:
+        """Replaces what was added so far by its mean and number of rows."""
+        rows = torch.tensor(self._rows, dtype=torch.float32, device=self._losses[0].device)
+        total = sum(self._rows)  # 0 where the batches were smaller than the number of replicas
+        self._losses = [torch.dot(torch.stack(self._losses).float(), rows) / max(total, 1)]
+        self._rows = [total]
 
     def read_loss(self) -> float:
         """The mean over all rows of all replicas since the last reading."""
-        assert self._loss_sum is not None
-        sums = torch.tensor([float(self._loss_sum), float(self._rows)], dtype=torch.float64)
+        self._fold()
+        rows = float(self._rows[0])
+        sums = torch.tensor([float(self._losses[0]) * rows, rows], dtype=torch.float64)
         total, rows = self._model.world.sum(sums).tolist()
         self.loss = total / rows
-        self._loss_sum, self._rows = None, 0
+        self._losses, self._rows = [], []
         return self.loss
 
     def read_stages(self, optimizer: Optimizer) -> dict[str, float]:

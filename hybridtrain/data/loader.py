@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -209,29 +208,26 @@ def prefetch(
     An exception of `source` comes out where its item would have been. `device` is where the items
     go: pinning memory for a GPU wants it to be the thread's current one.
     """
-    ready: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
+    ready: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+    credits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be fetched
+    for _ in range(depth):
+        credits.put(None)
     stopped = Event()
-
-    def put(item: T | None, error: BaseException | None) -> None:
-        while not stopped.is_set():
-            with suppress(Full):
-                ready.put((item, error), timeout=0.1)
-                return
 
     def fill() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            for item in source:
-                put(item, None)
+            while True:
+                credits.get()
                 if stopped.is_set():
                     return
-            put(None, StopIteration())
+                ready.put((next(source), None))
         except BaseException as error:
             # torch re-raises a worker's exception in a reference cycle, which would keep the
             # workers until a collection, and then end them the slow way
             traceback.clear_frames(error.__traceback__)
-            put(None, error)
+            ready.put((None, error))
 
     thread = Thread(target=fill, name="prefetch", daemon=True)
     thread.start()
@@ -245,12 +241,10 @@ def prefetch(
                     raise error
                 finally:
                     del error  # the same cycle, in this frame
+            credits.put(None)
             yield item  # type: ignore[misc]
+            del item  # or this frame would keep it while the next one is waited for
     finally:
         stopped.set()
-        while True:  # what is still there holds memory
-            try:
-                ready.get_nowait()
-            except Empty:
-                break
+        credits.put(None)
         thread.join()

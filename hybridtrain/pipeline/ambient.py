@@ -34,9 +34,15 @@ class Ambient:
             ),
         )
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[object]:
         """Sets grad and inference mode in this thread, for all that a step does."""
+        same = torch.is_grad_enabled() == self.grad
+        if same and torch.is_inference_mode_enabled() == self.inference:
+            return nullcontext()
+        return self._entered()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             yield
 

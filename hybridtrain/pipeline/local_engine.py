@@ -41,7 +41,7 @@ class Step:
         lanes: what each device does.
         inputs: the micro-batches that stage 0 gets.
         head: what the last stage does with each output.
-        loss_gradient: what the backwards begin with: a one, on the last stage's device.
+        loss_gradients: what the backward of each micro-batch begins with: its share in the loss.
         recompute: for each micro-batch, whether its backward recomputes the activations.
         reduce: whether the gradients are averaged over the replicas, at the last micro-batch.
         trace: where to record what ran when.
@@ -51,7 +51,7 @@ class Step:
     inputs: Sequence[Any]
     head: Head
     recompute: Sequence[bool]
-    loss_gradient: Tensor | None = None
+    loss_gradients: Sequence[Tensor | None] = ()
     reduce: bool = False
     trace: Trace | None = None
     ambient: Ambient = field(default_factory=Ambient.capture)
@@ -215,7 +215,7 @@ class _Run:
         gradients = (
             [receive(self._take(queue), stage.device) for queue in ports.receive_gradients]
             if index + 1 < len(self._stages)
-            else [[step.loss_gradient]]
+            else [[step.loss_gradients[microbatch]]]
         )
         reduce = step.reduce and microbatch + 1 == len(step.inputs)
         start = mark(stage.device) if step.trace else 0.0

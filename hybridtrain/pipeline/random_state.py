@@ -101,7 +101,7 @@ class _SeededDraws(TorchDispatchMode):
             takes = _takes_generator[func]
         except KeyError:
             takes = _takes_generator[func] = _inspect(func)
-        if takes is None or kwargs.get("generator") is not None:
+        if takes is None or kwargs.get("generator") is not None or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
         self._drawing.add(self._layer)
         device = _device_of(args, kwargs)
@@ -135,6 +135,22 @@ def _inspect(func: Any) -> bool | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+# Attention is tagged as drawing, though it draws with a `dropout_p` above 0 only.
+_dropout_place: dict[Any, int | None] = {}
+
+
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether this call of `func` does not draw: its dropout is 0."""
+    if func not in _dropout_place:
+        names = [argument.name for argument in func._schema.arguments]
+        _dropout_place[func] = names.index("dropout_p") if "dropout_p" in names else None
+    place = _dropout_place[func]
+    if place is None:
+        return False
+    probability = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(probability == 0.0)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
