@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hybridtrain.data.splits import TensorRows
 from hybridtrain.errors import DataError
 from hybridtrain.world import World
 
@@ -59,20 +60,26 @@ class LoaderOptions:
     timeout_s: float = 120.0
     collate: Callable[[Any], Any] | None = None
 
-    def loader(self, dataset: Dataset[Any], batches: Iterable[list[int]], world: World) -> Any:
-        """A torch `DataLoader` over `batches`, lists of row numbers."""
+    def fetch(
+        self, dataset: Dataset[Any], batches: Iterable[list[int]], world: World
+    ) -> Generator[Any, None, None]:
+        """Yields the `batches`, lists of row numbers, of `dataset`, fetched ahead of time."""
+        device = world.devices[0]
+        if isinstance(dataset, TensorRows) and dataset.immediate and device.type == "cpu":
+            return (dataset.__getitems__(rows) for rows in batches)
         # its workers' seeds come from here, not from the default generator
         generator = torch.Generator()
         generator.manual_seed(world.rank)
-        return DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=self.workers,
             timeout=self.timeout_s if self.workers else 0,
             collate_fn=self.collate,
             generator=generator,
-            pin_memory=world.devices[0].type == "cuda",
+            pin_memory=device.type == "cuda",
         )
+        return prefetch((batch for batch in loader), device=device)
 
 
 class TrainLoader:
@@ -117,14 +124,12 @@ class TrainLoader:
     def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
         """Yields this replica's batches from `batch` of `epoch` on, fetched ahead of time."""
         plan = _Plan(self, epoch, batch)
-        loader = self._options.loader(self.dataset, plan, self._world)
-        return prefetch(
-            (
-                Batch(inputs, targets, share.stop - share.start, total)
-                for (inputs, targets), (share, total) in zip(loader, plan.shares(), strict=False)
-            ),
-            device=self._world.devices[0],
-        )
+        fetched = self._options.fetch(self.dataset, plan, self._world)
+        try:
+            for (inputs, targets), (share, total) in zip(fetched, plan.shares(), strict=False):
+                yield Batch(inputs, targets, share.stop - share.start, total)
+        finally:
+            fetched.close()
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,7 @@ class EvalLoader:
             list(mine[start : start + self._batch_size])
             for start in range(0, len(mine), self._batch_size)
         ]
-        loader = self._options.loader(self._dataset, batches, self._world)
-        yield from prefetch((batch for batch in loader), device=self._world.devices[0])
+        yield from self._options.fetch(self._dataset, batches, self._world)
 
 
 def share_of(total: int, rank: int, size: int) -> slice:
