@@ -92,7 +92,8 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         lr_schedule=build_lr_schedule(
             config.lr_schedule, optimizer, total_steps, config.allow_targets
         ),
-        steps=total_steps,
+        steps=options.steps,
+        epochs=options.epochs,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         scaler=_scaler(config, world),
@@ -226,7 +227,9 @@ def _scaler(config: Config, world: World) -> GradScaler | None:
 
 def _metrics(config: Config) -> dict[str, Any]:
     """The metrics of `trainer.metrics`: names of this project's, or torchmetrics' targets."""
-    chosen = config.trainer.metrics or []
+    chosen = config.trainer.metrics
+    if chosen is None:
+        chosen = [] if config.trainer.loss == "mse" else ["accuracy"]
     if isinstance(chosen, Mapping):
         return {
             name: targets.build("trainer.metrics", given, config.allow_targets)
@@ -254,6 +257,9 @@ def _checkpoint_to_resume(parts: Parts, for_reading: bool = False) -> Path | Non
     resume, store = parts.config.resume, CheckpointStore(parts.directory.checkpoints)
 
     def find() -> Path | None:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if restarted and store.steps():
+            return store.newest()  # torchrun starts this run again: on from where it was
         if resume is None:
             if store.steps():
                 raise ConfigError(
@@ -263,8 +269,6 @@ def _checkpoint_to_resume(parts: Parts, for_reading: bool = False) -> Path | Non
             return None
         if resume == "auto":
             return store.newest()
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and store.steps():
-            return store.newest()  # torchrun starts this run again: on from where it was
         path = Path(resume)
         if not path.is_dir():
             raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")

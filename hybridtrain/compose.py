@@ -66,6 +66,13 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
             config = cast(Config, OmegaConf.to_object(merged))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, overrides)) from error
+    if config.allow_targets and not any(
+        o.lstrip("+").startswith("allow_targets") for o in overrides
+    ):
+        raise ConfigError(
+            f"the recipe asks to run code of {', '.join(config.allow_targets)}: if you trust it, "
+            f"say so with allow_targets=[{','.join(config.allow_targets)}] on the command line"
+        )
     if config.run_name is None:
         config.run_name = Path(recipe).stem if recipe else "run"
     return config

@@ -82,8 +82,9 @@ class TrainerConfig:
     """Let GPUs multiply fp32 matrices in TF32."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `nll` or `mse`."""
-    metrics: Any = field(default_factory=lambda: ["accuracy"])
-    """Names of this project's metrics, or a mapping of names to torchmetrics `_target_`s."""
+    metrics: Any = None
+    """Names of this project's metrics, or a mapping of names to torchmetrics `_target_`s; null:
+    accuracy, where there are classes."""
     log_every: int = 10
     """Steps between two logged lines."""
     eval_every: int | None = None

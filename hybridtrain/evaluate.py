@@ -49,7 +49,7 @@ def evaluate(
         rows = batch_size(inputs, targets)
         outputs = model(inputs)
         targets = model.to_last(targets)
-        with torch.no_grad():
+        with torch.no_grad(), model.precision():
             sums[0] += rows
             sums[1] += loss_fn(outputs, targets).double() * rows
             for index, metric in enumerate(plain.values()):
@@ -67,4 +67,5 @@ def evaluate(
         result[name] = float(metric.compute())
     for module, training in modes:
         module.training = training
+    model.draws.watch_again()
     return result

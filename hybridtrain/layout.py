@@ -12,7 +12,7 @@ def describe_layout(model: HybridModel, schedule: str) -> str:
     """A table of the stages and, below it, the devices of every process; a collective call."""
     world = model.world
     places = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
-    parameters = sum(layer.parameters for stage in model.stages for layer in stage.layers)
+    parameters = sum(stage.count_parameters() for stage in model.stages)
     head = (
         f"{_count(world.size, 'process', 'es')} x {_count(world.nb_part, 'stage')}, {schedule}, "
         f"{_count(model.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
@@ -20,7 +20,7 @@ def describe_layout(model: HybridModel, schedule: str) -> str:
     )
     rows = [("stage", "layers", "parameters", "share", "from ... to")]
     for stage in model.stages:
-        own = sum(layer.parameters for layer in stage.layers)
+        own = stage.count_parameters()
         first, last = stage.layers[0].name, stage.layers[-1].name
         rows.append(
             (

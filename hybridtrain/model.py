@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.partition.layers import layers_of
@@ -20,7 +21,7 @@ from hybridtrain.pipeline.local_engine import LocalEngine, Step
 from hybridtrain.pipeline.memory import resident_bytes
 from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.random_state import Draws
-from hybridtrain.pipeline.recompute import RecomputeSpec, recompute_policy
+from hybridtrain.pipeline.recompute import RecomputePolicy, RecomputeSpec, recompute_policy
 from hybridtrain.pipeline.replica import replicate
 from hybridtrain.pipeline.schedule import (
     SCHEDULES,
@@ -30,7 +31,7 @@ from hybridtrain.pipeline.schedule import (
     peak_held,
 )
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.ties import shared_slots
+from hybridtrain.pipeline.ties import shared_slots, unshadow
 from hybridtrain.pipeline.trace import Trace
 from hybridtrain.world import World
 
@@ -123,6 +124,11 @@ class HybridModel:
         if sync_batch_norm and world.size > 1:
             if world.devices[0].type != "cuda":
                 raise ConfigError("pipeline.sync_batch_norm=true needs GPUs: PyTorch's is for them")
+            if len(set(world.devices)) < world.nb_part:
+                raise ConfigError(
+                    "pipeline.sync_batch_norm=true needs a GPU of its own for every stage: NCCL's "
+                    "collectives of two stages on one GPU may wait for one another"
+                )
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         self.net = net
         self.world = world
@@ -132,8 +138,10 @@ class HybridModel:
         self._max_inflight = max_inflight
         self._autocast = AUTOCAST[precision]
         self.draws = Draws(seed, world.rank)
+        unshadow(net)
         layers = layers_of(net)
         self._recompute = recompute_policy(checkpoint, [layer.name for layer in layers])
+        self.draws.guard_all = self._recompute != RecomputePolicy()
         parts = split_layers(layers, world.nb_part * stages_per_device, split)
         links = links_between(parts)
         slots = shared_slots([[layer.module for layer in part] for part in parts])
@@ -162,8 +170,9 @@ class HybridModel:
         if compile:
             for layer in layers:
                 layer.module.compile()
+        self._trained = self._requiring_grad()
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
-        self._one = torch.ones((), device=self.stages[-1].device)
+        self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
         self._engine = LocalEngine(self.stages, world.devices)
 
     def schedule(self, chunks: int) -> Schedule:
@@ -213,35 +222,41 @@ class HybridModel:
         sizes = chunk_sizes(rows, self.chunks)
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
+        gradients: list[Tensor | None] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Tensor:
             loss = loss_fn(output, target_parts[microbatch])
             if not isinstance(loss, Tensor) or loss.dim():
                 raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
             losses[microbatch] = loss.detach()
-            loss = loss * (weight * sizes[microbatch] / rows)
+            share = weight * sizes[microbatch] / rows
+            gradients[microbatch] = self._loss_gradient(share, loss.dtype)
             return loss if scale_loss is None else scale_loss(loss)
 
         recorded = Trace(self.world.devices) if trace else None
+        if self._requiring_grad() != self._trained:
+            raise ConfigError(
+                "requires_grad of a parameter has changed since HybridModel was made, and the "
+                "replicas would not average its gradient: freeze first, or make a new HybridModel"
+            )
         self.sync_buffers()
         self._refresh_aliases()
         self.draws.active = self.net.training
-        with torch.enable_grad(), self._precision():
+        with torch.enable_grad(), self.precision():
             step = Step(
                 lanes=self.schedule(len(sizes)).lanes,
                 inputs=split(inputs, sizes),
                 head=head,
                 recompute=[self._recompute.whole_stage(i, len(sizes)) for i in range(len(sizes))],
-                loss_gradient=self._one,
+                loss_gradients=gradients,
                 reduce=sync,
                 trace=recorded,
             )
-        with self._statistics():
+        with self._statistics(), self.draws.watched(self.world.devices):
             self._engine.run(step)
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.fold()
-        self.draws.next_step()
         return StepOutput(
             _weighted_mean([x for x in losses if x is not None], sizes), rows, recorded
         )
@@ -262,17 +277,16 @@ class HybridModel:
 
         self._refresh_aliases()
         self.draws.active = self.net.training
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self.precision():
             step = Step(
                 lanes=forward_only(self.world.nb_part, len(sizes), self._stages_per_device),
                 inputs=split(inputs, sizes),
                 head=head,
                 recompute=[False] * len(sizes),
             )
-        with self._statistics():
+        watched = self.draws.watched(self.world.devices) if self.net.training else nullcontext()
+        with self._statistics(), watched:
             self._engine.run(step)
-        if self.net.training:
-            self.draws.next_step()
         return merge(outputs)
 
     def train(self, mode: bool = True) -> HybridModel:
@@ -334,9 +348,24 @@ class HybridModel:
     def to_last(self, targets: Any) -> Any:
         """`targets` on the device where the outputs are."""
         device = self.stages[-1].device
-        return torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: t if t.device == device else t.to(device, non_blocking=True), targets
-        )
+        if targets is None or (type(targets) is Tensor and targets.device == device):
+            return targets
+        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), targets)
+
+    def _loss_gradient(self, share: float, dtype: torch.dtype) -> Tensor:
+        """What the backward of a micro-batch starts from; made once for each share and dtype."""
+        key = share, dtype
+        if key not in self._loss_gradients:
+            if len(self._loss_gradients) == 64:  # shares that change from step to step
+                self._loss_gradients.clear()
+            device = self.stages[-1].device
+            self._loss_gradients[key] = torch.full((), share, dtype=dtype, device=device)
+        return self._loss_gradients[key]
+
+    def _requiring_grad(self) -> list[bool]:
+        if self.world.size == 1:
+            return []
+        return [parameter.requires_grad for parameter in self.net.parameters()]
 
     def _refresh_aliases(self) -> None:
         for stage in self.stages:
@@ -346,10 +375,12 @@ class HybridModel:
     def _statistics(self) -> AbstractContextManager[object]:
         return nullcontext() if self._deferred is None else self._deferred.step()
 
-    def _precision(self) -> AbstractContextManager[object]:
+    def precision(self) -> AbstractContextManager[object]:
+        """The autocast that this model computes under, for a loss outside of `train_step`."""
         if self._autocast is None:
             return nullcontext()  # and so the caller's own autocast, if any
-        return torch.autocast(self.world.devices[0].type, dtype=self._autocast)
+        device_type = self.world.devices[0].type
+        return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
 
 
 def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from hybridtrain import targets
 from hybridtrain.errors import ConfigError
@@ -53,6 +53,11 @@ def build_lr_schedule(
     target = targets.resolve("lr_schedule", config.get("_target_"), allow)
     if not (isinstance(target, type) and issubclass(target, LRScheduler)):
         raise ConfigError(f"lr_schedule._target_={config['_target_']} is no learning rate schedule")
+    if issubclass(target, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_schedule: ReduceLROnPlateau goes by a metric, and the schedule of a run is a "
+            "function of the step alone, so that it can go on anywhere; use another"
+        )
     left = max(1, total_steps - warm_up)
     schedule = targets.build(
         "lr_schedule",

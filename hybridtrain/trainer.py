@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +90,7 @@ class Trainer:
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = count_steps(train, steps, epochs, accumulate)
+        self._by_epochs = epochs is not None
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         self.scaler = scaler
@@ -135,12 +135,7 @@ class Trainer:
                     self._log(lr, norm)
                 if drawn:
                     self.monitor.timeline(self.step, *self._measured.timelines())
-                with self.throughput.pause():
-                    if self.step < self.total_steps:  # the last of each is below
-                        if self.eval_every and self.step % self.eval_every == 0:
-                            self.evaluate()
-                        if self.checkpoint_every and self.step % self.checkpoint_every == 0:
-                            self.save()
+                self._pause_if_due()
             if self.evaluation is not None:
                 self.evaluate()
             self.save()
@@ -148,6 +143,19 @@ class Trainer:
             stream.close()
             self.monitor.close()
         return self.summary()
+
+    def _pause_if_due(self) -> None:
+        if self.step == self.total_steps:  # the last of each is in `fit`
+            return
+        evaluates = self.eval_every and self.step % self.eval_every == 0
+        saves = self.checkpoint_every and self.step % self.checkpoint_every == 0
+        if not evaluates and not saves:
+            return
+        with self.throughput.pause():
+            if evaluates:
+                self.evaluate()
+            if saves:
+                self.save()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model as it is and reports it; see `evaluate`."""
@@ -163,48 +171,48 @@ class Trainer:
         if self.store is None or self.step == self._checkpoint_step:
             return
         if self.world.is_main:
-            files = state.writers(self.model, self.optimizer, self.lr_schedule, self.state_dict())
+            files = state.writers(self.model, self.optimizer, self.state_dict())
             self._checkpoint = self.store.save(self.step, files)
+        self.world.broadcast(None)  # the others wait here, where they may wait long
         self._checkpoint_step = self.step
 
     def resume(self, path: Path) -> None:
         """Goes on from the checkpoint at `path`, of any split and number of processes.
 
-        A run that has become longer or shorter goes on with its new learning rate schedule.
+        Weights and moments are the checkpoint's. Learning rate, its schedule and the other options
+        are those that this trainer was made with, so that a run may be made longer or be tuned.
         """
-        begin = [group["lr"] for group in self.optimizer.param_groups]
-        schedule = self.lr_schedule and copy.deepcopy(self.lr_schedule.state_dict())
-        saved = state.restore(path, self.model, self.optimizer, self.lr_schedule)
-        self.load_state_dict(saved)
-        if saved["total_steps"] != self.total_steps and self.lr_schedule is not None:
-            self._replay_lr_schedule(begin, schedule)
+        self.load_state_dict(state.restore(path, self.model, self.optimizer))
+        if self.lr_schedule is not None:
+            # a schedule is a function of the step: run through, so that it is this config's, and
+            # of the run's length now
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+                for _ in range(self.step):
+                    self.lr_schedule.step()
         self._resumed_from = self._checkpoint = path
         self._checkpoint_step = self.step
-
-    def _replay_lr_schedule(self, begin: list[float], schedule: Any) -> None:
-        """Puts the schedule where it would be, had the run had its new length from the start."""
-        assert self.lr_schedule is not None
-        self.lr_schedule.load_state_dict(schedule)
-        for group, lr in zip(self.optimizer.param_groups, begin, strict=True):
-            group["lr"] = lr
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for _ in range(self.step):
-                self.lr_schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, in JSON's types; model, optimizer and schedule have their own."""
         return {
             "step": self.step,
-            "total_steps": self.total_steps,
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
+            "rows_per_step": self.train.batch_size * self.accumulate,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Puts the run where `state_dict` found it; with another batch size, at the same row."""
+        rows_per_step = self.train.batch_size * self.accumulate
+        if self._by_epochs and saved["rows_per_step"] != rows_per_step:
+            raise ConfigError(
+                f"data.batch_size x trainer.accumulate is {rows_per_step}, and the checkpoint was "
+                f"made with {saved['rows_per_step']}: a run that is counted in epochs keeps it; "
+                f"set trainer.steps, or choose another run_name"
+            )
         self.step = saved["step"]
         self.samples = saved["samples"]
         self.epoch = saved["epoch"]
@@ -260,13 +268,12 @@ class Trainer:
             self._measured.add(out.loss, batch.rows, out.trace)
 
     def _clip(self, needed: bool) -> torch.Tensor | None:
-        parameters = list(self.model.parameters())
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is not None:
-            return clip_grad_norm_(parameters, self.clip_norm)
+            return clip_grad_norm_(self.model.parameters(), self.clip_norm)
         if needed:
-            return get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return None
 
     def _optimizer_step(self) -> None:
@@ -310,25 +317,34 @@ class _Measured:
         self.loss: float | None = None
         self.bubble: float | None = None
         self._model = model
-        self._loss_sum: torch.Tensor | None = None
-        self._rows = 0
+        self._losses: list[torch.Tensor] = []
+        self._rows: list[int] = []
         self._trace: Trace | None = None
         self._bubbles: list[float] = []
         self._times: list[tuple[float, float]] = [(0.0, 0.0)] * len(model.stages)
 
     def add(self, loss: torch.Tensor, rows: int, trace: Trace | None) -> None:
-        weighted = loss * rows
-        self._loss_sum = weighted if self._loss_sum is None else self._loss_sum + weighted
-        self._rows += rows
+        self._losses.append(loss)
+        self._rows.append(rows)
+        if len(self._losses) == 1000:
+            self._fold()
         self._trace = trace
+
+    def _fold(self) -> None:
+        """Replaces what was added so far by its mean and number of rows."""
+        rows = torch.tensor(self._rows, dtype=torch.float32, device=self._losses[0].device)
+        total = sum(self._rows)  # 0 where the batches were smaller than the number of replicas
+        self._losses = [torch.dot(torch.stack(self._losses).float(), rows) / max(total, 1)]
+        self._rows = [total]
 
     def read_loss(self) -> float:
         """The mean over all rows of all replicas since the last reading."""
-        assert self._loss_sum is not None
-        sums = torch.tensor([float(self._loss_sum), float(self._rows)], dtype=torch.float64)
+        self._fold()
+        rows = float(self._rows[0])
+        sums = torch.tensor([float(self._losses[0]) * rows, rows], dtype=torch.float64)
         total, rows = self._model.world.sum(sums).tolist()
         self.loss = total / rows
-        self._loss_sum, self._rows = None, 0
+        self._losses, self._rows = [], []
         return self.loss
 
     def read_stages(self, optimizer: Optimizer) -> dict[str, float]:
@@ -363,7 +379,7 @@ class _Measured:
         return [
             {
                 "layers": [layer.name for layer in stage.layers],
-                "parameters": sum(layer.parameters for layer in stage.layers),
+                "parameters": stage.count_parameters(),
                 "peak_memory_bytes": memory,
                 "forward_ms": forward,
                 "backward_ms": backward,

@@ -326,7 +326,7 @@ def _join(
             raise WorldError(
                 f"rank {launch.rank} could not join the {launch.size} processes that "
                 f"{launch.launcher} announced ({launch.init_method}) within world.timeout_s="
-                f"{timeout_s:g} s: {error}"
+                f"{timeout_s:g} s (under Slurm, start them with srun): {error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
 

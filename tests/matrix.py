@@ -281,7 +281,7 @@ class Unsplit:
         dtype = AUTOCAST[self._cell.precision]
         mean = torch.zeros(())
         for microbatch, (x, y) in enumerate(parts(inputs, targets, sizes)):
-            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            with torch.autocast("cpu", dtype, cache_enabled=False) if dtype else nullcontext():
                 for index, layer in enumerate(layers_of(self.net)):
                     with draws.guard(index, microbatch):
                         x = layer.module(x)

@@ -2,7 +2,7 @@
 
     step_00000100/
         model.pt       net.state_dict(), on the CPU; net.load_state_dict(torch.load(...)) takes it
-        optimizer.pt   the optimizer's state by parameter name, not by number; the learning rate's
+        optimizer.pt   the optimizer's state by parameter name, not by number
         state.json     where the run is: step, epoch, row, draws, loss scale
         manifest.json  sizes and checksums of the above (see `store`)
 
@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from hybridtrain.checkpoint.store import verify
@@ -34,7 +33,6 @@ Writer = Callable[[BinaryIO], None]
 def writers(
     model: HybridModel,
     optimizer: Optimizer,
-    lr_schedule: LRScheduler | None,
     run: Mapping[str, Any],
 ) -> dict[str, Writer]:
     """The files of a checkpoint, each with the function that writes it.
@@ -42,7 +40,6 @@ def writers(
     Args:
         model: whose parameters and buffers are kept.
         optimizer: over the parameters of `model`.
-        lr_schedule: of `optimizer`.
         run: what else is to come back, in plain JSON types.
     """
 
@@ -50,10 +47,7 @@ def writers(
         torch.save(_on_cpu(model.state_dict()), file)
 
     def write_optimizer(file: BinaryIO) -> None:
-        state = _on_cpu(optimizer_by_name(model, optimizer))
-        # not into the JSON, which makes strings of the numbers that a schedule's mappings go by
-        state["lr_schedule"] = lr_schedule.state_dict() if lr_schedule is not None else None
-        torch.save(state, file)
+        torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file)
 
     def write_state(file: BinaryIO) -> None:
         state = {**run, "draws_step": model.draws.step, "torch": torch.__version__}
@@ -66,7 +60,6 @@ def restore(
     path: Path,
     model: HybridModel,
     optimizer: Optimizer | None = None,
-    lr_schedule: LRScheduler | None = None,
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path` into what is given; all replicas call it.
 
@@ -92,8 +85,6 @@ def restore(
     model.load_state_dict(weights)
     if optimizer is not None:
         load_optimizer_by_name(path, model, optimizer, moments)
-    if lr_schedule is not None and moments["lr_schedule"] is not None:
-        lr_schedule.load_state_dict(moments["lr_schedule"])
     model.draws.step = state["draws_step"]
     return state  # type: ignore[no-any-return]
 
@@ -135,7 +126,10 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any
 def load_optimizer_by_name(
     path: Path, model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """The inverse of `optimizer_by_name`.
+    """Takes over what `optimizer_by_name` gave: the moments, by name.
+
+    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`: where a config
+    and a checkpoint differ, the config is what the user wants now.
 
     Raises:
         CheckpointError: the groups of parameters are not those of `optimizer`.
@@ -151,9 +145,7 @@ def load_optimizer_by_name(
     optimizer.load_state_dict(
         {
             "state": {numbers[name]: entry for name, entry in state["state"].items()},
-            "param_groups": [
-                {**group, "params": own[index]} for index, group in enumerate(state["param_groups"])
-            ],
+            "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hybridtrain.data.splits import TensorRows
 from hybridtrain.errors import DataError
 from hybridtrain.world import World
 
 T = TypeVar("T")
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,26 @@ class LoaderOptions:
     timeout_s: float = 120.0
     collate: Callable[[Any], Any] | None = None
 
-    def loader(self, dataset: Dataset[Any], batches: Iterable[list[int]], world: World) -> Any:
-        """A torch `DataLoader` over `batches`, lists of row numbers."""
-        return DataLoader(
+    def fetch(
+        self, dataset: Dataset[Any], batches: Iterable[list[int]], world: World
+    ) -> Generator[Any, None, None]:
+        """Yields the `batches`, lists of row numbers, of `dataset`, fetched ahead of time."""
+        device = world.devices[0]
+        if isinstance(dataset, TensorRows) and dataset.immediate and device.type == "cpu":
+            return (dataset.__getitems__(rows) for rows in batches)
+        # its workers' seeds come from here, not from the default generator
+        generator = torch.Generator()
+        generator.manual_seed(world.rank)
+        loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=self.workers,
             timeout=self.timeout_s if self.workers else 0,
             collate_fn=self.collate,
-            pin_memory=world.devices[0].type == "cuda",
+            generator=generator,
+            pin_memory=device.type == "cuda",
         )
+        return prefetch((batch for batch in loader), device=device)
 
 
 class TrainLoader:
@@ -112,11 +124,12 @@ class TrainLoader:
     def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
         """Yields this replica's batches from `batch` of `epoch` on, fetched ahead of time."""
         plan = _Plan(self, epoch, batch)
-        loader = self._options.loader(self.dataset, plan, self._world)
-        return prefetch(
-            Batch(inputs, targets, share.stop - share.start, total)
-            for (inputs, targets), (share, total) in zip(loader, plan.shares(), strict=False)
-        )
+        fetched = self._options.fetch(self.dataset, plan, self._world)
+        try:
+            for (inputs, targets), (share, total) in zip(fetched, plan.shares(), strict=False):
+                yield Batch(inputs, targets, share.stop - share.start, total)
+        finally:
+            fetched.close()
 
 
 @dataclass(frozen=True)
@@ -173,7 +186,7 @@ class EvalLoader:
             list(mine[start : start + self._batch_size])
             for start in range(0, len(mine), self._batch_size)
         ]
-        yield from prefetch(iter(self._options.loader(self._dataset, batches, self._world)))
+        yield from self._options.fetch(self._dataset, batches, self._world)
 
 
 def share_of(total: int, rank: int, size: int) -> slice:
@@ -191,32 +204,34 @@ def permutation(rows: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(rows, generator=generator)
 
 
-def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(
+    source: Iterator[T], depth: int = 2, device: torch.device = _CPU
+) -> Generator[T, None, None]:
     """Yields from `source`, which a thread runs up to `depth` items ahead.
 
-    An exception of `source` comes out where its item would have been.
+    An exception of `source` comes out where its item would have been. `device` is where the items
+    go: pinning memory for a GPU wants it to be the thread's current one.
     """
-    ready: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
+    ready: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+    credits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be fetched
+    for _ in range(depth):
+        credits.put(None)
     stopped = Event()
 
-    def put(item: T | None, error: BaseException | None) -> None:
-        while not stopped.is_set():
-            with suppress(Full):
-                ready.put((item, error), timeout=0.1)
-                return
-
     def fill() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         try:
-            for item in source:
-                put(item, None)
+            while True:
+                credits.get()
                 if stopped.is_set():
                     return
-            put(None, StopIteration())
+                ready.put((next(source), None))
         except BaseException as error:
             # torch re-raises a worker's exception in a reference cycle, which would keep the
             # workers until a collection, and then end them the slow way
             traceback.clear_frames(error.__traceback__)
-            put(None, error)
+            ready.put((None, error))
 
     thread = Thread(target=fill, name="prefetch", daemon=True)
     thread.start()
@@ -230,12 +245,10 @@ def prefetch(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                     raise error
                 finally:
                     del error  # the same cycle, in this frame
+            credits.put(None)
             yield item  # type: ignore[misc]
+            del item  # or this frame would keep it while the next one is waited for
     finally:
         stopped.set()
-        while True:  # what is still there holds memory
-            try:
-                ready.get_nowait()
-            except Empty:
-                break
+        credits.put(None)
         thread.join()

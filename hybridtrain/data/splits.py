@@ -62,6 +62,11 @@ class TensorRows(Dataset[Any]):
         self.prepare = prepare
         self._length = lengths.pop()
 
+    @property
+    def immediate(self) -> bool:
+        """Whether a batch is gathered in less time than a thread needs to hand it over."""
+        return self.prepare is None
+
     def __len__(self) -> int:
         return self._length
 

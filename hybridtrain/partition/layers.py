@@ -30,6 +30,11 @@ def layers_of(net: nn.Module) -> list[Layer]:
     Raises:
         SplitError: `net` is no chain of layers, has none, or has one twice.
     """
+    if not _is_chain(net) and type(net).forward is nn.Sequential.forward:
+        raise SplitError(
+            "the model itself has hooks, which would not run when its layers run by themselves: "
+            "register them on its layers"
+        )
     if not _is_chain(net):
         raise SplitError(
             f"{type(net).__name__} is not an nn.Sequential: give the model as an nn.Sequential of "
@@ -40,7 +45,8 @@ def layers_of(net: nn.Module) -> list[Layer]:
         raise SplitError("the model has no layers")
     first: dict[int, str] = {}
     for layer in layers:
-        if first.setdefault(id(layer.module), layer.name) != layer.name:
+        stateful = any(True for _ in (*layer.module.parameters(), *layer.module.buffers()))
+        if first.setdefault(id(layer.module), layer.name) != layer.name and stateful:
             raise SplitError(
                 f"layer {layer.name!r} is the same module as {first[id(layer.module)]!r}; a layer "
                 f"can stand in the chain once: copy it, or put both uses into one layer"

@@ -1,6 +1,7 @@
 """The thread-local state of PyTorch that a forward depends on, carried into the worker threads.
 
-A new thread starts with autocast off and gradients on, whatever its creator has set.
+A new thread starts with autocast off and gradients on, whatever its creator has set. Other
+thread-local modes of the caller's, such as `saved_tensors_hooks`, do not reach the threads.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class Ambient:
             ),
         )
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[object]:
         """Sets grad and inference mode in this thread, for all that a step does."""
+        same = torch.is_grad_enabled() == self.grad
+        if same and torch.is_inference_mode_enabled() == self.inference:
+            return nullcontext()
+        return self._entered()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             yield
 
@@ -45,5 +52,7 @@ class Ambient:
             return nullcontext()
         stack = ExitStack()
         for device_type, dtype in self.autocast:
-            stack.enter_context(torch.autocast(device_type, dtype))
+            # without the cache of cast weights: it is one for all threads, and one stage's exit
+            # would empty it under another, so that sums would be grouped by chance
+            stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
         return stack

@@ -84,7 +84,8 @@ class _Collector:
         if not self._active or is_recomputing():
             return
         with torch.no_grad():
-            values = args[0].detach().float()
+            values = args[0].detach()
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
             dims = [0, *range(2, values.dim())]
             count = values.numel() // values.shape[1]
             variance, mean = torch.var_mean(values, dims, correction=0)

@@ -28,7 +28,7 @@ from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.schedule import Action
 from hybridtrain.pipeline.stage import Head, Stage
 from hybridtrain.pipeline.trace import Trace, mark
-from hybridtrain.pipeline.transfer import receive, send
+from hybridtrain.pipeline.transfer import receive, send, share_streams
 from hybridtrain.skip import shelf
 
 Lanes = Sequence[Sequence[Action]]
@@ -42,7 +42,7 @@ class Step:
         lanes: what each device does.
         inputs: the micro-batches that stage 0 gets.
         head: what the last stage does with each output.
-        loss_gradient: what the backwards begin with: a one, on the last stage's device.
+        loss_gradients: what the backward of each micro-batch begins with: its share in the loss.
         recompute: for each micro-batch, whether its backward recomputes the activations.
         reduce: whether the gradients are averaged over the replicas, at the last micro-batch.
         trace: where to record what ran when.
@@ -52,7 +52,7 @@ class Step:
     inputs: Sequence[Any]
     head: Head
     recompute: Sequence[bool]
-    loss_gradient: Tensor | None = None
+    loss_gradients: Sequence[Tensor | None] = ()
     reduce: bool = False
     trace: Trace | None = None
     ambient: Ambient = field(default_factory=Ambient.capture)
@@ -63,6 +63,7 @@ class LocalEngine:
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
         self._stages = stages
+        self._devices = devices
         self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         if len(devices) == 1:
@@ -87,20 +88,29 @@ class LocalEngine:
                 stopped and forgotten the step; the next one can run.
         """
         run = _Run(step, self._stages, self._links)
-        if not self._inboxes:
-            run.walk(0)
-        else:
-            for lane, inbox in enumerate(self._inboxes):
-                inbox.put(lambda lane=lane: run.walk(lane))  # type: ignore[misc]
+        if self._inboxes:
+            share_streams(self._devices, before=True)
+            try:
+                self._hand_out(run)
+            except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
+                run.fail(interrupt)
+                self._hand_out(run)
             run.join()
-        if run.failure is not None:
+            share_streams(self._devices, before=False)
+        else:
+            run.walk(0)
+        failure, run.failure = run.failure, None
+        if failure is not None:
             for stage in self._stages:
                 stage.clear()
-            failure, run.failure = run.failure, None
             try:
                 raise failure
             finally:
-                del failure  # its traceback has this frame, and so would keep the step alive
+                del failure  # its traceback holds this frame, and so would keep the step alive
+
+    def _hand_out(self, run: _Run) -> None:
+        for lane, inbox in enumerate(self._inboxes):
+            inbox.put(lambda lane=lane: run.walk(lane))  # type: ignore[misc]
 
 
 class _Stopped(Exception):
@@ -122,6 +132,7 @@ class _Run:
 
     def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
         self.failure: BaseException | None = None
+        self._stopped = False
         self._step = step
         self._stages = stages
         self._activations: dict[Link, SimpleQueue[Any]] = {link: SimpleQueue() for link in links}
@@ -135,7 +146,7 @@ class _Run:
             )
             for stage in stages
         ]
-        self._finished: SimpleQueue[None] = SimpleQueue()
+        self._finished = [threading.Event() for _ in step.lanes]
         self._lock = threading.Lock()
 
     def walk(self, lane: int) -> None:
@@ -145,7 +156,7 @@ class _Run:
         try:
             with step.ambient.entered(), shelf(None):
                 for action in step.lanes[lane]:
-                    if self.failure is not None:
+                    if self._stopped:
                         break
                     if action.kind == "F":
                         self._forward(lane, action)
@@ -160,23 +171,25 @@ class _Run:
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
             self.fail(error)
         finally:
-            self._finished.put(None)
+            self._finished[lane].set()
 
     def join(self) -> None:
-        """Waits until every lane has stopped."""
-        for _ in self._step.lanes:
-            while True:
+        """Waits until every lane has stopped; a second Ctrl-C does not wait."""
+        for finished in self._finished:
+            while not finished.is_set():
                 try:
-                    self._finished.get()
-                    break
-                except BaseException as interrupt:  # Ctrl-C: stop the lanes, then wait on
+                    finished.wait()
+                except BaseException as interrupt:
+                    if self._stopped:
+                        raise
                     self.fail(interrupt)
 
     def fail(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one, and wakes the waiting lanes."""
         with self._lock:
-            if self.failure is None:
+            if not self._stopped:
                 self.failure = error
+            self._stopped = True
         for queue in (*self._activations.values(), *self._gradients.values()):
             queue.put(_Stopped)
 
@@ -205,7 +218,7 @@ class _Run:
         gradients = (
             [receive(self._take(queue), stage.device) for queue in ports.receive_gradients]
             if index + 1 < len(self._stages)
-            else [[step.loss_gradient]]
+            else [[step.loss_gradients[microbatch]]]
         )
         reduce = step.reduce and microbatch + 1 == len(step.inputs)
         start = mark(stage.device) if step.trace else 0.0
@@ -217,7 +230,7 @@ class _Run:
 
     def _take(self, queue: SimpleQueue[Any]) -> Any:
         value = queue.get()
-        if value is _Stopped or self.failure is not None:
+        if value is _Stopped or self._stopped:
             raise _Stopped
         return value
 

@@ -60,6 +60,8 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts `batch` into micro-batches of `sizes` rows; views, no copies."""
+    if len(sizes) == 1:
+        return [batch]
     if isinstance(batch, Tensor) and batch.dim():
         return list(batch.split(list(sizes)))
     leaves, spec = tree_flatten(batch)

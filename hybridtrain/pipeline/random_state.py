@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +31,14 @@ class Draws:
     Attributes:
         step: how many training passes there were; a resumed run sets it.
         active: whether the model trains; in evaluation nothing is seeded.
+        guard_all: guard every layer at every step: a layer that is recomputed must draw the same
+            twice, also in the step in which it begins to draw.
     """
 
     def __init__(self, seed: int, replica: int) -> None:
         self.step = 0
         self.active = True
+        self.guard_all = False
         self._seed = seed
         self._replica = replica
         self._watching = True
@@ -49,9 +54,22 @@ class Draws:
         if self.active:  # in evaluation mode nothing was seen
             self._watching = False
 
+    @contextmanager
+    def watched(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        """Looks at all layers again if something drew from a default generator inside.
+
+        A layer may begin to draw later (a dropout rate that rises). Its draws of that one step
+        are not seeded by its place; those of the next are.
+        """
+        before = _default_states(devices)
+        yield
+        self.next_step()
+        if self.active and _default_states(devices) != before:
+            self.watch_again()
+
     def guards(self, layer: int) -> bool:
         """Whether `layer` must run inside `guard`."""
-        return self.active and (self._watching or layer in self._drawing)
+        return self.active and (self.guard_all or self._watching or layer in self._drawing)
 
     def guard(self, layer: int, microbatch: int) -> _SeededDraws:
         """A context in which the draws of `layer` are seeded for this step and micro-batch."""
@@ -83,7 +101,7 @@ class _SeededDraws(TorchDispatchMode):
             takes = _takes_generator[func]
         except KeyError:
             takes = _takes_generator[func] = _inspect(func)
-        if takes is None or kwargs.get("generator") is not None:
+        if takes is None or kwargs.get("generator") is not None or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
         self._drawing.add(self._layer)
         device = _device_of(args, kwargs)
@@ -106,10 +124,33 @@ class _SeededDraws(TorchDispatchMode):
                 default.set_state(before)
 
 
+def _default_states(devices: Sequence[torch.device]) -> list[bytes | int]:
+    """Where the default generators are; costs microseconds, and no wait for a GPU."""
+    gpus = {device.index for device in devices if device.type == "cuda"}
+    states: list[bytes | int] = [torch.default_generator.get_state().numpy().tobytes()]
+    return states + [torch.cuda.default_generators[index].get_offset() for index in sorted(gpus)]
+
+
 def _inspect(func: Any) -> bool | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+# Attention is tagged as drawing, though it draws with a `dropout_p` above 0 only.
+_dropout_place: dict[Any, int | None] = {}
+
+
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether this call of `func` does not draw: its dropout is 0."""
+    if func not in _dropout_place:
+        names = [argument.name for argument in func._schema.arguments]
+        _dropout_place[func] = names.index("dropout_p") if "dropout_p" in names else None
+    place = _dropout_place[func]
+    if place is None:
+        return False
+    probability = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(probability == 0.0)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 
@@ -88,16 +88,42 @@ class Replica:
             ) from error
 
 
+class FrozenReplica:
+    """The part of a stage that trains nothing: its buffers may still move."""
+
+    find_unused = False
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._module = module
+        self._group = group
+        self._broadcast([*module.parameters(), *module.buffers()])
+
+    def sync_buffers(self) -> None:
+        """See `Replica.sync_buffers`."""
+        self._broadcast(list(self._module.buffers()))
+
+    def arm(self, roots: Sequence[Any]) -> None:
+        """Nothing is reduced."""
+
+    def disarm(self) -> None:
+        """Nothing is reduced."""
+
+    def check_reduced(self) -> None:
+        """Nothing is reduced."""
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor, group=self._group, group_src=0)
+
+
 def replicate(
     module: nn.Module,
     names: Mapping[str, Parameter],
     group: dist.ProcessGroup | None,
     **options: Any,
-) -> Replica | None:
-    """A `Replica` of `module`, or None where there is nothing to average.
-
-    Without a trainable parameter there is no gradient; the module's values are still made equal.
-    """
+) -> Replica | FrozenReplica | None:
+    """What keeps `module` equal over the replicas, or None where there is only one."""
     if group is None:
         return None
     for part in module.modules():
@@ -105,7 +131,4 @@ def replicate(
             part.process_group = group  # its stage's own, so that no other thread uses it
     if any(parameter.requires_grad for parameter in names.values()):
         return Replica(module, names, group, **options)
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor, group=group, group_src=0)
-    return None
+    return FrozenReplica(module, group)

@@ -18,7 +18,7 @@ from hybridtrain.pipeline.links import MAIN, Link
 from hybridtrain.pipeline.memory import count_saved
 from hybridtrain.pipeline.random_state import Draws
 from hybridtrain.pipeline.recompute import recomputed, works_in_place
-from hybridtrain.pipeline.replica import Replica
+from hybridtrain.pipeline.replica import FrozenReplica, Replica
 from hybridtrain.pipeline.transfer import move
 from hybridtrain.skip import pop, popped_by, shelf, stash, stashed_by
 
@@ -75,7 +75,7 @@ class Stage:
         self.aliases = ties.place(self.module, device, slots)
         for number, alias in enumerate(self.aliases):
             self.module.register_parameter(f"alias_{number}", alias.alias)
-        self.replica: Replica | None = None
+        self.replica: Replica | FrozenReplica | None = None
         self.saved_bytes: int | None = None
         self._first = first
         self._draws = draws
@@ -190,9 +190,17 @@ class Stage:
             for name, p in layer.module.named_parameters()
         ]
 
+    def count_parameters(self) -> int:
+        """The elements of the parameters that live here; shared ones live in their first stage."""
+        aliases = {id(alias.alias) for alias in self.aliases}
+        own = {id(p): p.numel() for _, p in self.named_parameters() if id(p) not in aliases}
+        return sum(own.values())
+
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._held.clear()
+        for alias in self.aliases:
+            alias.alias.grad = None
         if self.replica is not None:
             self.replica.disarm()
 
@@ -231,6 +239,11 @@ class Stage:
         except Exception as error:
             name = self.layers[index - self._first].name
             error.add_note(f"in layer {name!r}, which was given {describe(value)}")
+            if "leaf Variable that requires grad" in str(error):
+                error.add_note(
+                    "the layer changes its input in place: say so with an attribute inplace = True "
+                    "on its module, as nn.ReLU has it"
+                )
             raise
         return value
 

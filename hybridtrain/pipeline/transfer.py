@@ -8,6 +8,8 @@ stages that share a device, the value itself is handed over.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
         return Parcel(values)
     if source.type != "cuda" or target.type != "cuda":
         return Parcel(tree_map_only(Tensor, lambda tensor: move(tensor, target), values))
-    outbound, inbound = _side_stream(source), _side_stream(target)
+    outbound, inbound = _side_stream(source, "out"), _side_stream(target, "in")
     outbound.wait_stream(torch.cuda.current_stream(source))
 
     def copy(tensor: Tensor) -> Tensor:
@@ -58,10 +60,27 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return moved.requires_grad_() if tensor.requires_grad else moved
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+def share_streams(devices: Iterable[torch.device], before: bool) -> None:
+    """Orders the work of the stages' threads with that of the caller, who may use other streams.
+
+    The threads work on the default streams. `before` a step these wait for what the caller has
+    queued, after it the caller's streams wait for them.
+    """
+    for device in set(devices):
+        if device.type == "cuda":
+            own, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+            first, second = (own, theirs) if before else (theirs, own)
+            if first != second:
+                second.wait_stream(first)
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+# One for each direction: what arrives must not wait for what leaves after a long computation.
+_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_side_streams_lock = threading.Lock()
+
+
+def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    with _side_streams_lock:
+        if (device, direction) not in _side_streams:
+            _side_streams[device, direction] = torch.cuda.Stream(device)
+        return _side_streams[device, direction]

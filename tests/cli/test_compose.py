@@ -251,3 +251,12 @@ def test_an_unknown_command_is_one_line_that_names_the_commands(
     assert err.count("\n") == 1
     assert "'trian'" in err
     assert "train, evaluate, export" in err
+
+
+def test_a_recipe_cannot_allow_packages_by_itself(tmp_path: Path) -> None:
+    recipe = tmp_path / "stranger.yaml"
+    recipe.write_text("allow_targets: [subprocess]\ndata: {_target_: subprocess.getoutput}\n")
+    with pytest.raises(ConfigError, match=r"subprocess: if you trust it.*allow_targets="):
+        compose_config([f"recipe={recipe}"])
+    allowed = compose_config([f"recipe={recipe}", "allow_targets=[subprocess]"])
+    assert allowed.allow_targets == ["subprocess"]

@@ -1,0 +1,210 @@
+"""Promises at the seams of two features, each once broken."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
+from hybridtrain.data.splits import TensorRows, already_batched
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.evaluate import evaluate
+from hybridtrain.optim import build_lr_schedule
+from hybridtrain.trainer import Trainer
+
+ROWS = LoaderOptions(collate=already_batched)
+
+
+def tied_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    return net
+
+
+def batch(rows=8):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4), torch.randn(rows, 4)
+
+
+def wrap(net, nb_part, **options):
+    return HybridModel(net, World.from_env(nb_part, devices="cpu"), **options)
+
+
+def gradient(net):
+    return net[0].weight.grad.clone()
+
+
+def expected_gradient():
+    net = tied_net()
+    F.mse_loss(net(batch()[0]), batch()[1]).backward()
+    return gradient(net)
+
+
+def test_a_failed_step_leaves_no_gradient_of_a_tied_parameter_behind():
+    net = tied_net()
+    model = wrap(net, 2, chunks=2, max_inflight=1)  # the first backward before the second loss
+    calls = iter(range(100))
+
+    def loss(output, target):
+        if next(calls) == 1:
+            raise ValueError("second micro-batch")
+        return F.mse_loss(output, target)
+
+    with pytest.raises(ValueError, match="second micro-batch"):
+        model.train_step(*batch(), loss)
+    model.zero_grad()
+    model.train_step(*batch(), F.mse_loss)
+    torch.testing.assert_close(gradient(net), expected_gradient())
+
+
+def test_a_net_can_be_wrapped_again_with_another_split():
+    net = tied_net()
+    wrap(net, 2).train_step(*batch(), F.mse_loss)
+    net.zero_grad()
+    wrap(net, 1).train_step(*batch(), F.mse_loss)
+    torch.testing.assert_close(gradient(net), expected_gradient())
+
+
+def test_stages_cannot_share_a_module_that_has_parameters():
+    class Block(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x):
+            return self.shared(x)
+
+    shared = nn.Linear(4, 4)
+    with pytest.raises(SplitError, match=r"stages 0 and 1 share a Linear.*b.weight = a.weight"):
+        wrap(nn.Sequential(Block(shared), Block(shared)), 2)
+    wrap(nn.Sequential(Block(shared), Block(shared)), 1)  # in one stage it is no question
+    act = nn.Tanh()  # and without parameters neither
+    model = wrap(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act), 2)
+    assert [len(stage.layers) for stage in model.stages] == [2, 2]
+
+
+def test_autocast_sums_the_uses_of_a_weight_in_the_same_groups_every_time():
+    class Thrice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(torch.tanh(self.linear(torch.tanh(self.linear(x)))))
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Thrice() for _ in range(4)])
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(16, 32), torch.randn(16, 32)
+    seen = set()
+    for nb_part in (1, 2, 2, 2, 2, 4):
+        model = wrap(copy.deepcopy(net), nb_part, chunks=8, precision="bf16", schedule="gpipe")
+        model.train_step(inputs, targets, F.mse_loss)
+        seen.add(tuple(float(p.grad.double().sum()) for p in model.parameters()))
+    assert len(seen) == 1
+
+
+def test_a_layer_that_begins_to_draw_is_seeded_from_its_next_step_on():
+    def gradients(nb_part):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.0))
+        model = wrap(net, nb_part, chunks=2, seed=3)
+        model.train_step(*batch(), F.mse_loss)
+        net[1].p = net[3].p = 0.5
+        model.train_step(*batch(), F.mse_loss)  # here they are seen to draw
+        model.zero_grad()
+        model.train_step(*batch(), F.mse_loss)
+        return gradient(net)
+
+    assert torch.equal(gradients(1), gradients(2))
+
+
+def test_a_recomputed_layer_that_begins_to_draw_draws_the_same_twice():
+    masks = []
+
+    class Noisy(nn.Module):
+        rate = 0.0
+
+        def forward(self, x):
+            mask = torch.ones_like(x) if not self.rate else (torch.rand_like(x) > self.rate)
+            masks.append(mask.clone())
+            return x * mask
+
+    net = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4))
+    model = wrap(net, 2, checkpoint="always")
+    model.train_step(*batch(), F.mse_loss)
+    net[1].rate, masks[:] = 0.5, []
+    model.train_step(*batch(), F.mse_loss)
+    assert len(masks) == 2
+    assert torch.equal(*masks)
+
+
+def test_the_loss_of_an_evaluation_in_half_precision_is_taken_as_in_training():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 7))
+    data = TensorRows(torch.randn(12, 4), torch.randint(0, 7, (12,)))
+    model = wrap(net, 2, precision="bf16")
+    loader = EvalLoader(data, 12, model.world, options=ROWS)
+    found = evaluate(model, loader, F.cross_entropy, {})["loss"]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert found == float(F.cross_entropy(net(data.inputs), data.targets))
+
+
+def test_an_interrupt_while_a_step_is_handed_out_loses_no_lane():
+    model = wrap(tied_net(), 2, chunks=2)
+    second = model._engine._inboxes[1]
+
+    class Interrupted:
+        def put(self, item):
+            model._engine._inboxes[1] = second
+            raise KeyboardInterrupt
+
+    model._engine._inboxes[1] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        model.train_step(*batch(), F.mse_loss)
+    model.zero_grad()
+    step = threading.Thread(target=model.train_step, args=(*batch(), F.mse_loss), daemon=True)
+    step.start()
+    step.join(timeout=20)
+    assert not step.is_alive(), "the next step hangs"
+    torch.testing.assert_close(gradient(model.net), expected_gradient())
+
+
+def trainer(lr, batch_size=4, weight_decay=0.0, store=None, **length):
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    config = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3, "gamma": 0.5}
+    return Trainer(
+        model,
+        optimizer,
+        F.mse_loss,
+        TrainLoader(TensorRows(*batch(16)), batch_size, model.world, options=ROWS),
+        lr_schedule=build_lr_schedule(config, optimizer, 8),
+        store=store,
+        **length,
+    )
+
+
+def test_a_resumed_run_takes_its_hyperparameters_from_the_config(tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(0.1, steps=4, store=store).fit()
+    again = trainer(0.04, weight_decay=0.3, steps=8)
+    again.resume(store.newest())
+    (group,) = again.optimizer.param_groups
+    assert group["weight_decay"] == 0.3
+    assert group["lr"] == pytest.approx(0.04 * 0.5)
+    assert again.optimizer.state_dict()["state"], "the moments are the checkpoint's"
+
+
+def test_a_run_counted_in_epochs_keeps_its_batch_size(tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(0.1, epochs=1, store=store).fit()
+    with pytest.raises(ConfigError, match=r"data.batch_size.*8.*made with 4.*trainer.steps"):
+        trainer(0.1, batch_size=8, epochs=2).resume(store.newest())
