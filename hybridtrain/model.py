@@ -20,7 +20,7 @@ from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.local_engine import LocalEngine, Step
 from hybridtrain.pipeline.memory import resident_bytes
 from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
-from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.random_state import Draws, default_states
 from hybridtrain.pipeline.recompute import RecomputePolicy, RecomputeSpec, recompute_policy
 from hybridtrain.pipeline.replica import replicate
 from hybridtrain.pipeline.schedule import (
@@ -170,6 +170,7 @@ class HybridModel:
         if compile:
             for layer in layers:
                 layer.module.compile()
+        self._gpus = sorted({device.index for device in devices if device.type == "cuda"})
         self._trained = self._requiring_grad()
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -252,8 +253,10 @@ class HybridModel:
                 reduce=sync,
                 trace=recorded,
             )
-        with self._statistics(), self.draws.watched(self.world.devices):
+        before = default_states(self._gpus)
+        with self._statistics():
             self._engine.run(step)
+        self.draws.end_step(drew=default_states(self._gpus) != before)
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.fold()
@@ -284,9 +287,11 @@ class HybridModel:
                 head=head,
                 recompute=[False] * len(sizes),
             )
-        watched = self.draws.watched(self.world.devices) if self.net.training else nullcontext()
-        with self._statistics(), watched:
+        before = default_states(self._gpus)
+        with self._statistics():
             self._engine.run(step)
+        if self.net.training:
+            self.draws.end_step(drew=default_states(self._gpus) != before)
         return merge(outputs)
 
     def train(self, mode: bool = True) -> HybridModel:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,17 +53,14 @@ class Draws:
         if self.active:  # in evaluation mode nothing was seen
             self._watching = False
 
-    @contextmanager
-    def watched(self, devices: Sequence[torch.device]) -> Iterator[None]:
-        """Looks at all layers again if something drew from a default generator inside.
+    def end_step(self, drew: bool) -> None:
+        """`next_step`, and a look at all layers in it if something `drew` unseen.
 
-        A layer may begin to draw later (a dropout rate that rises). Its draws of that one step
-        are not seeded by its place; those of the next are.
+        That is, if a default generator has moved: a layer may begin to draw later (a dropout rate
+        that rises). Its draws of that one step are not seeded by its place; those of the next are.
         """
-        before = _default_states(devices)
-        yield
         self.next_step()
-        if self.active and _default_states(devices) != before:
+        if self.active and drew:
             self.watch_again()
 
     def guards(self, layer: int) -> bool:
@@ -124,11 +120,18 @@ class _SeededDraws(TorchDispatchMode):
                 default.set_state(before)
 
 
-def _default_states(devices: Sequence[torch.device]) -> list[bytes | int]:
-    """Where the default generators are; costs microseconds, and no wait for a GPU."""
-    gpus = {device.index for device in devices if device.type == "cuda"}
-    states: list[bytes | int] = [torch.default_generator.get_state().numpy().tobytes()]
-    return states + [torch.cuda.default_generators[index].get_offset() for index in sorted(gpus)]
+DefaultStates = tuple[bytes, list[int]]
+
+
+def default_states(gpus: Sequence[int]) -> DefaultStates:
+    """Where the default generators of the CPU and of `gpus` are.
+
+    It costs microseconds and no wait for a GPU, whose generator counts on the host.
+    """
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        [torch.cuda.default_generators[gpu].get_offset() for gpu in gpus],
+    )
 
 
 def _inspect(func: Any) -> bool | None:
