@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.partition.layers import layers_of
 from hybridtrain.partition.split import SplitSpec, split_layers
+from hybridtrain.pipeline.assemble import build_stages
 from hybridtrain.pipeline.batch_norm import Deferred
-from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.local_engine import LocalEngine, Step
 from hybridtrain.pipeline.memory import resident_bytes
 from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.random_state import Draws, default_states
 from hybridtrain.pipeline.recompute import RecomputePolicy, RecomputeSpec, recompute_policy
-from hybridtrain.pipeline.replica import replicate
 from hybridtrain.pipeline.schedule import (
     SCHEDULES,
     Schedule,
@@ -30,8 +29,7 @@ from hybridtrain.pipeline.schedule import (
     make_schedule,
     peak_held,
 )
-from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.ties import shared_slots, unshadow
+from hybridtrain.pipeline.ties import unshadow
 from hybridtrain.pipeline.trace import Trace
 from hybridtrain.world import World
 
@@ -143,34 +141,13 @@ class HybridModel:
         self._recompute = recompute_policy(checkpoint, [layer.name for layer in layers])
         self.draws.guard_all = self._recompute != RecomputePolicy()
         parts = split_layers(layers, world.nb_part * stages_per_device, split)
-        links = links_between(parts)
-        slots = shared_slots([[layer.module for layer in part] for part in parts])
-        self.stages: list[Stage] = []
-        devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
-        first = 0
-        for index, part in enumerate(parts):
-            stage = Stage(
-                index,
-                part,
-                first,
-                devices,
-                self.draws,
-                links,
-                slots[index],
-                self._recompute.layers,
-            )
-            stage.replica = replicate(
-                stage.module,
-                dict(stage.named_parameters()),
-                world.new_group(),
-                find_unused_parameters=find_unused_parameters,
-            )
-            self.stages.append(stage)
-            first += len(part)
+        self.stages = build_stages(
+            parts, world, self.draws, self._recompute.layers, find_unused_parameters
+        )
         if compile:
             for layer in layers:
                 layer.module.compile()
-        self._gpus = sorted({device.index for device in devices if device.type == "cuda"})
+        self._gpus = sorted({place.index for place in world.devices if place.type == "cuda"})
         self._trained = self._requiring_grad()
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}

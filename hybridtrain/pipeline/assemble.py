@@ -1,0 +1,52 @@
+"""From layers in runs to stages on devices, linked, tied and replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridtrain.partition.layers import Layer
+from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.replica import replicate
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.ties import shared_slots
+from hybridtrain.world import World
+
+
+def build_stages(
+    parts: Sequence[Sequence[Layer]],
+    world: World,
+    draws: Draws,
+    recompute: frozenset[int],
+    find_unused_parameters: bool,
+) -> list[Stage]:
+    """A stage for each of `parts`; stage `s` is on device `s % world.nb_part`.
+
+    A collective call: the layers are moved to their devices, and rank 0's values to all ranks.
+
+    Args:
+        parts: the layers of each stage.
+        world: the devices and the replicas.
+        draws: what seeds the random draws of the layers.
+        recompute: the numbers of the layers that are recomputed one by one.
+        find_unused_parameters: as in DDP.
+
+    Raises:
+        SplitError: values or parameters that the parts share cannot be shared so.
+    """
+    links = links_between(parts)
+    slots = shared_slots([[layer.module for layer in part] for part in parts])
+    devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
+    stages: list[Stage] = []
+    first = 0
+    for index, part in enumerate(parts):
+        stage = Stage(index, part, first, devices, draws, links, slots[index], recompute)
+        stage.replica = replicate(
+            stage.module,
+            dict(stage.named_parameters()),
+            world.new_group(),
+            find_unused_parameters=find_unused_parameters,
+        )
+        stages.append(stage)
+        first += len(part)
+    return stages
