@@ -183,6 +183,7 @@ def _assemble(config: Config) -> Parts:
         compile=config.trainer.compile,
         seed=config.seed,
         find_unused_parameters=config.world.find_unused_parameters,
+        broadcast_buffers=config.world.broadcast_buffers,
     )
     return Parts(config, directory, world, data, model)
 

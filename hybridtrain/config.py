@@ -54,6 +54,8 @@ class WorldConfig:
     the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
     timeout_s: float = 600.0
     """How long a collective may take, in seconds."""
+    broadcast_buffers: bool = True
+    """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas."""
     find_unused_parameters: bool = False
     """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
 

@@ -83,6 +83,8 @@ class HybridModel:
         compile: compile each layer.
         seed: where the draws of layers such as dropout start from.
         find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
+        broadcast_buffers: as in DDP: every step begins with rank 0's buffers on all replicas. Off,
+            running statistics are each replica's own until an evaluation.
 
     Raises:
         SplitError, ScheduleError, ConfigError: an argument does not fit.
@@ -105,6 +107,7 @@ class HybridModel:
         compile: bool = False,
         seed: int = 0,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
     ) -> None:
         _check("pipeline.schedule", schedule, SCHEDULES)
         _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
@@ -131,6 +134,7 @@ class HybridModel:
         self.net = net
         self.world = world
         self.chunks = chunks
+        self._broadcast_buffers = broadcast_buffers
         self._schedule_name = schedule
         self._stages_per_device = stages_per_device
         self._max_inflight = max_inflight
@@ -217,7 +221,8 @@ class HybridModel:
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
                 "replicas would not average its gradient: freeze first, or make a new HybridModel"
             )
-        self.sync_buffers()
+        if self._broadcast_buffers:
+            self.sync_buffers()
         self._refresh_aliases()
         self.draws.active = self.net.training
         with torch.enable_grad(), self.precision():

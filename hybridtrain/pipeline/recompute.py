@@ -61,7 +61,7 @@ def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePoli
         return RecomputePolicy(spec)
     if isinstance(spec, Mapping):
         every = spec.get("every")
-        if set(spec) != {"every"} or not isinstance(every, int) or every < 1:
+        if set(spec) != {"every"} or type(every) is not int or every < 1:
             raise ConfigError(
                 f"pipeline.checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more"
             )

@@ -162,6 +162,36 @@ def _buffers(world):
     assert_close(dict(net.named_buffers()), dict(twin.named_buffers()), "second step")
 
 
+@cells.add("without broadcast_buffers the buffers stay each replica's own from step to step")
+def _own_buffers(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    model = hybrid(net, 2, chunks=1, broadcast_buffers=False)
+    rows = (8, 6)
+    twin = copy.deepcopy(net)
+    for seed in (0, 1):
+        batch = global_batch(rows, seed)
+        twin.load_state_dict({**net.state_dict(), **dict(twin.named_buffers())})
+        step(model, batch, rows)
+        twin(share(batch, rows, world.rank)[0])
+    assert_close(dict(net.named_buffers()), dict(twin.named_buffers()), "two steps of its own")
+
+
+@cells.add("the buffers of a stage that trains nothing are rank 0's at each step too")
+def _frozen_buffers(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.Tanh())
+    net[:2].requires_grad_(False)
+    model = hybrid(net, 2, chunks=2)
+    rows = (8, 6)
+    for seed in (0, 1):
+        step(model, global_batch(rows, seed), rows)
+    model.sync_buffers()
+    means = world.gather(net[1].running_mean)
+    assert torch.equal(*means)
+    assert means[0].abs().sum() > 0
+
+
 @cells.add("gradients added up without sync stay local, and the last step averages them all")
 def _accumulate(world):
     ours, plain = make(0), make(0)
