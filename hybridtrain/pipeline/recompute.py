@@ -85,18 +85,32 @@ def recomputed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: An
     the arguments: it may work in place, and they must be the same the second time.
     """
     first = True
+    failure: BaseException | None = None
 
     def once_more(*args: Any) -> Any:
-        nonlocal first
+        nonlocal first, failure
         if copy:
             args = tree_map_only(Tensor, torch.clone, args)
         if first:
             first = False
-            return run(*args)
+            try:
+                return run(*args)
+            except BaseException as error:
+                # PyTorch 2.11's checkpoint must be left the normal way: else the hooks that it has
+                # put into this thread stay as long as the exception, and are then taken out of
+                # the thread that drops it
+                failure = error
+                return None
         with still_statistics(module):
             return run(*args)
 
-    return checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False)
+    result = checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False)
+    if failure is None:
+        return result
+    try:
+        raise failure
+    finally:
+        failure = None
 
 
 class _State(threading.local):
