@@ -6,6 +6,7 @@ source scripts/environment.sh
 
 ensure_environment ""
 run=outputs/digits
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun would set, with a warning
 echo "== training: torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits $*"
 .venv/bin/torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits "$@"
 
