@@ -34,6 +34,18 @@ Gradients = list[Tensor | None]
 # copied to another device is free here as soon as this stage's own graph can do without it.
 Root = Tensor | GradientEdge
 
+# What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.
+_WAYS_OUT = {
+    "leaf Variable that requires grad": (
+        "the layer changes its input in place: say so with an attribute inplace = True on its "
+        "module, as nn.ReLU has it"
+    ),
+    "Expected more than 1 value per channel": (
+        "a micro-batch is too small for a batch norm: lower pipeline.chunks, or set "
+        "data.drop_last=true so that there is no short last batch"
+    ),
+}
+
 _run_backward = Variable._execution_engine.run_backward
 
 
@@ -239,11 +251,9 @@ class Stage:
         except Exception as error:
             name = self.layers[index - self._first].name
             error.add_note(f"in layer {name!r}, which was given {describe(value)}")
-            if "leaf Variable that requires grad" in str(error):
-                error.add_note(
-                    "the layer changes its input in place: say so with an attribute inplace = True "
-                    "on its module, as nn.ReLU has it"
-                )
+            for sign, way_out in _WAYS_OUT.items():
+                if sign in str(error):
+                    error.add_note(way_out)
             raise
         return value
 

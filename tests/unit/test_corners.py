@@ -208,3 +208,18 @@ def test_a_run_counted_in_epochs_keeps_its_batch_size(tmp_path):
     trainer(0.1, epochs=1, store=store).fit()
     with pytest.raises(ConfigError, match=r"data.batch_size.*8.*made with 4.*trainer.steps"):
         trainer(0.1, batch_size=8, epochs=2).resume(store.newest())
+
+
+def test_pytorch_errors_that_a_pipeline_makes_likely_come_with_the_way_out():
+    class Scales(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    net = nn.Sequential(nn.Linear(4, 4), Scales(), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="leaf Variable") as caught:
+        wrap(net, 2, split=[1, 2]).train_step(*batch(), F.mse_loss)
+    assert any("inplace = True" in note for note in caught.value.__notes__)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        wrap(net, 2, chunks=2).train_step(*batch(2), F.mse_loss)
+    assert any("lower pipeline.chunks" in note for note in caught.value.__notes__)
