@@ -68,7 +68,7 @@ class Parts:
 
 def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     """The command `train`: trains, or goes on training, and returns the summary."""
-    parts = _assemble(config)
+    parts = _assemble(config, new=True)
     directory, world, model = parts.directory, parts.world, parts.model
     loader = TrainLoader(
         parts.data.train,
@@ -150,7 +150,8 @@ def export_run(config: Config) -> Path | None:
     return path if parts.world.is_main else None
 
 
-def _assemble(config: Config) -> Parts:
+def _assemble(config: Config, new: bool = False) -> Parts:
+    """World, data and model of a run; only a `new` run makes a directory."""
     check(config)
     _check_choice("world.engine", config.world.engine, {"local": None})
     _check_choice("trainer.loss", config.trainer.loss, LOSSES)
@@ -162,7 +163,8 @@ def _assemble(config: Config) -> Parts:
         config.world.timeout_s,
     )
     directory = RunDirectory.of(config)
-    directory.create()
+    if new:
+        directory.create()
     directory.log_to_files(world.rank)
     data = _data(config, world)
     torch.use_deterministic_algorithms(config.trainer.deterministic)

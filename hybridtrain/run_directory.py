@@ -77,14 +77,18 @@ class RunDirectory:
         return summary
 
     def log_to_files(self, rank: int) -> None:
-        """Sends the log of this process to its own file and, on rank 0, to the terminal too."""
+        """Sends the log of this process to its own file and, on rank 0, to the terminal too.
+
+        Without a run directory, as after a typo in the name of a run to evaluate, there is no file.
+        """
         root = logging.getLogger()
         root.setLevel(logging.INFO)
         for handler in list(root.handlers):
             root.removeHandler(handler)
-        file = logging.FileHandler(self.path / "logs" / f"rank_{rank:03d}.log")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(file)
+        if (self.path / "logs").is_dir():
+            file = logging.FileHandler(self.path / "logs" / f"rank_{rank:03d}.log")
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            root.addHandler(file)
         if rank == 0:
             root.addHandler(log_handler())
         logging.captureWarnings(True)

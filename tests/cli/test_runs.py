@@ -396,6 +396,7 @@ def test_a_command_that_needs_a_checkpoint_says_where_it_looked(
 ) -> None:
     message = fail(capfd, command, *SMALL, "run_name=other")
     assert "there is no checkpoint in outputs/other/checkpoints: train first" in message
+    assert not Path("outputs/other").exists()
     assert "resume=null: set it to auto" in fail(capfd, command, *SMALL, "resume=null")
 
 
