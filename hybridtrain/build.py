@@ -197,6 +197,11 @@ def _data(config: Config, world: World) -> DataSplits:
         chosen = dict(config.data)
         if "download" in chosen:
             chosen["download"] = download
+        tokenizer = str(config.data.get("tokenizer", ""))
+        if (
+            "." in tokenizer or ":" in tokenizer
+        ):  # a function by its path, not a name of torchtext's
+            targets.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
         splits = targets.build("data", chosen, config.allow_targets, ignore=LOADER_KEYS)
         if not isinstance(splits, DataSplits):
             raise ConfigError(

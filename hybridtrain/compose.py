@@ -187,11 +187,3 @@ def _groups() -> list[str]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def group_options(group: str) -> list[str]:
-    """The options of a config group, such as the recipes."""
-    register()
-    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        options: list[str] = GlobalHydra.instance().config_loader().get_group_options(group)
-        return options

@@ -23,6 +23,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "optim": ("torch.optim",),
     "lr_schedule": ("torch.optim.lr_scheduler",),
     "trainer.metrics": ("torchmetrics",),
+    "data.tokenizer": ("torchtext.data",),
 }
 
 
@@ -33,7 +34,7 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
         ConfigError: it is not allowed under `key`, does not exist or cannot be called.
     """
     packages = (*PACKAGES[key], *allow)
-    where = f"{key}._target_={path}"
+    where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
     if not isinstance(path, str) or not _within(path, packages):
         raise ConfigError(
             f"{where} is not allowed: it must come from {', '.join(packages)}; to use a package of "

@@ -191,7 +191,7 @@ class Trainer:
         self._checkpoint_step = self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, in JSON's types; model, optimizer and schedule have their own."""
+        """Where the run is, in JSON's types; the model and the optimizer have their own."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -216,7 +216,6 @@ class Trainer:
         self.batch = saved["row"] // self.train.batch_size
         if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
             self.epoch, self.batch = self.epoch + 1, 0
-
         if self.scaler is not None and saved["scaler"] is not None:
             self.scaler.load_state_dict(saved["scaler"])
 

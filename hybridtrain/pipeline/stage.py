@@ -236,17 +236,13 @@ class Stage:
         return value, values
 
     def _run_layers(self, microbatch: int, value: Any) -> Any:
-        draws = self._draws
         index = self._first
         try:
             for layer in self.layers:
                 if index in self._recompute and torch.is_grad_enabled():
                     value = self._recomputed_layer(microbatch, index, layer, value)
-                elif draws.guards(index):
-                    with draws.guard(index, microbatch):
-                        value = layer.module(value)
                 else:
-                    value = layer.module(value)
+                    value = self._call(microbatch, index, layer, value)
                 index += 1
         except Exception as error:
             name = self.layers[index - self._first].name
@@ -257,13 +253,16 @@ class Stage:
             raise
         return value
 
+    def _call(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
+        if not self._draws.guards(index):
+            return layer.module(value)
+        with self._draws.guard(index, microbatch):
+            return layer.module(value)
+
     def _recomputed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             with shelf(popped) as values:
-                if self._draws.guards(index):
-                    with self._draws.guard(index, microbatch):
-                        return layer.module(value), values
-                return layer.module(value), values
+                return self._call(microbatch, index, layer, value), values
 
         # what a module in the layer stashes for another one in it is not there yet
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))

@@ -208,3 +208,13 @@ def test_what_a_users_target_returns_is_checked(
 ) -> None:
     assert main([*SMALL, "allow_targets=[my_nets]", f"{key}._target_=my_nets.nothing"]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_tokenizer_by_its_path_must_come_from_an_allowed_package(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*SMALL, "data=imdb", f"data.root={tmp_path}", f"output_dir={tmp_path}"]
+    assert main([*overrides, "data.tokenizer=subprocess:getoutput"]) == 2
+    message = capfd.readouterr().err
+    assert "data.tokenizer=subprocess.getoutput is not allowed" in message
+    assert "allow_targets=[its.name]" in message

@@ -493,6 +493,7 @@ def test_closing_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
     monitor.close()
     run(monitor, range(1, 2))
     monitor.close()
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("kind", [TensorBoard, MetricsFile])

@@ -203,7 +203,9 @@ def test_several_stages_on_one_device_are_a_valid_schedule():
         [*forwards[0], *forwards[2], *backwards[2], *backwards[0]],
         [*forwards[1], *forwards[3], *backwards[3], *backwards[1]],
     )
-    validate(changed(gpipe, lanes))
+    shared = changed(gpipe, lanes)
+    validate(shared)
+    assert peak_held(shared) == (3, 3, 3, 3)
 
 
 @given(schedule_with_an_action(), st.sampled_from(["f", "b", "W", "FB", ""]), st.booleans())

@@ -111,8 +111,9 @@ def test_both_halves_are_drawn_on_one_scale():
 
 def test_an_action_that_took_no_time_can_be_drawn():
     spans = ((Span(Action("F", 0, 0), 0.0, 0.0), Span(Action("B", 0, 0), 0.0, 1e-9)),)
-    draw(spans, spans)
-    chrome_trace(spans, "step 1")
+    assert draw(spans, spans).width > 0
+    events = chrome_trace(spans, "step 1")["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["F0", "B0"]
 
 
 # Recorded.
