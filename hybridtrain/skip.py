@@ -13,7 +13,8 @@
 
 The names that a module stashes and pops are declared on its class or on the instance, so that the
 pipeline knows, before anything runs, which stage needs what from which. A value goes straight from
-its stage's device to that of the stage that pops it, and its gradient straight back. In the plain
+its stage's device to that of the first stage that pops it, from there to the next that does, and
+its gradient the same way back. In the plain
 `nn.Sequential` the two functions work as well, so that the model runs without this project.
 (The idea is torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
 """
@@ -68,6 +69,13 @@ def pop(name: str) -> Any:
         KeyError: nothing of that name was stashed before.
     """
     return _shelf.values[name]
+
+
+def take(name: str) -> Any:
+    """`pop` by the last layer that needs the value, so that it need not be kept any longer."""
+    value = _shelf.values[name]
+    _shelf.values[name] = None
+    return value
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, World
+from hybridtrain.layers.layer import layers_of
 from hybridtrain.models import transformer
-from hybridtrain.partition.layers import layers_of
 from hybridtrain.pipeline.microbatch import chunk_sizes
 from hybridtrain.pipeline.random_state import Draws
 from hybridtrain.skip import pop, stash

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridtrain.partition.layers import Layer
+from torch import nn
+
+from hybridtrain.layers.layer import Layer
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.random_state import Draws
 from hybridtrain.pipeline.replica import replicate
@@ -14,6 +16,7 @@ from hybridtrain.world import World
 
 
 def build_stages(
+    net: nn.Module,
     parts: Sequence[Sequence[Layer]],
     world: World,
     draws: Draws,
@@ -22,9 +25,10 @@ def build_stages(
 ) -> list[Stage]:
     """A stage for each of `parts`; stage `s` is on device `s % world.nb_part`.
 
-    A collective call: the layers are moved to their devices, and rank 0's values to all ranks.
+    A collective call: the layers are brought to their devices, and rank 0's values to all ranks.
 
     Args:
+        net: the model whose layers they are.
         parts: the layers of each stage.
         world: the devices and the replicas.
         draws: what seeds the random draws of the layers.
@@ -36,11 +40,23 @@ def build_stages(
     """
     links = links_between(parts)
     slots = shared_slots([[layer.module for layer in part] for part in parts])
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
     devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
     stages: list[Stage] = []
     first = 0
     for index, part in enumerate(parts):
-        stage = Stage(index, part, first, devices, draws, links, slots[index], recompute)
+        stage = Stage(
+            index,
+            part,
+            first,
+            devices,
+            draws,
+            links,
+            slots[index],
+            recompute,
+            names,
+            values=world.is_main,  # the other ranks receive them
+        )
         stage.replica = replicate(
             stage.module,
             dict(stage.named_parameters()),

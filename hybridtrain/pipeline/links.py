@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partition.layers import Layer
+from hybridtrain.layers.layer import Layer
 from hybridtrain.skip import popped_by, stashed_by
 
 MAIN = ""
@@ -24,6 +24,9 @@ class Link:
 
 def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
     """The links that `stages` need, ordered by source and target.
+
+    A value that several stages pop travels from each to the next, so that it crosses every cut at
+    most once, and its gradients are added in the order in which the unsplit model adds them.
 
     Raises:
         SplitError: a value is stashed twice, never popped, or popped before it is stashed.
@@ -46,9 +49,10 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
                 if name not in home:
                     raise SplitError(f"layer {layer.name!r} pops {name!r}, stashed by none before")
                 popped.add(name)
-                link = names.setdefault((home[name][0], index), [])
-                if home[name][0] != index and name not in link:
-                    link.append(name)
+                source, layer_name = home[name]
+                if source != index:
+                    names.setdefault((source, index), []).append(name)
+                    home[name] = index, layer_name
     unused = set(home) - popped
     if unused:
         name = min(unused)

@@ -20,6 +20,7 @@ from torch.utils._pytree import (
 )
 
 from hybridtrain.errors import BatchError
+from hybridtrain.pipeline.pytree import leaves_of
 
 
 def batch_size(*batches: Any) -> int:
@@ -78,6 +79,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     Raises:
         BatchError: the outputs differ in structure.
     """
+    leaves_of(outputs[0])
     first, spec = tree_flatten(outputs[0])
     rows = [first]
     for output in outputs[1:]:

@@ -1,9 +1,10 @@
 """Random draws that do not know the split.
 
-A layer in training draws from a generator seeded by (seed, step, layer, micro-batch, replica),
-so that the same run draws the same dropout masks with 1, 2 or 4 stages. The default generator
-cannot give that: it is one for the whole process, and the threads of the stages would take turns
-at it in any order.
+Every random operation draws from a generator seeded by (seed, step, unit, micro-batch, replica, its
+number in the unit), so that the same run draws the same dropout masks with 1, 2 or 4 stages. A unit
+is a layer, or several layers that were one before a finer cut: they count their operations on from
+one another. The default generator cannot give that: it is one for the whole process, and the
+threads of the stages would take turns at it in any order.
 
 Below autograd and autocast every random operation passes a `TorchDispatchMode`, whatever the
 module that asked for it (`nn.Dropout`, attention's own dropout, a plain `torch.rand`). The mode
@@ -40,8 +41,17 @@ class Draws:
         self.guard_all = False
         self._seed = seed
         self._replica = replica
+        self._units: Sequence[tuple[int, int]] = ()
         self._watching = True
         self._drawing: set[int] = set()
+        self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
+
+    def set_units(self, units: Sequence[tuple[int, int]]) -> None:
+        """Says for each layer which unit it belongs to, and its number among the unit's pieces.
+
+        Without, each layer is a unit.
+        """
+        self._units = units
 
     def watch_again(self) -> None:
         """Looks at all layers once more in the next step: a layer may have changed its mind."""
@@ -69,9 +79,17 @@ class Draws:
 
     def guard(self, layer: int, microbatch: int) -> _SeededDraws:
         """A context in which the draws of `layer` are seeded for this step and micro-batch."""
-        key = struct.pack("<5q", self._seed, self.step, layer, microbatch, self._replica)
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        return _SeededDraws(int.from_bytes(digest, "little") >> 1, self._drawing, layer)
+        unit, piece = self._units[layer] if self._units else (layer, 0)
+        key = struct.pack("<5q", self._seed, self.step, unit, microbatch, self._replica)
+        # the pieces before this one have run by now: on this micro-batch they come first
+        self._counts[unit, piece, microbatch] = 0
+        before = sum(self._counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
+        return _SeededDraws(self, key, before, layer, (unit, piece, microbatch))
+
+    def drew(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
+        """Notes that `layer` has drawn with so many operations."""
+        self._drawing.add(layer)
+        self._counts[place] = operations
 
 
 # Serialises the use of the process's default generators by operations that take no other.
@@ -82,11 +100,16 @@ _takes_generator: dict[Any, bool | None] = {}
 
 
 class _SeededDraws(TorchDispatchMode):
-    def __init__(self, seed: int, drawing: set[int], layer: int) -> None:
+    def __init__(
+        self, draws: Draws, key: bytes, before: int, layer: int, place: tuple[int, int, int]
+    ) -> None:
         super().__init__()
-        self._seed = seed
-        self._drawing = drawing
+        self._draws = draws
+        self._key = key
+        self._before = before
         self._layer = layer
+        self._place = place
+        self._operations = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(
@@ -99,13 +122,8 @@ class _SeededDraws(TorchDispatchMode):
             takes = _takes_generator[func] = _inspect(func)
         if takes is None or kwargs.get("generator") is not None or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
-        self._drawing.add(self._layer)
         device = _device_of(args, kwargs)
-        generator = self._generators.get(device)
-        if generator is None:
-            generator = torch.Generator(device)
-            generator.manual_seed(self._seed)
-            self._generators[device] = generator
+        generator = self._next_generator(device)
         if takes:
             kwargs["generator"] = generator
             return func(*args, **kwargs)
@@ -116,8 +134,16 @@ class _SeededDraws(TorchDispatchMode):
             try:
                 return func(*args, **kwargs)
             finally:
-                generator.set_state(default.get_state())
                 default.set_state(before)
+
+    def _next_generator(self, device: torch.device) -> torch.Generator:
+        number = struct.pack("<q", self._before + self._operations)
+        self._operations += 1
+        self._draws.drew(self._layer, self._place, self._operations)
+        digest = hashlib.blake2b(self._key + number, digest_size=8).digest()
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 DefaultStates = tuple[bytes, list[int]]

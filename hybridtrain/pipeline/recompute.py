@@ -41,13 +41,13 @@ class RecomputePolicy:
         return self.mode == "always" or (self.mode == "except_last" and microbatch + 1 < chunks)
 
 
-def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePolicy:
+def recompute_policy(spec: RecomputeSpec, names: Sequence[str] | None) -> RecomputePolicy:
     """Reads `pipeline.checkpoint`.
 
     Args:
         spec: `never`, `except_last`, `always`; `{every: k}` for every kth layer; or a list of names
             of layers, or of groups of layers (`blocks` for `blocks.0`, ...).
-        names: the model's layers.
+        names: the model's layers; None if they are not known yet, to check the rest.
 
     Raises:
         ConfigError: it is none of these, or names no layer.
@@ -65,7 +65,9 @@ def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePoli
             raise ConfigError(
                 f"pipeline.checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more"
             )
-        return RecomputePolicy(layers=frozenset(range(0, len(names), every)))
+        return RecomputePolicy(layers=frozenset(range(0, len(names or ()), every)))
+    if names is None:
+        return RecomputePolicy()
     chosen: set[int] = set()
     for wanted in spec:
         found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}

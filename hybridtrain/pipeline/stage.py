@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hybridtrain.errors import UserError
-from hybridtrain.partition.layers import Layer
+from hybridtrain.errors import SplitError, UserError
+from hybridtrain.layers.layer import Layer
 from hybridtrain.pipeline import ties
 from hybridtrain.pipeline.links import MAIN, Link
 from hybridtrain.pipeline.memory import count_saved
+from hybridtrain.pipeline.pytree import hides_tensors, leaves_of
 from hybridtrain.pipeline.random_state import Draws
 from hybridtrain.pipeline.recompute import recomputed, works_in_place
 from hybridtrain.pipeline.replica import FrozenReplica, Replica
@@ -77,6 +78,8 @@ class Stage:
         links: Sequence[Link] = (),
         slots: Sequence[ties.Slot] = (),
         recompute: frozenset[int] = frozenset(),
+        names: Mapping[int, str] | None = None,
+        values: bool = True,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
@@ -84,12 +87,13 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.module = nn.ModuleList(layer.module for layer in layers)
-        self.aliases = ties.place(self.module, device, slots)
+        self.aliases = ties.place(self.module, device, slots, values)
         for number, alias in enumerate(self.aliases):
             self.module.register_parameter(f"alias_{number}", alias.alias)
         self.replica: Replica | FrozenReplica | None = None
         self.saved_bytes: int | None = None
         self._first = first
+        self._parameter_names = names or {}
         self._draws = draws
         self._recompute = recompute
         self._skips = any(
@@ -100,9 +104,10 @@ class Stage:
         # last bits: stage 0 copies them only if its first layer may change them
         first_layer = layers[0].module
         self._copies_to_recompute = works_in_place(self.module if index else first_layer)
-        self._names = [link.names for link in self.incoming] or [(MAIN,)]
+        self._received = [link.names for link in self.incoming] or [(MAIN,)]
         self._sends_copies = any(devices[link.target] != device for link in self.outgoing)
-        self._held: dict[int, tuple[Sequence[Sequence[Root]], list[list[Tensor]]]] = {}
+        self._held: dict[int, tuple[Sequence[Sequence[Root]], list[list[_Arrival]]]] = {}
+        self._other_layouts: bool | None = None
 
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -126,13 +131,13 @@ class Stage:
         Returns:
             what goes over each outgoing link.
         """
-        leaves: list[list[Tensor]] = []
+        arrivals: list[list[_Arrival]] = []
         skipped: dict[str, Any] = {}
-        for names, message in zip(self._names, messages, strict=True):
-            own: list[Tensor] = []
+        for names, message in zip(self._received, messages, strict=True):
+            own: list[_Arrival] = []
             for name, sent in zip(names, message, strict=True):
                 skipped[name] = self._receive(sent, own)
-            leaves.append(own)
+            arrivals.append(own)
         value = skipped.pop(MAIN)
         if self.saved_bytes is None and torch.is_grad_enabled():
             with count_saved(self.module) as saved:
@@ -146,6 +151,8 @@ class Stage:
             tuple(output if name == MAIN else skipped[name] for name in link.names)
             for link in self.outgoing
         ]
+        for message in sent_over:
+            self._check_sendable(message)
         if not torch.is_grad_enabled():
             return sent_over
         roots = [_requiring_grad(message) for message in sent_over]
@@ -153,7 +160,7 @@ class Stage:
             roots = [_requiring_grad(output)]
             if not roots[0]:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
-        self._held[microbatch] = (self._edges(roots) if self._sends_copies else roots), leaves
+        self._held[microbatch] = (self._edges(roots) if self._sends_copies else roots), arrivals
         return [tuple(map(_detach, message)) for message in sent_over]
 
     def backward(
@@ -171,7 +178,7 @@ class Stage:
         Returns:
             for each incoming link, the gradients to send back.
         """
-        sent, leaves = self._held.pop(microbatch)
+        sent, arrivals = self._held.pop(microbatch)
         roots: list[Root] = []
         grads: list[Tensor] = []
         for tensors, given in zip(sent, gradients, strict=True):
@@ -191,16 +198,17 @@ class Stage:
             )  # fmt: skip
         if replica is not None:
             replica.check_reduced()
-        return [[leaf.grad for leaf in own] for own in leaves[: len(self.incoming)]]
+        if self._other_layouts is None:
+            self._other_layouts = any(
+                arrival.in_another_layout() for own in arrivals for arrival in own
+            )
+        return [[arrival.gradient for arrival in own] for own in arrivals[: len(self.incoming)]]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that this stage computes with, under the user's names."""
         aliases = {id(alias.parameter): alias.alias for alias in self.aliases}
-        return [
-            (f"{layer.name}.{name}" if layer.name else name, aliases.get(id(p), p))
-            for layer in self.layers
-            for name, p in layer.module.named_parameters()
-        ]
+        own = {id(p): p for layer in self.layers for p in layer.module.parameters()}
+        return [(self._parameter_names[key], aliases.get(key, p)) for key, p in own.items()]
 
     def count_parameters(self) -> int:
         """The elements of the parameters that live here; shared ones live in their first stage."""
@@ -268,27 +276,73 @@ class Stage:
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
         popped = {name: pop(name) for name in sorted(names)}
         value, values = recomputed(run, layer.module, works_in_place(layer.module), value, popped)
-        for name in stashed_by(layer.module):
+        # a layer that works in place has changed a copy of what it popped
+        changed = popped if works_in_place(layer.module) else {}
+        for name in (*stashed_by(layer.module), *changed):
             stash(name, values[name])
         return value
+
+    def _check_sendable(self, message: Message) -> None:
+        """Makes sure that the tensors in `message` can be found, to be sent and to get gradients.
+
+        Raises:
+            SplitError: one is in an object that cannot be looked into.
+        """
+        if all(type(part) is Tensor for part in message):
+            return
+        for leaf in leaves_of(message):
+            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+                raise SplitError(
+                    f"layer {self.layers[-1].name!r} hands a {type(leaf).__name__} to a later "
+                    f"stage, which hides tensors: cut elsewhere, or let the layer return tensors, "
+                    f"or tuples, lists, dicts or dataclasses of them"
+                )
 
     def _edges(self, roots: Sequence[Sequence[Tensor]]) -> list[list[Root]]:
         if self.replica is not None and self.replica.find_unused:
             return [list(tensors) for tensors in roots]  # DDP looks for unused parameters from here
         return [[get_gradient_edge(tensor) for tensor in tensors] for tensors in roots]
 
-    def _receive(self, value: Any, leaves: list[Tensor]) -> Any:
+    def _receive(self, value: Any, arrivals: list[_Arrival]) -> Any:
         """The value on this device; those of its tensors that are to get a gradient are noted."""
 
         def enter(tensor: Tensor) -> Tensor:
             tensor = move(tensor, self.device)  # a micro-batch of the user's; others are here
             if tensor.requires_grad:
-                leaves.append(tensor)
+                arrivals.append(_Arrival(tensor, as_it_comes=self._other_layouts is not False))
                 if self._changes_its_input:
                     return _NotALeaf.apply(tensor)  # type: ignore[no-any-return]
             return tensor
 
         return enter(value) if type(value) is Tensor else tree_map_only(Tensor, enter, value)
+
+
+class _Arrival:
+    """A tensor that came in, and its gradient once the backward has run.
+
+    PyTorch brings a leaf's gradient into the leaf's own layout in memory, and what adds up such a
+    gradient may then do so in another order than in the unsplit model. `as_it_comes` it is taken
+    before that, at the cost of a call of Python for each tensor, so a stage does so until it has
+    seen that there is no difference.
+    """
+
+    def __init__(self, leaf: Tensor, as_it_comes: bool) -> None:
+        self._leaf = leaf
+        self._taken: Tensor | None = None
+        if as_it_comes:
+            leaf.register_hook(self._take)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient; None if there is none."""
+        return self._leaf.grad if self._taken is None else self._taken
+
+    def in_another_layout(self) -> bool:
+        """Whether the gradient that was taken has another layout than the tensor."""
+        return self._taken is not None and self._taken.stride() != self._leaf.stride()
+
+    def _take(self, gradient: Tensor) -> None:
+        self._taken = gradient
 
 
 class _NotALeaf(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
+from hybridtrain.deferred import materialize
 from hybridtrain.errors import SplitError
 
 
@@ -94,12 +95,17 @@ def unshadow(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def place(module: nn.Module, device: torch.device, slots: Sequence[Slot]) -> list[Alias]:
-    """Moves `module` to `device`, but for the parameters in `slots`, which get aliases there."""
+def place(
+    module: nn.Module, device: torch.device, slots: Sequence[Slot], values: bool = True
+) -> list[Alias]:
+    """Brings `module` to `device`, but for the parameters in `slots`, which get aliases there.
+
+    A module whose construction was deferred gets its memory there and, with `values`, its values.
+    """
     for slot in slots:
         slot.module._parameters[slot.name] = None
     try:
-        module.to(device)
+        materialize(module, device, values)
     finally:
         for slot in slots:
             slot.module._parameters[slot.name] = slot.parameter

@@ -82,7 +82,7 @@ def test_stages_cannot_share_a_module_that_has_parameters():
 
     shared = nn.Linear(4, 4)
     with pytest.raises(SplitError, match=r"stages 0 and 1 share a Linear.*b.weight = a.weight"):
-        wrap(nn.Sequential(Block(shared), Block(shared)), 2)
+        wrap(nn.Sequential(Block(shared), Block(shared)), 2, split=[1, 1])
     wrap(nn.Sequential(Block(shared), Block(shared)), 1)  # in one stage it is no question
     act = nn.Tanh()  # and without parameters neither
     model = wrap(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act), 2)
@@ -158,14 +158,14 @@ def test_the_loss_of_an_evaluation_in_half_precision_is_taken_as_in_training():
 
 def test_an_interrupt_while_a_step_is_handed_out_loses_no_lane():
     model = wrap(tied_net(), 2, chunks=2)
-    second = model._engine._inboxes[1]
+    second = model._in_place.engine._inboxes[1]
 
     class Interrupted:
         def put(self, item):
-            model._engine._inboxes[1] = second
+            model._in_place.engine._inboxes[1] = second
             raise KeyboardInterrupt
 
-    model._engine._inboxes[1] = Interrupted()
+    model._in_place.engine._inboxes[1] = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         model.train_step(*batch(), F.mse_loss)
     model.zero_grad()

@@ -10,8 +10,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.partition.layers import layers_of
-from hybridtrain.partition.split import split_layers
+from hybridtrain.layers.layer import layers_of
 from hybridtrain.pipeline.links import MAIN, Link, links_between
 from hybridtrain.skip import pop, stash
 
@@ -232,8 +231,8 @@ def test_the_forward_in_eval_mode_equals_the_plain_net_s(kind, split):
 
 def test_a_value_goes_straight_and_not_through_the_stages_between():
     net = chain(0, 6)
-    parts = split_layers(layers_of(net), 4, [2, 2, 2, 2])
-    assert links_between(parts) == [
+    layers = layers_of(net)
+    assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
         Link(0, 1, (MAIN,)), Link(0, 3, ("a",)), Link(1, 2, (MAIN,)), Link(2, 3, (MAIN,)),
     ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The loop in one process: what a step is, resuming, counting, evaluating, checkpoints."""
 
 import copy
+import itertools
 import json
 import math
 import threading
@@ -532,13 +533,14 @@ def test_an_exception_in_a_step_closes_the_monitor_and_leaves_no_thread():
     assert not [t for t in threading.enumerate() if t.name == "prefetch"]
 
 
-def test_seeds_of_neighbouring_steps_are_unrelated():
+def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
     draws = Draws(0, 0)
-    seeds = set()
-    for step in range(20):
+    drawn = set()
+    for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
-        seeds |= {draws.guard(layer, i)._seed for layer in range(10) for i in range(10)}
-    assert len(seeds) == 2000
+        with draws.guard(layer, i):
+            drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
+    assert len(drawn) == 2000
 
 
 def test_a_run_made_longer_goes_on_with_the_schedule_of_its_new_length(tmp_path):

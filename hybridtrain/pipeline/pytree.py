@@ -1,0 +1,32 @@
+"""Looking into what layers hand to one another: torch's pytrees, and dataclasses as they come."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of `tree`, whose dataclasses are registered so that every pytree function works.
+
+    What is registered already, as the outputs of `transformers` are, stays as it is.
+    """
+    while True:
+        leaves = tree_leaves(tree)
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf)} - set(SUPPORTED_NODES)
+        if not unknown:
+            return leaves
+        for kind in unknown:
+            register_dataclass(kind)
+
+
+def hides_tensors(leaf: Any, depth: int = 3) -> bool:
+    """Whether `leaf`, an object that no pytree function looks into, has tensors in it."""
+    if isinstance(leaf, Tensor):
+        return True
+    if depth == 0 or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        return False
+    return any(hides_tensors(inner, depth - 1) for inner in tree_leaves(vars(leaf)))
