@@ -1,0 +1,1 @@
+"""A model into a chain of layers: as it stands, or traced."""

@@ -1,0 +1,170 @@
+"""A module's forward, recorded in training and in evaluation mode, and where it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+from hybridtrain.layers.layer import Layer
+from hybridtrain.layers.segment import Binding, Flags, Program, Segment, segment_programs
+
+# (name of a submodule, number of its call): where a segment may begin.
+Call = tuple[str, int]
+
+# Whether to look into a submodule, by its name.
+Opens = Callable[[str, nn.Module], bool]
+
+
+class Untraceable(Exception):
+    """The forward does something that a graph would not do again."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward as a graph, in one mode.
+
+    Attributes:
+        graph: what it does.
+        entered: for each node with which calls of submodules begin, these calls, the outermost
+            first; in the order of the nodes.
+        find: the module, parameter or tensor that a target of the graph means.
+        opened: the submodules that were looked into.
+        whole: those that could not be, with the reason.
+        output: the structure of the output, if the graph returns its leaves alone.
+    """
+
+    graph: fx.Graph
+    entered: dict[fx.Node, list[Call]]
+    find: Callable[[str], Any]
+    opened: dict[str, nn.Module] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    output: TreeSpec | None = None
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """The forward of a module in both modes, with the places where it can be cut.
+
+    Attributes:
+        module: whose forward it is.
+        training: it in training mode.
+        evaluation: it in evaluation mode; the same object if there is no difference.
+        starts: the nodes that begin a segment: in training, in evaluation.
+        calls: for each start, the calls that begin with it.
+        flags: the modes of the modules that were looked into.
+    """
+
+    module: nn.Module
+    training: Recording
+    evaluation: Recording
+    starts: list[tuple[fx.Node, fx.Node]]
+    calls: list[list[Call]]
+    flags: Flags
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The submodules that could not be looked into, with the reason."""
+        return self.training.whole | self.evaluation.whole
+
+    def layers(self, prefix: str, binding: Binding | None = None) -> list[Layer]:
+        """The segments between the starts, under the names of the modules that they begin with."""
+        names = [prefix + _named(*calls[-1]) for calls in self.calls]
+        training = self._programs(self.training, [node for node, _ in self.starts], names)
+        evaluation = training
+        if self.evaluation is not self.training:
+            evaluation = self._programs(self.evaluation, [node for _, node in self.starts], names)
+        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        layers = []
+        for index, name in enumerate(names):
+            pair = training[index], evaluation[index]
+            owners = {}
+            for target in (pair[0].reads | pair[1].reads) & buffers:
+                holder, _, leaf = target.rpartition(".")
+                owners[target] = self.module.get_submodule(holder), leaf
+            segment = Segment(*pair, self.flags, owners, binding if index == 0 else None)
+            layers.append(Layer(name, segment))
+        return layers
+
+    def _programs(
+        self, recording: Recording, starts: Sequence[fx.Node], names: Sequence[str]
+    ) -> list[Program]:
+        programs = segment_programs(recording.find, recording.graph, starts, names)
+        programs[-1].output = recording.output
+        return programs
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """What stands at the dotted `path` in `module`: a module, a parameter, a tensor."""
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def record(module: nn.Module, recorder: Callable[[nn.Module], Recording]) -> Recordings:
+    """What `recorder` gives of `module` in both modes; the module's own mode stays what it was."""
+    recordings: list[Recording] = []
+    modes: list[dict[nn.Module, bool]] = []
+    for training in (True, False):
+        with _mode(module, training):
+            recordings.append(recorder(module))
+            modes.append({part: part.training for part in module.modules()})
+    first, second = recordings
+    if _signature(first.graph) == _signature(second.graph):
+        starts = [(node, node) for node in first.entered]
+        second = first
+    else:
+        starts = _common(first, second)
+    calls = [first.entered[node] for node, _ in starts]
+    if not starts:  # a forward without any submodule
+        starts = [(next(iter(first.graph.nodes)), next(iter(second.graph.nodes)))]
+        calls = [[(type(module).__name__, 0)]]
+    opened = {"": module, **first.opened, **second.opened}
+    flags = [tuple(mode[part] for part in opened.values()) for mode in modes]
+    return Recordings(module, first, second, starts, calls, Flags(opened, *flags))
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """The modes that the modules have after `module.train(training)`, for a while."""
+    modes = {part: part.training for part in module.modules()}
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _common(first: Recording, second: Recording) -> list[tuple[fx.Node, fx.Node]]:
+    """The starts that both modes have, in the same order."""
+    keys = [[calls[-1] for calls in recording.entered.values()] for recording in (first, second)]
+    nodes = list(first.entered), list(second.entered)
+    blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+    return [
+        (nodes[0][block.a + offset], nodes[1][block.b + offset])
+        for block in blocks
+        for offset in range(block.size)
+    ]
+
+
+def _signature(graph: fx.Graph) -> list[Any]:
+    """What a graph does, comparable with another graph's."""
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+
+    def by_number(arguments: Any) -> str:
+        return repr(fx.node.map_arg(arguments, lambda node: number[node]))
+
+    return [
+        (node.op, node.target, by_number(node.args), by_number(node.kwargs)) for node in graph.nodes
+    ]
+
+
+def _named(name: str, call: int) -> str:
+    return f"{name}@{call + 1}" if call else name

@@ -1,0 +1,324 @@
+"""A stretch of a traced graph as a layer: it takes what it needs and passes on what others need.
+
+Consecutive segments hand the main value to one another as the layers of any chain do. Every other
+value that a later segment needs goes by name, through `hybridtrain.skip`, from its segment to each
+that uses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.layers.inputs import Inputs, bind
+from hybridtrain.skip import pop, stash, take
+
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    operator.ilshift, operator.irshift,
+}  # fmt: skip
+
+
+@dataclass
+class Program:
+    """What a segment does in one mode, training or evaluation.
+
+    Attributes:
+        module: the nodes as a module; returns the main value and then the others in `gives`.
+        takes_main: whether its first argument is the main value.
+        takes: the names of its other arguments.
+        last: those of `takes` that no later segment uses.
+        gives: the names of the values that it passes on besides the main value.
+        reads: the parameters, buffers and constants that it uses directly.
+        in_place: whether it changes a tensor in place.
+        output: the structure of the main value, if the module returns its leaves alone.
+    """
+
+    module: fx.GraphModule
+    takes_main: bool = False
+    takes: tuple[str, ...] = ()
+    last: frozenset[str] = frozenset()
+    gives: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+    in_place: bool = False
+    output: TreeSpec | None = None
+
+    def __post_init__(self) -> None:
+        # the module's own call would print its code when a layer in it raises
+        self.run: Callable[..., Any] = self.module.forward
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The training flags that a trace has seen: of the modules whose forward was looked into."""
+
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    training: tuple[bool, ...] = ()
+    evaluation: tuple[bool, ...] = ()
+
+    def mode(self) -> bool:
+        """Whether the modules are in training mode.
+
+        Raises:
+            ConfigError: some are and some are not, otherwise than when they were traced.
+        """
+        now = tuple(module.training for module in self.modules.values())
+        if now == self.training:
+            return True
+        if now == self.evaluation:
+            return False
+        name = next(
+            name
+            for name, flag, then in zip(self.modules, now, self.training, strict=True)
+            if flag != then
+        )
+        raise ConfigError(
+            f"module {name!r} was switched to another mode than the model around it, whose forward "
+            f"depends on the mode: let its train() keep the mode, so that it is seen in the trace"
+        )
+
+
+class Segment(nn.Module):
+    """Some consecutive nodes of a traced graph, in training and in evaluation mode.
+
+    Its submodules and parameters are those of the user's model, the same objects.
+
+    Args:
+        training: what it does in training mode.
+        evaluation: likewise; the same object where there is no difference.
+        flags: tells the mode, where it matters.
+        owners: the buffers that graphs read directly: the user's module that holds each, and its
+            name there.
+        binding: for the first segment of a model, what a batch's inputs are to it.
+    """
+
+    def __init__(
+        self,
+        training: Program,
+        evaluation: Program,
+        flags: Flags | None,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        binding: Binding | None = None,
+    ) -> None:
+        super().__init__()
+        self.training_graph = training.module
+        if evaluation is not training:
+            self.evaluation_graph = evaluation.module
+        self.stashes = tuple(dict.fromkeys([*training.gives, *evaluation.gives]))
+        self.pops = tuple(dict.fromkeys([*training.takes, *evaluation.takes]))
+        self.inplace = training.in_place or evaluation.in_place
+        self._programs = {True: training, False: evaluation}
+        self._flags = flags if evaluation is not training else None
+        self._owners = owners
+        self._binding = binding
+
+    def forward(self, value: Any) -> Any:
+        """The main value of this segment from that of the one before."""
+        program = self._programs[self._flags is None or self._flags.mode()]
+        if self._binding is not None:
+            given = self._binding.values(value)
+        else:
+            given = [value] if program.takes_main else []
+            given += [take(name) if name in program.last else pop(name) for name in program.takes]
+        main, *others = program.run(*given)
+        for name, other in zip(program.gives, others, strict=True):
+            stash(name, other)
+        for name in self.stashes:
+            if name not in program.gives:
+                stash(name, None)
+        return main if program.output is None else tree_unflatten(main, program.output)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the graphs; what is around them only hands values over."""
+        for program in {id(p): p for p in self._programs.values()}.values():
+            program.run = torch.compile(program.module, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Segment:
+        """Moves the segment, and with it the buffers that it shares with the user's modules."""
+        super()._apply(fn, recurse)
+        for target, (owner, name) in self._owners.items():
+            holders = [
+                program.module.get_submodule(target.rpartition(".")[0])
+                for program in {id(p): p for p in self._programs.values()}.values()
+                if target in program.reads
+            ]
+            if holders:
+                owner._buffers[name] = holders[0]._buffers[name]
+            for holder in holders:
+                holder._buffers[name] = owner._buffers[name]
+        tensors = (*self.parameters(), *self.buffers())
+        device = tensors[0].device if tensors else fn(torch.empty(0)).device
+        for graph in {id(p): p.module for p in self._programs.values()}.values():
+            _put_constants_on(device, graph)
+        return self
+
+
+class Whole(nn.Module):
+    """A model that is one layer: it is called with a batch's inputs as they are meant."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: Any) -> Any:
+        """The model's output."""
+        inputs, values = bind(self.module, value)
+        return inputs.call(self.module, values)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The inputs that a model was traced with.
+
+    Attributes:
+        module: the model.
+        inputs: its arguments.
+        flat: whether the graph takes the leaves of their pytrees.
+    """
+
+    module: nn.Module
+    inputs: Inputs
+    flat: bool = False
+
+    def values(self, given: Any) -> list[Any]:
+        """The values of a batch's inputs, in the order of the graph's placeholders.
+
+        Raises:
+            BatchError: the batch gives other arguments than the trace has seen.
+        """
+        inputs, values = bind(self.module, given)
+        by_name = dict(zip(inputs.names, values, strict=True))
+        for name, constant in self.inputs.constants.items():
+            if name in by_name and by_name[name] != constant:
+                raise BatchError(
+                    f"{type(self.module).__name__} was traced with {name}={constant}, and this "
+                    f"batch gives {name}={by_name[name]}: only tensors may change"
+                )
+        if set(by_name) == set(self.inputs.names):
+            values = [by_name[name] for name in self.inputs.names]
+            return tree_leaves(values) if self.flat else values
+        raise BatchError(
+            f"{type(self.module).__name__} was traced with {_listed(self.inputs.names)}, and this "
+            f"batch gives {_listed(inputs.names)}: give the same inputs in every batch, or pass "
+            f"HybridModel(..., sample=<the inputs of one batch>)"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def segment_programs(
+    find: Callable[[str], Any], graph: fx.Graph, starts: Sequence[fx.Node], names: Sequence[str]
+) -> list[Program]:
+    """Cuts `graph` before each of `starts` but the first; one program for each.
+
+    Args:
+        find: the module, parameter or tensor that a target of the graph means.
+        graph: the whole forward.
+        starts: the nodes that begin a segment, in order; the first segment also has what is before
+            its start.
+        names: what each segment is called, for the names of its values.
+    """
+    home: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        here = home.get(node.prev, 0)
+        home[node] = here + (here + 1 < len(starts) and node is starts[here + 1])
+    users = {node: sorted({home[user] for user in node.users}) for node in graph.nodes}
+    mains: dict[int, fx.Node] = {}  # by the segment that gets it from the one before
+    named: list[dict[fx.Node, str]] = [{} for _ in starts]
+    for node in graph.nodes:
+        here = home[node]
+        if node.op == "get_attr" or not any(place > here for place in users[node]):
+            continue
+        replaced: fx.Node | None = node
+        if [place for place in users[node] if place > here] == [here + 1]:
+            replaced, mains[here + 1] = mains.get(here + 1), node
+        if replaced is not None:
+            named[here][replaced] = f"{names[here]}/{len(named[here])}"
+    name_of = {node: name for nodes in named for node, name in nodes.items()}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    programs = []
+    for here, given in enumerate(named):
+        main = mains.get(here)
+        takes = [node for node in name_of if home[node] < here and here in users[node]]
+        arguments = [node for node in graph.nodes if node.op == "placeholder"] if not here else []
+        body = [n for n in graph.nodes if home[n] == here and n.op not in _NO_BODY]
+        returned = output.args[0] if here + 1 == len(named) else mains.get(here + 1, ())
+        part = _part([*arguments, *([main] if main else []), *takes], body, (returned, *given))
+        programs.append(
+            Program(
+                fx.GraphModule({target: find(target) for target in _targets(part)}, part),
+                takes_main=main is not None or here == 0,
+                takes=tuple(name_of[node] for node in takes),
+                last=frozenset(name_of[node] for node in takes if users[node][-1] == here),
+                gives=tuple(given.values()),
+                reads=frozenset(str(n.target) for n in part.nodes if n.op == "get_attr"),
+                in_place=any(map(_works_in_place, body)),
+            )
+        )
+    return programs
+
+
+def _put_constants_on(device: torch.device, module: fx.GraphModule) -> None:
+    """Has `torch.arange(..., device=...)` and the like make their tensors on `device`."""
+
+    def moved(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    changed = False
+    for node in module.graph.nodes:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+        if (args, kwargs) != (node.args, node.kwargs):
+            node.args, node.kwargs, changed = args, kwargs, True
+    if changed:
+        module.recompile()
+
+
+_NO_BODY = ("placeholder", "get_attr", "output")
+
+
+def _part(arguments: Sequence[fx.Node], body: Sequence[fx.Node], returned: Any) -> fx.Graph:
+    """A graph of its own for `body`, which reads parameters where it needs them."""
+    part = fx.Graph()
+    own = {node: part.placeholder(node.name) for node in arguments}
+
+    def here(node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in own:
+            own[node] = part.get_attr(str(node.target))
+        return own[node]
+
+    for node in body:
+        own[node] = part.node_copy(node, here)
+    part.output(fx.node.map_arg(returned, here))
+    return part
+
+
+def _targets(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+
+
+def _works_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function" or isinstance(node.target, str):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    if node.target in _IN_PLACE or getattr(node.target, "__name__", "").endswith("_"):
+        return True
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bound.arguments.get("inplace") is True

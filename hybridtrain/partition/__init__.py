@@ -1,1 +1,0 @@
-"""A model into stages: its layers, what they cost, and where to cut."""

@@ -1,0 +1,568 @@
+"""Any module is cut where its own submodules are called, and computes what it computed whole."""
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain import HybridModel, World
+from hybridtrain.errors import BatchError, ConfigError, SplitError
+from hybridtrain.layers.chain import Chains
+from hybridtrain.pipeline.microbatch import chunk_sizes, split
+
+WIDTH, ROWS, CHUNKS = 6, 7, 3
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def rows(seed=0) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output: Any, _: Any = None) -> Tensor:
+    """Every tensor of the output counts, each in its own measure."""
+    leaves = [t for t in tree_leaves(plain(output)) if isinstance(t, Tensor)]
+    return sum(((k + 1) * t.float().tanh().mean() for k, t in enumerate(leaves)), torch.zeros(()))
+
+
+def plain(output: Any) -> Any:
+    """A dataclass as the dict of its fields."""
+    return vars(output) if hasattr(output, "__dataclass_fields__") else output
+
+
+def call(net: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return net(**inputs)
+    return net(*inputs) if isinstance(inputs, tuple) else net(inputs)
+
+
+def hybrid(net: nn.Module, stages: int, **options: Any) -> HybridModel:
+    return HybridModel(net, World.from_env(nb_part=stages), chunks=CHUNKS, **options)
+
+
+def assert_same(net: nn.Module, inputs: Any, stages: int, **options: Any) -> HybridModel:
+    """`net` in `stages` gives bit for bit what it gives whole: outputs, gradients, buffers."""
+    whole = copy.deepcopy(net)
+    model = hybrid(net, stages, **options)
+    model.train_step(inputs, None, loss_of)
+    sizes = chunk_sizes(ROWS, CHUNKS)
+    for part, size in zip(split(inputs, sizes), sizes, strict=True):
+        loss_of(call(whole, part)).backward(torch.tensor(size / ROWS))
+    assert len(model.stages) == stages
+    assert list(model.state_dict()) == list(whole.state_dict())
+    for (name, ours), (same, theirs) in zip(
+        net.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        assert name == same
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(net.get_buffer(name), buffer), name
+    model.eval()
+    whole.eval()
+    with torch.no_grad():
+        outputs = [call(whole, part) for part in split(inputs, sizes)]
+    ours = tree_leaves(plain(model(inputs)))
+    theirs = [tree_leaves(plain(output)) for output in outputs]
+    assert type(model(inputs)) is type(outputs[0])
+    for got, *parts in zip(ours, *theirs, strict=True):
+        assert torch.equal(got, torch.cat(parts) if parts[0].dim() else torch.stack(parts))
+    model.train()
+    return model
+
+
+class Residual(nn.Module):
+    """Values that skip submodules, one of them in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.last = (linear() for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.act(self.first(x))
+        z = self.norm(self.second(y))
+        z += y
+        w = self.third(self.act(z))
+        return self.last(w + x) * y.mean() + z
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.both = linear(), linear(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, left, right, *, scale=1.0, mask=None):
+        joined = torch.cat([self.left(left), self.right(right)], dim=1)
+        out = self.both(joined) * scale
+        return out if mask is None else out * mask
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    extra: Tensor
+
+
+class Outputs(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.second(y.tanh())
+        return {
+            "tuple": lambda: (z, y),
+            "dict": lambda: {"value": z, "list": [y, x]},
+            "dataclass": lambda: Answer(value=z, hidden=(y, x)),
+            "namedtuple": lambda: Pair(z, y),
+            "scalar": lambda: (z, z.mean()),
+        }[self.kind]()
+
+
+class Auxiliary(nn.Module):
+    """As GoogLeNet: a second output, of other layers, in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.side, self.second = linear(), linear(), linear()
+
+    def forward(self, x):
+        x = self.first(x)
+        side = self.side(x) if self.training else None
+        x = self.second(x)
+        return Pair(x, side) if self.training else x
+
+
+class OwnTensors(nn.Module):
+    """Parameters and buffers of the model itself, used in several places."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.plain = torch.randn(WIDTH)
+        self.first, self.second, self.third = linear(), linear(), linear()
+
+    def forward(self, x):
+        y = self.first(x) * self.scale + self.shift
+        z = self.second(y) + torch.ones(x.shape[0], 1) * self.scale
+        return self.third(z * self.plain) * self.scale - self.shift
+
+
+class Without(nn.Module):
+    """A model that calls no submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_values_that_skip_stages_arrive_and_so_do_their_gradients(stages, checkpoint):
+    assert_same(Residual(), rows(), stages, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_every_place_to_cut_gives_the_same(cut):
+    assert_same(Residual(), rows(), 2, split=[cut, 7 - cut])
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (rows(0), rows(1)),
+        {"left": rows(0), "right": rows(1)},
+        {"right": rows(1), "left": rows(0), "mask": rows(2), "scale": 0.5},
+    ],
+    ids=["positions", "keywords", "more keywords"],
+)
+def test_several_inputs_by_position_or_keyword(inputs):
+    assert_same(TwoInputs(), inputs, 2, sample=inputs)
+
+
+def test_keywords_may_come_in_any_order():
+    model = hybrid(TwoInputs(), 2)
+    given = {"left": rows(0), "right": rows(1)}
+    assert torch.equal(model(given), model(dict(reversed(given.items()))))
+    assert torch.equal(model(given), model((rows(0), rows(1))))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "namedtuple", "scalar"])
+def test_outputs_keep_their_structure(kind):
+    assert_same(Outputs(kind), rows(), 2)
+
+
+def test_outputs_of_training_only_are_there_in_training_only():
+    model = assert_same(Auxiliary(), rows(), 2, split=["second"])
+    assert [layer.name for layer in model.stages[0].layers] == ["first"]
+
+
+def test_tensors_of_the_model_itself_are_used_in_every_stage():
+    net = OwnTensors()
+    expected = copy.deepcopy(net)
+    for part in rows().split([3, 2, 2]):
+        (loss_of(expected(part)) * len(part) / ROWS).backward()
+    hybrid(net, 3).train_step(rows(), None, loss_of)
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        # the gradients of the stages' uses of `scale` are added up stage by stage
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_a_model_without_submodules_is_one_layer():
+    assert_same(Without(), rows(), 1)
+    with pytest.raises(SplitError, match="a model of 1 layer cannot be cut into 2 stages"):
+        hybrid(Without(), 2)
+
+
+def test_tracing_leaves_the_model_as_it_was():
+    net = OwnTensors()
+    net.second.eval()
+    attributes = {name: set(vars(part)) for name, part in net.named_modules()}
+    hybrid(net, 3)
+    assert {name: set(vars(part)) for name, part in net.named_modules()} == attributes
+    assert [part.training for part in net.modules()] == [True, True, False, True]
+
+
+# What tracing must not lose ------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """A submodule with a body of its own, which `inside` fills."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.inside = inside
+
+    def forward(self, x):
+        return self.second(self.inside(self.first(x)))
+
+
+class Outer(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        # the inner module is large enough to be looked into, and small enough to stay whole
+        self.before, self.inner = linear(), Inner(inside)
+        self.after = nn.Sequential(*(linear() for _ in range(8)))
+
+    def forward(self, x):
+        return self.after(self.inner(self.before(x)))
+
+
+def names(model: HybridModel) -> list[str]:
+    return [layer.name for stage in model.stages for layer in stage.layers]
+
+
+class Fivefold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+def without_grad(x):
+    with torch.no_grad():
+        y = x * 2
+    return x + y
+
+
+def by_chance(x):
+    return x * 2 if random.random() < 0.5 else x / 2
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda x: x * 2 if x.sum() > 0 else x / 2,
+        without_grad,
+        Fivefold.apply,
+        lambda x: Fivefold.apply(x),
+    ],
+    ids=["control flow", "no_grad", "autograd.Function", "autograd.Function by name"],
+)
+def test_what_a_graph_would_lose_stays_in_a_submodule_that_is_called_as_it_is(inside):
+    model = assert_same(Outer(inside), rows(), 2)
+    assert "inner" in names(model)
+    assert "inner.first" not in names(model)
+
+
+def test_a_choice_of_pythons_random_is_made_at_each_call():
+    net = Outer(by_chance)
+    state = random.getstate()
+    model = hybrid(net, 2)
+    assert random.getstate() == state
+    model.eval()
+    random.seed(0)
+    seen = {tuple(model(rows()).sum(1).tolist()) for _ in range(20)}
+    assert len(seen) > 1
+
+
+def test_a_tensor_that_the_forward_makes_is_made_at_each_call():
+    model = hybrid(Outer(lambda x: x + torch.zeros(len(x.shape)).sum() + torch.rand(1)), 2)
+    assert not torch.equal(model(rows()), model(rows()))
+
+
+def test_hooks_of_submodules_run_and_those_of_the_model_are_refused():
+    net = Outer(torch.tanh)
+    seen = []
+    net.inner.register_forward_hook(lambda *args: seen.append("inner"))
+    net.after[3].register_full_backward_hook(lambda *args: seen.append("after"))
+    model = hybrid(net, 2)
+    model.train_step(rows(), None, loss_of)
+    assert sorted(seen) == ["after"] * CHUNKS + ["inner"] * CHUNKS
+    net.register_forward_hook(lambda *args: None)
+    with pytest.raises(SplitError, match="the model itself has hooks"):
+        hybrid(net, 2).train_step(rows(), None, loss_of)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = linear(), linear(), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = F.dropout(self.first(x), 0.5, self.training)
+        return self.drop(self.second(self.drop(x)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = linear(), Dropping(), Dropping()
+        self.rest = nn.Sequential(*(linear() for _ in range(30)))
+
+    def forward(self, x):
+        return F.dropout(self.rest(self.c(self.b(self.a(x)))), 0.5, self.training)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [["b"], ["c"], ["b.second"], ["c.drop"], ["b.second", "c.second"], ["b.drop", "c", "rest.5"]],
+    ids=str,
+)
+def test_draws_do_not_depend_on_how_deep_the_model_is_cut(split):
+    net = Wrapped()
+    whole = copy.deepcopy(net)
+    options = {"chunks": CHUNKS, "seed": 3}
+    model = HybridModel(net, World.from_env(nb_part=len(split) + 1), split=split, **options)
+    one = HybridModel(whole, World.from_env(nb_part=1), **options)
+    for _ in range(3):
+        assert torch.equal(
+            model.train_step(rows(), None, loss_of).loss, one.train_step(rows(), None, loss_of).loss
+        )
+    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    model.eval()
+    one.eval()
+    assert torch.equal(model(rows()), one(rows()))
+
+
+def test_a_part_that_was_switched_to_another_mode_is_not_mistaken_for_the_model():
+    net = Wrapped()
+    model = hybrid(net, 2, split=["b.second"])
+    model.train_step(rows(), None, loss_of)
+    net.b.eval()
+    with pytest.raises(ConfigError, match="module 'b' was switched to another mode"):
+        model.train_step(rows(), None, loss_of)
+
+
+def test_a_part_that_keeps_its_mode_in_train_keeps_it():
+    class Still(Dropping):
+        def train(self, mode=True):
+            return super().train(False)
+
+    net = Wrapped()
+    net.b, net.c = Still(), nn.Identity()
+    net.rest.append(nn.Identity())
+    net.b.train()
+
+    def mean(model):
+        return model(rows()).mean().item()
+
+    model = hybrid(net, 2, split=["b.second"])
+    with torch.no_grad():
+        net.rest = nn.Sequential()
+    assert not net.b.training
+    assert mean(model.train()) != mean(model)  # the dropout around it is on
+    torch.testing.assert_close(net.b(rows()), net.b(rows()))
+
+
+# Where torch.fx cannot follow ----------------------------------------------------------------
+
+
+class Shapes(nn.Module):
+    """Python that looks at shapes and types, which torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = linear(), linear(), nn.Dropout(0.0)
+
+    def forward(self, x, mask=None):
+        if x.dim() == 3 and x.dtype == torch.float32:
+            x = x.flatten(0, 1).unflatten(0, (x.shape[0], x.shape[1]))
+        positions = torch.arange(x.shape[1], device=x.device)
+        x = self.first(x) + positions[None, :, None]
+        if mask is not None:
+            x = x * mask[..., None]
+        return {"out": self.drop(self.second(x.relu())), "hidden": x}
+
+
+def sequences(length=5) -> Tensor:
+    return torch.randn(ROWS, length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+def test_torch_export_follows_where_torch_fx_cannot(capfd):
+    sample = {"x": sequences(), "mask": (sequences()[..., 0] > 0).float()}
+    model = assert_same(Shapes(), sample, 2, sample=sample)
+    assert names(model) == ["first", "second", "drop"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_exported_models_take_other_numbers_of_rows_and_lengths():
+    net = Shapes()
+    whole = copy.deepcopy(net).eval()
+    model = hybrid(net, 2, sample=sequences()).eval()
+    for given in (sequences()[:1], sequences()[:4], sequences(3), sequences(9)):
+        torch.testing.assert_close(model(given)["out"], whole(given)["out"])
+
+
+def test_a_model_that_needs_a_batch_to_be_traced_waits_for_it_with_its_parameters():
+    net = Shapes()
+    model = hybrid(net, 2)
+    with pytest.raises(ConfigError, match=r"divided at its first batch.*sample="):
+        _ = model.stages
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = net.first.weight.clone()
+    model.train_step(sequences(), None, loss_of)
+    optimizer.step()
+    assert len(model.stages) == 2
+    assert not torch.equal(net.first.weight, before)
+
+
+# What cannot be done is said -----------------------------------------------------------------
+
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.sum() > 0:
+            x = x * 2
+        return self.second(x)
+
+
+def test_control_flow_in_the_model_itself_is_named_with_its_line():
+    message = r"Decides cannot be traced.*test_chain\.py:\d+: `if x\.sum\(\) > 0:`.*submodule"
+    with pytest.raises(SplitError, match=message):
+        hybrid(Decides(), 2, sample=rows())
+    assert_same(Decides(), rows(), 1, sample=rows())
+
+
+def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
+    model = hybrid(TwoInputs(), 2)
+    message = "TwoInputs was traced with left, right, and this batch gives left, right, mask: .*sam"
+    with pytest.raises(BatchError, match=message):
+        model({"left": rows(0), "right": rows(1), "mask": rows(2)})
+    with pytest.raises(BatchError, match=r"TwoInputs\.forward\(left, right.* cannot be called"):
+        model(rows())
+    sample = {"left": rows(0), "right": rows(1), "scale": 0.5}
+    model = hybrid(TwoInputs(), 2, sample=sample)
+    with pytest.raises(BatchError, match=r"traced with scale=0\.5, and this batch gives scale=2"):
+        model(sample | {"scale": 2})
+
+
+class Carrier:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_an_object_that_may_hide_tensors_does_not_cross_a_cut():
+    class Puts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            return Carrier(self.linear(x))
+
+    class Takes(nn.Module):
+        def forward(self, carrier):
+            return carrier.tensor * 2
+
+    net = nn.Sequential(Puts(), Takes())
+    with pytest.raises(SplitError, match="'0' hands a Carrier to a later stage"):
+        hybrid(net, 2).train_step(rows(), None, loss_of)
+    hybrid(net, 1).train_step(rows(), None, loss_of)
+
+
+def test_a_dataclass_may_cross_a_cut():
+    @dataclass
+    class Package:
+        value: Tensor
+        note: str
+
+    class Puts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            return Package(self.linear(x), "note")
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, package):
+            return self.linear(package.value)
+
+    assert_same(nn.Sequential(Puts(), Takes()), rows(), 2)
+
+
+def test_a_chain_is_cut_as_such_and_another_model_by_what_its_forward_calls():
+    chain = Chains(nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()))).chain()
+    assert [layer.name for layer in chain.layers] == ["0", "1.0", "1.1"]
+    chain = Chains(Wrapped()).chain()
+    assert [layer.name for layer in chain.layers][:4] == ["a", "b", "c", "rest.0"]
+    finer = Chains(Wrapped()).chain({"c"})
+    assert [layer.name for layer in finer.layers][:6] == [
+        "a", "b", "c.first", "c.drop", "c.second", "c.drop@2",
+    ]  # fmt: skip
+    assert finer.units[:7] == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)]
