@@ -1,17 +1,16 @@
-"""Where the model is cut: exact balance, explicit splits, layer names, and the messages."""
+"""Where the model is cut: by size, explicit splits, layer names, and the messages."""
 
-from itertools import combinations, pairwise
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
+from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.partition.balance import balance
-from hybridtrain.partition.layers import Layer, layers_of
-from hybridtrain.partition.split import split_layers
+from hybridtrain.layers.layer import Layer, layers_of
+from hybridtrain.partitioning.divide import Ask, divide
+from hybridtrain.partitioning.split import split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 
@@ -20,87 +19,36 @@ def chain(*sizes):
     return [Layer(f"l{i}", nn.Linear(1, size, bias=False)) for i, size in enumerate(sizes)]
 
 
-def every_cut(n, parts):
-    for inner in combinations(range(1, n), parts - 1):
-        yield [end - start for start, end in pairwise([0, *inner, n])]
+def stages_of(net, stages, split):
+    """The names of the layers of each stage."""
+    world = World.from_env(nb_part=stages)
+    model = HybridModel(net, world, split=split)
+    return [[layer.name for layer in stage.layers] for stage in model.stages]
 
 
-def costs_of(costs, counts):
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return [sum(costs[a:b]) for a, b in pairwise(bounds)]
-
-
-@pytest.mark.parametrize("spec", ["uniform", "size"])
-def test_every_layer_count_and_nb_part_gives_that_many_stages_or_says_why(spec):
-    modules = [nn.Linear(1, 1 + 7 * i % 11, device="meta") for i in range(40)]
-    for n, parts in ALL:
-        layers = [Layer(str(i), module) for i, module in enumerate(modules[:n])]
-        if n < parts:
-            with pytest.raises(SplitError, match=rf"\b{n} layers?\b.*\b{parts} stages\b"):
-                split_layers(layers, parts, spec)
+@pytest.mark.parametrize("split", ["uniform", "size"])
+def test_every_layer_count_and_nb_part_gives_that_many_stages_or_says_why(split):
+    world = World.from_env(nb_part=1)
+    for n, stages in ALL:
+        net = nn.Sequential(*(nn.Linear(1, 1 + 7 * i % 11, device="meta") for i in range(n)))
+        ask = Ask(split, replace(world, devices=world.devices * stages), 1, "1f1b", 1, [1] * stages)
+        if n < stages:
+            with pytest.raises(SplitError, match=rf"\b{n} layers?\b.*\b{stages} stages\b"):
+                divide(net, ask)
             continue
-        runs = split_layers(layers, parts, spec)
-        assert len(runs) == parts, (n, parts)
-        assert all(runs), (n, parts)
-        assert [layer for run in runs for layer in run] == layers, (n, parts)
-        if spec == "uniform":
-            assert max(map(len, runs)) == -(-n // parts), (n, parts)
-            assert min(map(len, runs)) == n // parts, (n, parts)
-
-
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=10), st.integers(1, 6))
-def test_the_largest_stage_is_as_small_as_any_cut_makes_it(costs, parts):
-    if parts > len(costs):
-        with pytest.raises(SplitError):
-            balance(costs, parts)
-        return
-    counts = balance(costs, parts)
-    assert len(counts) == parts
-    assert min(counts) >= 1
-    assert sum(counts) == len(costs)
-    best = min(max(costs_of(costs, cut)) for cut in every_cut(len(costs), parts))
-    assert max(costs_of(costs, counts)) == best
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.integers(1, 5))
-def test_the_balance_is_exact_for_measured_costs_too(costs, parts):
-    if parts > len(costs):
-        return
-    best = min(max(costs_of(costs, cut)) for cut in every_cut(len(costs), parts))
-    # the balance adds up from the left end, this test from each stage's own start
-    assert max(costs_of(costs, balance(costs, parts))) == pytest.approx(best, rel=1e-9, abs=1e-9)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
-def test_among_the_best_cuts_the_other_stages_are_even_too(costs, parts):
-    if parts > len(costs):
-        return
-
-    def rank(cut):
-        squares = sum(cost**2 for cost in costs_of(costs, cut))
-        return max(costs_of(costs, cut)), squares, sum(count**2 for count in cut)
-
-    best = min(map(rank, every_cut(len(costs), parts)))
-    assert rank(balance(costs, parts)) == best
-
-
-def test_a_negative_cost_and_less_than_one_part_are_refused():
-    with pytest.raises(SplitError, match="negative"):
-        balance([1, -1], 2)
-    with pytest.raises(SplitError, match="at least 1 part, not 0"):
-        balance([1, 1], 0)
-
-
-def names(runs):
-    return [[layer.name for layer in run] for run in runs]
+        parts = divide(net, ask).parts
+        assert len(parts) == stages, (n, stages)
+        assert all(parts), (n, stages)
+        assert [layer.module for part in parts for layer in part] == list(net), (n, stages)
+        if split == "uniform":
+            assert max(map(len, parts)) == -(-n // stages), (n, stages)
+            assert min(map(len, parts)) == n // stages, (n, stages)
 
 
 def test_size_balances_parameters_and_uniform_balances_layers():
-    layers = chain(9, 1, 1, 1, 1)
-    assert names(split_layers(layers, 2, "size")) == [["l0"], ["l1", "l2", "l3", "l4"]]
-    assert names(split_layers(layers, 2, "uniform")) == [["l0", "l1", "l2"], ["l3", "l4"]]
+    net = nn.Sequential(*(nn.Linear(1, size, bias=False) for size in (9, 1, 1, 1, 1)))
+    assert stages_of(net, 2, "size") == [["0"], ["1", "2", "3", "4"]]
+    assert stages_of(net, 2, "uniform") == [["0", "1", "2"], ["3", "4"]]
 
 
 @pytest.mark.parametrize(
@@ -113,14 +61,13 @@ def test_size_balances_parameters_and_uniform_balances_layers():
     ],
 )
 def test_counts_cut_points_and_names_say_the_same(stages, spec):
-    runs = names(split_layers(chain(*[1] * 6), stages, spec))
-    assert runs == [["l0"], ["l1", "l2", "l3"], ["l4", "l5"]]
+    assert split_layers(chain(*[1] * 6), stages, spec) == [1, 3, 2]
 
 
 def test_one_stage_takes_a_count_or_an_empty_list():
     layers = chain(1, 1, 1)
-    assert names(split_layers(layers, 1, [3])) == [["l0", "l1", "l2"]]
-    assert names(split_layers(layers, 1, [])) == [["l0", "l1", "l2"]]
+    assert split_layers(layers, 1, [3]) == [3]
+    assert split_layers(layers, 1, []) == [3]
 
 
 def transformer_like():
@@ -133,19 +80,20 @@ def transformer_like():
 
 
 def test_a_cut_may_be_named_by_a_group_of_layers():
-    layers = layers_of(transformer_like())
-    assert names(split_layers(layers, 3, ["blocks", "head"])) == [
-        ["embed"],
-        ["blocks.0", "blocks.1.0", "blocks.1.1"],
-        ["head"],
-    ]
-    assert names(split_layers(layers, 2, ["blocks.1"]))[1][0] == "blocks.1.0"
+    blocks = ["blocks.0", "blocks.1.0", "blocks.1.1"]
+    assert stages_of(transformer_like(), 3, ["blocks", "head"]) == [["embed"], blocks, ["head"]]
+    assert stages_of(transformer_like(), 2, ["blocks.1"])[1][0] == "blocks.1.0"
+
+
+def test_name_patterns_say_for_each_stage_what_it_gets():
+    blocks = ["blocks.0", "blocks.1.0", "blocks.1.1"]
+    for split in (["embed", "blocks", "head"], [["embed"], ["blocks.0", "blocks.1*"], "h*"]):
+        assert stages_of(transformer_like(), 3, split) == [["embed"], blocks, ["head"]]
 
 
 @pytest.mark.parametrize(
     ("stages", "spec", "message"),
     [
-        (2, "even", r"pipeline\.split='even' is unknown: use uniform, size"),
         (2, [3, 4], r"add up to the model's 6 layers; these add up to 7"),
         (2, [6, 0], r"layer counts must be positive"),
         (2, [7, -1], r"layer counts must be positive"),
@@ -155,13 +103,15 @@ def test_a_cut_may_be_named_by_a_group_of_layers():
         (3, [2, 6], r"cut points must rise"),
         (3, ["l4", "l1"], r"cut points must rise"),
         (2, ["l0"], r"cut points must rise"),
-        (3, ["l1", "l4", "l5"], r"does not describe 3 stages: give 3 layer counts, or 2 cut point"),
-        (4, [1, 2], r"does not describe 4 stages: give 4 layer counts, or 3 cut points"),
-        (2, [1, 2, 3], r"does not describe 2 stages: give 2 layer counts, or 1 cut point "),
+        (3, list("abcd"), r"does not describe 3 stages: give 3 layer counts, 2 cut points \("),
+        (4, [1, 2], r"does not describe 4 stages: .*a stage\), or 4 name patterns"),
+        (2, [1, 2, 3], r"does not describe 2 stages: give 2 layer counts, 1 cut point \("),
+        (3, ["l1", "l4", "l9"], r"no layer matches 'l9'"),
         (2, [], r"does not describe 2 stages"),
-        (1, ["l1"], r"does not describe 1 stage"),
+        (1, ["l1", "l2"], r"does not describe 1 stage"),
         (3, [1, "l4"], r"does not describe 3 stages"),
         (2, [2.5, 3.5], r"does not describe 2 stages"),
+        (2, [True, False], r"does not describe 2 stages"),
         (2, [True], r"does not describe 2 stages"),
         (2, [1], None),
     ],
@@ -169,7 +119,7 @@ def test_a_cut_may_be_named_by_a_group_of_layers():
 def test_a_split_that_does_not_fit_says_what_would(stages, spec, message):
     layers = chain(*[1] * 6)
     if message is None:
-        assert len(split_layers(layers, stages, spec)) == stages
+        assert split_layers(layers, stages, spec) == [1, 5]
         return
     with pytest.raises(SplitError, match=message):
         split_layers(layers, stages, spec)
@@ -225,24 +175,29 @@ def test_a_sequential_with_hooks_stays_whole_so_that_they_run(register):
 
 
 @pytest.mark.parametrize("where", ["top", "nested"])
-def test_a_module_that_stands_twice_is_refused_with_both_names(where):
+def test_the_uses_of_one_layer_stay_in_one_stage(where):
     shared = nn.Linear(2, 2)
-    net = nn.Sequential(shared, nn.ReLU(), shared)
-    if where == "nested":
-        net = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
-    second = {"top": r"2", "nested": r"1\.1"}[where]
-    with pytest.raises(SplitError, match=rf"layer '{second}' is the same module as '0'"):
-        layers_of(net)
+    inner = [nn.ReLU(), shared]
+    uses = [shared, nn.Sequential(*inner)] if where == "nested" else [shared, *inner]
+    for split in ("uniform", "size", "time"):
+        model = HybridModel(
+            nn.Sequential(*uses, nn.Linear(2, 2), nn.Linear(2, 2)),
+            World.from_env(nb_part=2),
+            split=split,
+            sample=torch.zeros(1, 2),
+        )
+        assert len(model.stages[0].layers) >= 3
+    with pytest.raises(
+        SplitError, match=r"'0' to '(1\.1|2)' stay together, as they use one module"
+    ):
+        HybridModel(nn.Sequential(*uses), World.from_env(nb_part=2))
 
 
-def test_a_model_that_is_no_chain_or_empty_is_refused():
-    with pytest.raises(SplitError, match=r"Linear is not an nn\.Sequential"):
-        layers_of(nn.Linear(2, 2))
+def test_an_unknown_way_to_split_says_which_there_are():
+    with pytest.raises(SplitError, match=r"pipeline\.split='even' is unknown: use uniform, size, "):
+        stages_of(transformer_like(), 2, "even")
+
+
+def test_a_model_without_layers_is_refused():
     with pytest.raises(SplitError, match="no layers"):
         layers_of(nn.Sequential(nn.Sequential()))
-
-
-def test_a_layers_size_is_the_number_of_its_elements():
-    assert Layer("x", nn.Linear(3, 4)).parameters == 16
-    assert Layer("x", nn.ReLU()).parameters == 0
-    assert torch.tensor([layer.parameters for layer in chain(2, 5)]).tolist() == [2, 5]

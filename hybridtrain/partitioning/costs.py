@@ -1,0 +1,267 @@
+"""What the layers of a model cost: in time, in memory, and in bytes that cross a cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hybridtrain.layers.layer import Layer
+from hybridtrain.pipeline.memory import count_saved
+from hybridtrain.pipeline.recompute import works_in_place
+from hybridtrain.skip import popped_by, shelf, stashed_by
+
+ROUNDS = 10
+"""How often a layer is timed at most."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs, for one micro-batch.
+
+    Attributes:
+        name: the layer's.
+        parameters: elements of its parameters.
+        forward_ms: milliseconds of its forward.
+        backward_ms: milliseconds of its backward.
+        weight_bytes: its parameters and buffers, and the gradients and the optimizer's state of
+            those parameters that are trained.
+        activation_bytes: what autograd keeps for its backward.
+        crossing_bytes: what would cross a cut right after it: its own output, and every value of
+            an earlier layer that a later one needs.
+        crossing_ms: milliseconds to bring that to another device; 0 where it stays.
+    """
+
+    name: str
+    parameters: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    crossing_bytes: int = 0
+    crossing_ms: float = 0.0
+
+
+def count(layers: Sequence[Layer], *, state_per_parameter: int = 2) -> list[LayerCost]:
+    """The costs that need no run: parameters and the bytes of the weights, on any device.
+
+    Args:
+        layers: the chain. What several layers share counts in the first of them.
+        state_per_parameter: tensors of a parameter's size that the optimizer keeps of it; AdamW
+            keeps 2.
+    """
+    seen: set[int] = set()
+    costs = []
+    for layer in layers:
+        parameters = [p for p in layer.module.parameters() if id(p) not in seen]
+        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
+        seen.update(map(id, [*parameters, *buffers]))
+        copies = [1 + (1 + state_per_parameter) * p.requires_grad for p in parameters]
+        weight_bytes = sum(p.nbytes * n for p, n in zip(parameters, copies, strict=True))
+        costs.append(
+            LayerCost(
+                layer.name,
+                parameters=sum(p.numel() for p in parameters),
+                weight_bytes=weight_bytes + sum(b.nbytes for b in buffers),
+            )
+        )
+    return costs
+
+
+def measure(
+    layers: Sequence[Layer],
+    inputs: Any,
+    device: torch.device,
+    *,
+    seconds: float = 3.0,
+    crossing_device: torch.device | None = None,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+    state_per_parameter: int = 2,
+    visit: Callable[[Layer], AbstractContextManager[object]] | None = None,
+) -> list[LayerCost]:
+    """Runs the chain on one micro-batch, each layer by itself, and measures what it costs.
+
+    Layers run in the mode they are in; if all are in evaluation mode there is no backward. It
+    leaves no gradient and changes no buffer, no default generator and none of the inputs. The
+    modules stay on `device`.
+
+    Args:
+        layers: the chain.
+        inputs: a micro-batch, as the first layer takes it.
+        device: where all layers run.
+        seconds: about how long to measure. Every layer is run twice, however long that takes.
+        crossing_device: where the next stage may be; None if on the same device.
+        precision: the context that a forward runs in, such as autocast.
+        state_per_parameter: as for `count`.
+        visit: a context for every time that a layer's turn comes, such as one in which its weights
+            are there.
+
+    Raises:
+        Exception: whatever a layer raises, with a note that names the layer.
+    """
+    visit = visit or (lambda _: nullcontext())
+    trains = any(part.training for layer in layers for part in layer.module.modules())
+    gpus = [device] if device.type == "cuda" else []
+    runs: list[_Run] = []
+    with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+        deadline = time.perf_counter() + seconds
+        value = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+        held: dict[str, Any] = {}
+        last_pop = {
+            name: index for index, layer in enumerate(layers) for name in popped_by(layer.module)
+        }
+        for index, layer in enumerate(layers):
+            popped = {name: held[name] for name in popped_by(layer.module) if name in held}
+            run = _Run(layer, device, precision or nullcontext, value, popped)
+            with visit(layer):
+                value, stashed = run.warm_up()
+                run.timed()
+            held = {k: v for k, v in (held | stashed).items() if last_pop.get(k, 0) > index}
+            run.crossing_bytes = sum(tensor.nbytes for tensor in _tensors((value, held)))
+            runs.append(run)
+        crossing_ms = {
+            nbytes: _copy_ms(nbytes, device, crossing_device or device)
+            for nbytes in {run.crossing_bytes for run in runs}
+        }
+        # a round of all layers after the other: what disturbs the machine for a while disturbs a
+        # run or two of each layer, which the median leaves out
+        for run in runs * (ROUNDS - 1):
+            if time.perf_counter() > deadline:
+                break
+            with visit(run.layer):
+                run.timed()
+    return [
+        replace(
+            weights,
+            forward_ms=median(run.forward_ms),
+            backward_ms=median(run.backward_ms),
+            activation_bytes=run.activation_bytes,
+            crossing_bytes=run.crossing_bytes,
+            crossing_ms=crossing_ms[run.crossing_bytes],
+        )
+        for weights, run in zip(
+            count(layers, state_per_parameter=state_per_parameter), runs, strict=True
+        )
+    ]
+
+
+@dataclass
+class _Run:
+    """A layer, what it is given in the chain, and what its runs have cost."""
+
+    layer: Layer
+    device: torch.device
+    precision: Callable[[], AbstractContextManager[object]]
+    value: Any
+    popped: dict[str, Any]
+    activation_bytes: int = 0
+    crossing_bytes: int = 0
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+
+    def warm_up(self) -> tuple[Any, dict[str, Any]]:
+        """Brings the layer to the device; returns its output and what it stashes, detached."""
+        with self._in_its_name():
+            self.layer.module.to(self.device)
+            with count_saved(self.layer.module) as saved:
+                output, stashed, *_ = self._once()
+            self.activation_bytes = saved.bytes
+        return tree_map_only(Tensor, _detached, (output, stashed))  # type: ignore[no-any-return]
+
+    def timed(self) -> None:
+        """Runs the layer once more and notes how long it took."""
+        with self._in_its_name():
+            self.layer.module.to(self.device)
+            *_, forward_ms, backward_ms = self._once()
+        self.forward_ms.append(forward_ms)
+        self.backward_ms.append(backward_ms)
+
+    @contextmanager
+    def _in_its_name(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in layer {self.layer.name!r}, while its cost was measured")
+            raise
+
+    def _once(self) -> tuple[Any, dict[str, Any], float, float]:
+        module = self.layer.module
+        leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        copy = works_in_place(module)
+
+        def enter(tensor: Tensor) -> Tensor:
+            leaf = _detached(tensor)
+            if leaf.requires_grad:
+                leaves.append(leaf)
+            return leaf.clone() if copy else leaf
+
+        value, popped = tree_map_only(Tensor, enter, (self.value, self.popped))
+
+        def forward() -> tuple[Any, dict[str, Any]]:
+            with self.precision(), shelf(popped) as values:
+                return module(value), values
+
+        with _still_buffers(module):
+            (output, values), forward_ms = _clocked(forward, self.device)
+            stashed = {name: values[name] for name in stashed_by(module)}
+            roots = [tensor for tensor in _tensors((output, stashed)) if tensor.requires_grad]
+            if not (torch.is_grad_enabled() and roots):
+                return output, stashed, forward_ms, 0.0
+            ones = [torch.ones_like(root) for root in roots]
+            _, backward_ms = _clocked(
+                lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True), self.device
+            )
+        return output, stashed, forward_ms, backward_ms
+
+
+@contextmanager
+def _still_buffers(module: nn.Module) -> Iterator[None]:
+    """What runs inside may change copies of the buffers in `module`, not the buffers."""
+    kept = [(part, part._buffers) for part in module.modules()]
+    for part, buffers in kept:
+        part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
+    try:
+        yield
+    finally:
+        for part, buffers in kept:
+            part._buffers = buffers
+
+
+def _clocked(work: Callable[[], Any], *devices: torch.device) -> tuple[Any, float]:
+    """What `work` returns, and the milliseconds until `devices` are done with it."""
+    _wait(devices)
+    start = time.perf_counter()
+    result = work()
+    _wait(devices)
+    return result, (time.perf_counter() - start) * 1e3
+
+
+def _wait(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _copy_ms(nbytes: int, source: torch.device, target: torch.device) -> float:
+    """Milliseconds to copy `nbytes` from device to device."""
+    if source == target:
+        return 0.0
+    block = torch.empty(nbytes, dtype=torch.uint8, device=source)
+    times = [_clocked(lambda: block.to(target), source, target)[1] for _ in range(1 + ROUNDS // 2)]
+    return median(times[1:])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The same values, with `requires_grad` as in training but no graph behind them."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,301 @@
+"""From a model and what was asked for to the layers of each stage, equal on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridtrain.deferred import materialize
+from hybridtrain.errors import SplitError
+from hybridtrain.layers.chain import Chain, Chains, SampleNeeded, can_open
+from hybridtrain.layers.layer import Layer, is_chain
+from hybridtrain.partitioning.balance import INFINITY, best_cut, sums_of_runs, too_few_layers
+from hybridtrain.partitioning.by_hand import counts_by_marks
+from hybridtrain.partitioning.costs import LayerCost, count, measure
+from hybridtrain.partitioning.marks import marked_stage, mixed, without_use
+from hybridtrain.partitioning.objective import GIB, Goal, cut_by_costs, stage_tables
+from hybridtrain.partitioning.plan import Plan, counts_for
+from hybridtrain.partitioning.split import SplitSpec, split_layers
+from hybridtrain.world import World
+
+# A stage this much above the mean is not balanced; layers this large, as a share of the mean
+# stage, are looked into if that would help.
+TOLERANCE = 0.05
+LARGE_LAYER = 0.1
+
+# How often layers are opened and the cut is looked for anew.
+ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the model is divided for.
+
+    Attributes:
+        split: how; see `HybridModel`.
+        world: its devices and ranks.
+        stages_per_device: stages on each device.
+        schedule: its name.
+        chunks: micro-batches a step.
+        held: for each stage, how many micro-batches it keeps alive at most.
+        memory_weight: for `balanced`: 0 for time alone, 1 for memory alone.
+        memory_limit_gib: what a device can hold.
+        default_partition: the stage of what is in none, for `manual`.
+        optimizer_state: tensors that the optimizer keeps for a parameter.
+        precision: what the model computes under.
+    """
+
+    split: SplitSpec
+    world: World
+    stages_per_device: int
+    schedule: str
+    chunks: int
+    held: Sequence[int]
+    memory_weight: float = 0.2
+    memory_limit_gib: float | None = None
+    default_partition: int | None = None
+    optimizer_state: int = 2
+    precision: Callable[[], AbstractContextManager[object]] | None = None
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.world.nb_part * self.stages_per_device
+
+    @property
+    def goal(self) -> Goal | None:
+        """What the costs are balanced for; None if the split does not go by measured costs."""
+        weights = {"time": 0.0, "memory": 1.0, "balanced": self.memory_weight}
+        if not isinstance(self.split, str) or self.split not in weights:
+            return None
+        limit = None if self.memory_limit_gib is None else self.memory_limit_gib * GIB
+        return Goal(weights[self.split], limit, self.stages_per_device)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model in stages.
+
+    Attributes:
+        parts: the layers of each stage.
+        units: see `Chain.units`.
+        plan: what was decided, and from what costs.
+    """
+
+    parts: list[list[Layer]]
+    units: list[tuple[int, int]]
+    plan: Plan
+
+
+def divide(net: nn.Module, ask: Ask, sample: Any = None) -> Division:
+    """The stages of `net`; a collective call, in which rank 0 decides.
+
+    Args:
+        net: any module.
+        ask: what it is divided for.
+        sample: the inputs of a micro-batch.
+
+    Raises:
+        SplitError: the model cannot be divided so.
+        SampleNeeded: `sample` is None, and needed.
+    """
+    source = _Source(net, ask, sample)
+    if sample is None and ask.goal is not None:
+        raise SampleNeeded
+    decision = ask.world.broadcast(ask.world.on_main(lambda: _decide(source)))
+    assert decision is not None
+    deeper, costs, counts = decision
+    chain = source.chain(deeper)
+    bounds = list(pairwise(accumulate(counts, initial=0)))
+    devices = [ask.world.devices[stage % ask.world.nb_part] for stage in range(ask.stages)]
+    return Division(
+        parts=[chain.layers[start:end] for start, end in bounds],
+        units=chain.units,
+        plan=Plan(
+            model=type(net).__name__,
+            split=ask.split if isinstance(ask.split, str) else "by hand",
+            schedule=ask.schedule,
+            chunks=ask.chunks,
+            nb_part=ask.world.nb_part,
+            stages_per_device=ask.stages_per_device,
+            deeper=sorted(deeper),
+            stages=[costs[start:end] for start, end in bounds],
+            held=list(ask.held),
+            devices=[str(device) for device in devices],
+        ),
+    )
+
+
+class _Source:
+    """The chains of a model and what their layers cost."""
+
+    def __init__(self, net: nn.Module, ask: Ask, sample: Any) -> None:
+        self.net = net
+        self.ask = ask
+        self._sample = sample
+        self._chains = Chains(net, sample, ask.precision)
+
+    def chain(self, deeper: Collection[str] = ()) -> Chain:
+        """The chain in which the modules in `deeper` are looked into."""
+        try:
+            return self._chains.chain(deeper)
+        except SplitError:
+            if self.ask.stages > 1:
+                raise
+            return self._chains.one_layer()
+
+    def opens(self, path: str) -> bool:
+        """Whether the module there may be looked into for a better balance."""
+        if is_chain(self.net) and self.ask.goal is None:
+            return False  # a chain is cut as such
+        try:
+            return can_open(self.net.get_submodule(path))
+        except AttributeError:
+            return False  # a layer without a module of its own
+
+    def costs(self, chain: Chain) -> list[LayerCost]:
+        """What its layers cost: measured if the split goes by that."""
+        ask = self.ask
+        if ask.goal is None:
+            return count(chain.layers, state_per_parameter=ask.optimizer_state)
+        devices = ask.world.devices
+        return measure(
+            chain.layers,
+            self._sample,
+            devices[0],
+            crossing_device=devices[-1],
+            precision=ask.precision,
+            state_per_parameter=ask.optimizer_state,
+            seconds=2.0,
+            visit=self._visit,
+        )
+
+    @contextmanager
+    def _visit(self, layer: Layer) -> Iterator[None]:
+        """Has the layer's weights on the device where it is measured, and not all layers' there."""
+        first, *others = self.ask.world.devices
+        materialize(layer.module, first)
+        yield
+        if any(device != first for device in others):
+            layer.module.to("cpu")
+
+
+Decision = tuple[list[str], list[LayerCost], list[int]]
+
+
+def _decide(source: _Source) -> Decision:
+    """Which modules to look into, what the layers cost, and how many each stage gets."""
+    ask, net = source.ask, source.net
+    split = ask.split
+    deeper: set[str] = set()
+    if isinstance(split, str) and split.endswith((".yaml", ".yml")):
+        plan = Plan.read(split)
+        chain = source.chain(plan.deeper)
+        counts = counts_for(plan, [layer.name for layer in chain.layers], ask.stages)
+        return plan.deeper, plan.costs, counts
+    if split == "manual":
+        deeper = {
+            name
+            for name, part in net.named_modules()
+            if mixed(part, marked_stage(net, name, ask.default_partition))
+        }
+        chain = source.chain(deeper)
+        counts = counts_by_marks(net, chain.layers, ask.stages, ask.default_partition)
+        return sorted(deeper), source.costs(chain), counts
+    if isinstance(split, str):
+        return _decide_by_costs(source)
+    deeper = _named_inside(net, [item for item in split if not isinstance(item, int)])
+    chain = source.chain(deeper)
+    counts = split_layers(chain.layers, ask.stages, split)
+    return sorted(deeper), source.costs(chain), counts
+
+
+def _decide_by_costs(source: _Source) -> Decision:
+    """The best cut, looking into layers that are too large for a good one."""
+    ask = source.ask
+    deeper: set[str] = set()
+    best: Decision | None = None
+    for _ in range(ROUNDS):
+        chain = source.chain(deeper)
+        costs = source.costs(chain)
+        tables = _tables(costs, chain, ask)
+        sizes = [tables[0][i, i + 1].item() for i in range(len(costs))]
+        mean = sum(sizes) / ask.stages
+        failure: SplitError | None = None
+        largest = float("inf")
+        try:
+            counts = _cut(tables, costs, chain, ask)
+        except SplitError as error:
+            failure = error
+        else:
+            best = sorted(deeper), costs, counts
+            stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
+            largest = max(table[start, end].item() for table, (start, end) in stages)
+            if ask.split == "uniform":
+                break  # a number of layers is even enough
+        more = {
+            path
+            for layer, size in zip(chain.layers, sizes, strict=True)
+            if size > LARGE_LAYER * mean and source.opens(path := without_use(layer.name))
+        }
+        if largest <= (1 + TOLERANCE) * mean or more <= deeper:
+            break
+        deeper |= more
+    if best is None:
+        assert failure is not None
+        raise SplitError(f"{failure}{_hints(chain)}") from failure
+    return best
+
+
+def _hints(chain: Chain) -> str:
+    """Why there are not more places to cut."""
+    hints = [
+        f"; {name!r} could not be looked into: {why}" for name, why in list(chain.whole.items())[:3]
+    ]
+    if chain.joined:
+        first = min(chain.joined)
+        last = next(i for i in range(first, len(chain.layers) + 1) if i not in chain.joined) - 1
+        begin, end = chain.layers[first - 1].name, chain.layers[last].name
+        hints.insert(0, f"; {begin!r} to {end!r} stay together, as they use one module")
+    return "".join(hints)
+
+
+def _tables(costs: Sequence[LayerCost], chain: Chain, ask: Ask) -> list[Tensor]:
+    """For each stage, its size by its first layer and the layer after its last."""
+    if ask.goal is not None:
+        return stage_tables(costs, ask.held, ask.goal, chain.joined)
+    if ask.split not in ("uniform", "size"):
+        raise SplitError(
+            f"pipeline.split={ask.split!r} is unknown: use uniform, size, time, memory, balanced, "
+            f"manual, the path of a plan (.yaml), or a list of layer counts, cut points, layer "
+            f"names or name patterns"
+        )
+    table = sums_of_runs([1 if ask.split == "uniform" else cost.parameters for cost in costs])
+    table[list(chain.joined), :] = table[:, list(chain.joined)] = INFINITY
+    return [table] * ask.stages
+
+
+def _cut(tables: Sequence[Tensor], costs: Sequence[LayerCost], chain: Chain, ask: Ask) -> list[int]:
+    if ask.goal is not None:
+        return cut_by_costs(costs, ask.held, ask.goal, chain.joined)
+    counts = best_cut(tables) if len(costs) >= ask.stages else None
+    if counts is None:
+        raise SplitError(too_few_layers(len(costs), ask.stages, len(chain.joined)))
+    return counts
+
+
+def _named_inside(net: nn.Module, split: Sequence[Any]) -> set[str]:
+    """The modules that must be looked into to find the layers that `split` names."""
+    given = [name for item in split for name in ([item] if isinstance(item, str) else item)]
+    parts = {name for name, _ in net.named_modules()}
+    inside: set[str] = set()
+    for name in given:
+        literal = re.split(r"[*?\[]", name)[0].split(".")[:-1]
+        inside |= {".".join(literal[:end]) for end in range(1, len(literal) + 1)} & parts
+    return inside

@@ -1,0 +1,309 @@
+"""The exact cut: of a chain of costs, of any tables, and for time and memory; the messages."""
+
+import random
+import re
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridtrain.errors import SplitError
+from hybridtrain.partitioning.balance import best_cut, sums_of_runs
+from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.objective import Goal, cut_by_costs, stage_costs, stage_tables
+from hybridtrain.pipeline.schedule import gpipe, one_forward_one_backward, peak_held
+
+INFINITY = float("inf")
+GIB = 2**30
+
+
+def balance(costs, parts):
+    """The best cut of layers that cost the same in every part."""
+    return best_cut([sums_of_runs(costs)] * parts)
+
+
+def every_cut(n, parts):
+    for inner in combinations(range(1, n), parts - 1):
+        yield [end - start for start, end in pairwise([0, *inner, n])]
+
+
+def bounds_of(counts):
+    return list(pairwise(sum(counts[:i]) for i in range(len(counts) + 1)))
+
+
+def costs_of(costs, counts):
+    return [sum(costs[a:b]) for a, b in bounds_of(counts)]
+
+
+def rank_of(stages, counts):
+    """What the best cut has least of, in this order."""
+    return max(stages), sum(cost**2 for cost in stages), sum(count**2 for count in counts)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=10), st.integers(1, 6))
+def test_the_largest_stage_is_as_small_as_any_cut_makes_it(costs, parts):
+    if parts > len(costs):
+        assert balance(costs, parts) is None
+        return
+    counts = balance(costs, parts)
+    assert len(counts) == parts
+    assert min(counts) >= 1
+    assert sum(counts) == len(costs)
+    best = min(max(costs_of(costs, cut)) for cut in every_cut(len(costs), parts))
+    assert max(costs_of(costs, counts)) == best
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.integers(1, 5))
+def test_the_balance_is_exact_for_measured_costs_too(costs, parts):
+    if parts > len(costs):
+        return
+    best = min(max(costs_of(costs, cut)) for cut in every_cut(len(costs), parts))
+    # the balance adds up from the left end, this test from each stage's own start
+    assert max(costs_of(costs, balance(costs, parts))) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_among_the_best_cuts_the_other_stages_are_even_too(costs, parts):
+    if parts > len(costs):
+        return
+    best = min(rank_of(costs_of(costs, cut), cut) for cut in every_cut(len(costs), parts))
+    counts = balance(costs, parts)
+    assert rank_of(costs_of(costs, counts), counts) == best
+
+
+@pytest.mark.parametrize("unit", [0.1, 1 / 3, 0.7e-3])
+def test_costs_that_tie_but_for_rounding_are_cut_as_if_they_did(unit):
+    for seed in range(100):
+        draw = random.Random(seed)
+        costs = [draw.randint(0, 4) for _ in range(draw.randint(5, 20))]
+        parts = draw.randint(2, 5)
+        measured = balance([cost * unit for cost in costs], parts)
+        exact = balance(costs, parts)
+        assert rank_of(costs_of(costs, measured), measured) == rank_of(
+            costs_of(costs, exact), exact
+        )
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_cut_is_the_best_for_any_tables(seed):
+    draw = random.Random(seed)
+    n, parts = draw.randint(1, 8), draw.randint(1, 5)
+    forbidden = draw.choice([0, 0.3, 0.7])
+    tables = [
+        [
+            [INFINITY if draw.random() < forbidden else draw.randint(0, 6) for _ in range(n + 1)]
+            for _ in range(n + 1)
+        ]
+        for _ in range(parts)
+    ]
+
+    def stages(counts):
+        runs = bounds_of(counts)
+        return [table[start][end] for table, (start, end) in zip(tables, runs, strict=True)]
+
+    ranks = [rank_of(stages(cut), cut) for cut in every_cut(n, parts)]
+    possible = [rank for rank in ranks if rank[0] < INFINITY]
+    counts = best_cut(tables)
+    if not possible:
+        assert counts is None
+    else:
+        assert rank_of(stages(counts), counts) == min(possible)
+
+
+class Chain:
+    """Random costs, and what they come to by the definitions, in fractions.
+
+    The uncut model's time and memory are powers of two, so that the shares are exact in float64
+    as well and both agree on what ties.
+    """
+
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        n, stages = draw.randint(1, 9), draw.randint(1, 5)
+        self.held = [draw.randint(1, 6) for _ in range(stages)]
+        rows = [
+            {
+                "forward_ms": draw.randint(0, 9),
+                "backward_ms": draw.randint(0, 9),
+                "weight_bytes": draw.randint(0, 900),
+                "activation_bytes": draw.randint(0, 3) * 60,
+                "crossing_bytes": draw.randint(0, 200),
+                "crossing_ms": draw.choice([0, 0, 1, 2, 9]),
+            }
+            for _ in range(n)
+        ]
+        for key, total in [
+            ("forward_ms", sum(row["forward_ms"] + row["backward_ms"] for row in rows)),
+            (
+                "weight_bytes",
+                sum(
+                    row["weight_bytes"] + row["activation_bytes"] * sum(self.held) // stages
+                    for row in rows
+                ),
+            ),
+        ]:
+            draw.choice(rows)[key] += 2 ** total.bit_length() - total
+            setattr(self, f"whole_{key}", 2 ** total.bit_length())
+        self.costs = [LayerCost(f"l{i}", 1, **row) for i, row in enumerate(rows)]
+        self.joined = {i for i in range(1, n) if draw.random() < draw.choice([0, 0.2])}
+        self.goal = Goal(
+            memory_weight=draw.choice([0, 0.25, 0.5, 1]),
+            memory_limit=draw.choice([None, self.whole_weight_bytes * draw.uniform(0.2, 2)]),
+            stages_per_device=draw.choice([1, 1, 2]),
+        )
+
+    def time(self, start, end):
+        own = sum(c.forward_ms + c.backward_ms for c in self.costs[start:end])
+        cuts = [i for i in (start, end) if 0 < i < len(self.costs)]
+        return own + sum(2 * self.costs[i - 1].crossing_ms for i in cuts)
+
+    def memory(self, stage, start, end):
+        kept = sum(c.activation_bytes for c in self.costs[start:end])
+        kept += self.costs[start - 1].crossing_bytes if start else 0
+        return sum(c.weight_bytes for c in self.costs[start:end]) + self.held[stage] * kept
+
+    def rank(self, counts):
+        weight = Fraction(self.goal.memory_weight)
+        stages = [
+            (1 - weight) * Fraction(self.time(*run), self.whole_forward_ms)
+            + weight * Fraction(self.memory(stage, *run), self.whole_weight_bytes)
+            for stage, run in enumerate(bounds_of(counts))
+        ]
+        return rank_of(stages, counts)
+
+    def may_be(self, counts):
+        runs = bounds_of(counts)
+        limit = self.goal.memory_limit
+        if limit is None:
+            limit = INFINITY
+        return not self.joined & {start for start, _ in runs} and all(
+            self.memory(stage, *run) * self.goal.stages_per_device <= limit
+            for stage, run in enumerate(runs)
+        )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_cut_of_a_random_chain_is_better_in_time_and_memory(seed):
+    chain = Chain(seed)
+    possible = [c for c in every_cut(len(chain.costs), len(chain.held)) if chain.may_be(c)]
+    if not possible:
+        with pytest.raises(SplitError):
+            cut_by_costs(chain.costs, chain.held, chain.goal, chain.joined)
+        return
+    counts = cut_by_costs(chain.costs, chain.held, chain.goal, chain.joined)
+    assert counts in possible
+    assert chain.rank(counts) == min(map(chain.rank, possible))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_printed_of_a_stage_is_what_the_cut_was_made_by(seed):
+    chain = Chain(seed)
+    for counts in every_cut(len(chain.costs), len(chain.held)):
+        runs = bounds_of(counts)
+        stages = stage_costs(chain.costs, counts, chain.held)
+        step = sum(chain.time(*run) for run in runs)
+        for index, (stage, run) in enumerate(zip(stages, runs, strict=True)):
+            assert stage.time_ms == chain.time(*run)
+            assert stage.time_ms == stage.forward_ms + stage.backward_ms + stage.crossing_ms
+            assert stage.memory_bytes == chain.memory(index, *run)
+            assert stage.parameters == run[1] - run[0]
+            assert stage.share == pytest.approx(chain.time(*run) / step)
+
+
+def test_a_stage_that_keeps_more_micro_batches_gets_fewer_layers():
+    layers = [LayerCost(f"l{i}", forward_ms=1, activation_bytes=100) for i in range(24)]
+    held = peak_held(one_forward_one_backward(4, 8))
+    assert held == (4, 3, 2, 1)
+    counts = cut_by_costs(layers, held, Goal(memory_weight=1))
+    assert counts == sorted(counts)
+    assert counts[0] < 6 < counts[-1]
+    assert cut_by_costs(layers, held, Goal()) == [6, 6, 6, 6]
+    assert cut_by_costs(layers, peak_held(gpipe(4, 8)), Goal(memory_weight=1)) == [6, 6, 6, 6]
+
+
+def test_a_limit_moves_layers_from_a_full_stage_to_one_with_room():
+    layers = [LayerCost(f"l{i}", forward_ms=1, activation_bytes=100) for i in range(8)]
+    assert cut_by_costs(layers, [2, 1], Goal()) == [4, 4]
+    assert cut_by_costs(layers, [2, 1], Goal(memory_limit=600)) == [3, 5]
+    assert cut_by_costs(layers, [2, 1], Goal(memory_limit=1200, stages_per_device=2)) == [3, 5]
+
+
+def test_the_cut_avoids_a_dear_crossing_and_the_models_ends_cross_nothing():
+    def layers(*crossing_ms):
+        return [
+            LayerCost(f"l{i}", forward_ms=4, crossing_ms=ms) for i, ms in enumerate(crossing_ms)
+        ]
+
+    assert cut_by_costs(layers(0, 0, 0, 0), [1, 1], Goal()) == [2, 2]
+    assert cut_by_costs(layers(0, 9, 9, 99), [1, 1], Goal()) == [1, 3]
+    assert stage_costs(layers(0, 9, 9, 99), [4], [1])[0].crossing_ms == 0
+    assert [s.crossing_ms for s in stage_costs(layers(1, 9, 9, 99), [1, 3], [1, 1])] == [2, 2]
+
+
+@pytest.mark.parametrize("weight", [0, 0.5, 1])
+def test_layers_without_costs_are_spread_evenly(weight):
+    nothing = [LayerCost(f"l{i}") for i in range(6)]
+    assert cut_by_costs(nothing, [1, 1, 1], Goal(memory_weight=weight)) == [2, 2, 2]
+    assert [stage.share for stage in stage_costs(nothing, [3, 3], [1, 1])] == [0, 0]
+
+
+def test_stages_that_hold_different_amounts_have_tables_of_their_own():
+    layers = [LayerCost(f"l{i}", activation_bytes=10) for i in range(3)]
+    first, second = stage_tables(layers, [3, 1], Goal(memory_weight=1))
+    assert first[0, 2] == 3 * second[0, 2] == 1.0
+
+
+def test_too_few_layers_or_places_to_cut_are_told_in_numbers():
+    layers = [LayerCost(f"l{i}") for i in range(4)]
+    with pytest.raises(SplitError, match=r"4 layers cannot be cut into 5 stages: .* to 4 or less"):
+        cut_by_costs(layers, [1] * 5, Goal())
+    message = r"4 layers, of which 2 cannot begin a stage .* into 3 stages: .* to 2 or less"
+    with pytest.raises(SplitError, match=message):
+        cut_by_costs(layers, [1] * 3, Goal(), joined=[1, 3])
+    assert cut_by_costs(layers, [1] * 2, Goal(), joined=[1, 3]) == [2, 2]
+
+
+@pytest.mark.parametrize("per_device", [1, 2])
+def test_a_limit_that_no_cut_keeps_says_the_limit_that_one_does(per_device):
+    # even in memory, not in time
+    layers = [LayerCost(f"l{i}", forward_ms=i**2, weight_bytes=GIB // 3) for i in range(8)]
+    limit = Goal(memory_limit=0.9 * GIB * per_device, stages_per_device=per_device)
+    with pytest.raises(SplitError) as caught:
+        cut_by_costs(layers, [1, 1], limit)
+    message = str(caught.value)
+    assert (
+        f"no cut into 2 stages fits under pipeline.memory_limit_gib={0.9 * per_device}" in message
+    )
+    assert "a stage of 1.334 GiB or more" in message
+    for key in ("memory_limit_gib", "nb_part", "chunks", "checkpoint"):
+        assert f"pipeline.{key}" in message
+    assert ("0.9 GiB for each of a device's 2 stages" in message) == (per_device == 2)
+    enough = float(re.search(r"Set pipeline\.memory_limit_gib to ([\d.]+) GiB", message)[1])
+    assert enough == pytest.approx(1.334 * per_device, abs=0.002)
+    goal = Goal(memory_limit=enough * GIB, stages_per_device=per_device)
+    assert cut_by_costs(layers, [1, 1], goal) == [4, 4]
+
+
+def test_a_layer_above_the_limit_is_named_with_what_it_needs_where_it_can_stand():
+    layers = [
+        LayerCost("embed", weight_bytes=GIB, activation_bytes=GIB // 2),
+        *(LayerCost(f"blocks.{i}", weight_bytes=GIB // 8) for i in range(4)),
+        LayerCost("head", weight_bytes=GIB // 4, activation_bytes=GIB // 2),
+    ]
+    # the first layer is in the first stage, which keeps three micro-batches; the last in the last
+    message = r"'embed' alone needs 2\.5 GiB with 3 micro-batches alive.*memory_limit_gib=2"
+    with pytest.raises(SplitError, match=message):
+        cut_by_costs(layers, [3, 2, 1], Goal(memory_limit=2 * GIB))
+    message = r"'head' alone needs 0\.75 GiB with 1 micro-batch alive.*memory_limit_gib=0\.5"
+    with pytest.raises(SplitError, match=message):
+        cut_by_costs(layers[1:], [3, 2, 1], Goal(memory_limit=GIB / 2))
+    message = r"'head' alone needs 1\.75 GiB with 3 micro-batches alive"
+    with pytest.raises(SplitError, match=message):
+        cut_by_costs(layers[-3:], [1, 2, 3], Goal(memory_limit=GIB))
+
+
+def test_a_weight_of_memory_outside_0_to_1_is_refused():
+    with pytest.raises(SplitError, match=r"between 0 .* and 1 .* not at 1\.5"):
+        Goal(memory_weight=1.5)

@@ -1,0 +1,476 @@
+"""Layers placed by hand: what a mark reaches, and which marks and patterns describe a split."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hybridtrain.errors import SplitError
+from hybridtrain.layers.layer import Layer, layers_of
+from hybridtrain.partitioning.by_hand import counts_by_marks, counts_by_patterns
+from hybridtrain.partitioning.marks import (
+    has_marks,
+    marked_stage,
+    mixed,
+    partition,
+    set_partition,
+)
+
+
+def mark(module):
+    return marked_stage(module, "", None)
+
+
+def marks(net):
+    return {name: marked_stage(net, name, None) for name, _ in net.named_modules()}
+
+
+class Grouped(nn.Module):
+    """As in a user's file: `self` is made outside, its parts inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        with partition(0):
+            self.encoder = nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.ones(2))
+            self.register_buffer("shift", torch.zeros(2))
+        with partition(1):
+            self.decoder = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+            self.act = nn.ReLU()
+
+
+def test_what_is_made_inside_is_marked_and_the_module_around_it_is_not():
+    assert marks(Grouped()) == {
+        "": None,
+        "norm": None,
+        "encoder": 0,
+        "decoder": 1,
+        "decoder.0": 1,
+        "decoder.1": 1,
+        "act": 1,
+    }
+
+
+def test_the_default_is_for_what_has_no_mark_around_it_either():
+    net = Grouped()
+    assert marked_stage(net, "norm", 3) == 3
+    assert marked_stage(net, "decoder.0", 3) == 1
+    assert marked_stage(net, "encoder@2", 3) == 0
+    net.decoder.append(nn.Tanh())
+    assert marked_stage(net, "decoder.2", 3) == 1
+
+
+def test_an_operation_in_a_forward_is_where_the_module_around_it_is():
+    assert marked_stage(Grouped(), "decoder.add_1", 3) == 1
+    assert marked_stage(Grouped(), "add_1", 3) == 3
+
+
+def test_the_innermost_partition_counts_also_for_what_is_put_into_a_module_further_out():
+    with partition(0):
+        with partition(1):
+            inner, act = nn.Linear(2, 2), nn.ReLU()
+        outer = nn.Sequential(inner, act, nn.Linear(2, 2))
+    assert marks(outer) == {"": 0, "0": 1, "1": 1, "2": 0}
+
+
+def test_a_module_from_outside_that_is_put_in_inside_stays_unmarked_and_the_other_way_round():
+    net, outside = nn.Module(), nn.ReLU()
+    with partition(1):
+        net.outside = outside
+        inside = nn.ReLU()
+    net.inside = inside
+    assert marks(net) == {"": None, "outside": None, "inside": 1}
+
+
+def test_what_a_function_makes_inside_is_marked_with_all_its_parts():
+    def build():
+        return nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False
+        )
+
+    with partition(2):
+        net = build()
+    assert set(marks(net).values()) == {2}
+    assert all(part.__dict__["_pipeline_stage"] == 2 for part in net.modules())
+
+
+def test_a_copy_keeps_the_marks_outside_a_partition():
+    net = Grouped()
+    assert marks(copy.deepcopy(net)) == marks(net)
+    assert mark(copy.copy(net.act)) == 1
+    assert marks(pickle.loads(pickle.dumps(net))) == marks(net)
+
+
+def test_a_copy_made_in_a_partition_is_for_that_one():
+    with partition(0):
+        lower = nn.Sequential(nn.Linear(2, 2))
+    with partition(1):
+        upper = copy.deepcopy(lower)
+        restored = pickle.loads(pickle.dumps(lower))
+        gru = copy.deepcopy(nn.GRU(2, 2))
+    assert set(marks(upper).values()) == set(marks(restored).values()) == {1}
+    assert set(marks(lower).values()) == {0}
+    assert mark(gru) == 1
+
+
+def test_a_mark_shows_in_no_state_dict_and_no_repr():
+    with partition(1):
+        marked = nn.Linear(2, 2)
+    plain = nn.Linear(2, 2)
+    assert list(marked.state_dict()) == list(plain.state_dict())
+    assert repr(marked) == repr(plain)
+    plain.load_state_dict(marked.state_dict())
+    assert mark(plain) is None
+
+
+def test_a_compiled_module_has_the_mark_of_what_it_wraps():
+    with partition(1):
+        module = nn.Linear(2, 2)
+    assert mark(torch.compile(module, backend="eager")) == 1
+    with partition(2):
+        assert mark(torch.compile(module, backend="eager")) == 2
+        assert mark(torch.fx.symbolic_trace(module)) == 2
+
+
+def test_tied_modules_have_one_mark_and_tied_parameters_those_of_their_modules():
+    net = nn.Module()
+    with partition(0):
+        net.embed = nn.Linear(2, 2, bias=False)
+    with partition(1):
+        net.head = nn.Linear(2, 2, bias=False)
+        net.decoder = nn.Sequential(net.embed, nn.Linear(2, 2))
+        net.head.weight = net.embed.weight
+    assert marked_stage(net, "decoder.0", None) == marked_stage(net, "embed", None) == 0
+    assert mixed(net.decoder)
+    layers = [Layer("embed", net.embed), Layer("head", net.head)]
+    assert counts_by_marks(net, layers, 2, None) == [1, 1]
+
+
+def test_a_partition_that_an_exception_leaves_leaves_nothing_behind():
+    init, setstate = nn.Module.__init__, nn.Module.__setstate__
+
+    def fail():
+        with partition(0), partition(1):
+            assert nn.Module.__init__ is not init
+            raise RuntimeError("in the model")
+
+    with pytest.raises(RuntimeError, match="in the model"):
+        fail()
+    assert nn.Module.__init__ is init
+    assert nn.Module.__setstate__ is setstate
+    assert mark(nn.ReLU()) is None
+    with partition(0):
+        with pytest.raises(RuntimeError, match="in the model"):
+            fail()
+        assert mark(nn.ReLU()) == 0
+    assert nn.Module.__init__ is init
+
+
+def test_a_partition_is_one_threads_own():
+    init = nn.Module.__init__
+    made = {}
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        made["none"] = nn.ReLU()
+        with partition(2):
+            entered.set()
+            assert left.wait(60)
+            made["two"] = nn.ReLU()
+
+    with partition(1):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(60)
+        made["one"] = nn.ReLU()
+    # the first to enter is not the last to leave
+    made["after"] = nn.ReLU()
+    left.set()
+    thread.join()
+    assert {name: mark(module) for name, module in made.items()} == {
+        "none": None,
+        "one": 1,
+        "two": 2,
+        "after": None,
+    }
+    assert nn.Module.__init__ is init
+
+
+def test_set_partition_takes_along_what_is_in_a_module_unless_it_is_marked_otherwise():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    set_partition(net[1], 2)
+    set_partition(net, 1)
+    assert marks(net) == {"": 1, "0": 1, "1": 2, "1.0": 2}
+
+
+def test_set_partition_moves_what_was_made_in_one_partition_as_a_whole():
+    with partition(0):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+        with partition(2):
+            net.append(nn.Linear(2, 2))
+    set_partition(net, 1)
+    assert marks(net) == {"": 1, "0": 1, "1": 1, "1.0": 1, "2": 2}
+
+
+@pytest.mark.parametrize("index", [-1, 1.0, "1", True, None])
+def test_an_index_that_is_none_is_refused(index):
+    with pytest.raises(SplitError, match=r"partition .*: give the index of a stage, 0 for"):
+        set_partition(nn.ReLU(), index)
+    with pytest.raises(SplitError, match="give the index"), partition(index):
+        pass
+    assert mark(nn.ReLU()) is None
+
+
+def test_has_marks_looks_at_every_depth():
+    net = nn.Sequential(nn.Sequential(nn.ReLU()))
+    assert not has_marks(net)
+    set_partition(net[0][0], 0)
+    assert has_marks(net)
+
+
+def test_mixed_is_what_has_state_or_marks_for_several_stages():
+    net = Grouped()
+    assert mixed(net)
+    assert not mixed(net.decoder)
+    assert not mixed(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+    with partition(0):
+        container = nn.Sequential()
+        with partition(1):
+            container.append(nn.Linear(2, 2))
+    assert not mixed(container), "a container without parameters is nowhere itself"
+    container.scale = nn.Parameter(torch.ones(2))
+    assert mixed(container), "its own parameters are"
+
+    wrapped = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+    set_partition(wrapped[1], 1)
+    assert not mixed(wrapped), "what has neither state nor mark goes anywhere"
+    set_partition(wrapped[0], 0)
+    assert mixed(wrapped), "a mark is meant, also without state"
+
+
+def test_mixed_takes_a_default_for_state_without_a_mark():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    set_partition(net[1], 1)
+    assert mixed(net)
+    assert mixed(net, default=0)
+    assert not mixed(net, default=1)
+
+
+def chain(*stages):
+    """Linear layers marked for `stages` or, for None, not; `~i` and `...` are ReLUs likewise."""
+    modules = []
+    for stage in stages:
+        if stage is ... or (stage is not None and stage < 0):
+            modules.append(nn.ReLU())
+        else:
+            modules.append(nn.Linear(2, 2))
+        if stage is not None and stage is not ...:
+            set_partition(modules[-1], stage if stage >= 0 else ~stage)
+    return nn.Sequential(*modules)
+
+
+def counts(net, stages, default=None):
+    return counts_by_marks(net, layers_of(net), stages, default)
+
+
+@pytest.mark.parametrize(
+    ("stages", "default", "expected"),
+    [
+        ([0, 0, 1, 1, 1], None, [2, 3]),
+        ([0, 1, 2], None, [1, 1, 1]),
+        ([0, ~0, ~1, 1], None, [2, 2]),
+        ([None, 0, 1], 0, [2, 1]),
+        ([0, None, 2], 1, [1, 1, 1]),
+        ([0, 0, 0], None, [3]),
+    ],
+)
+def test_layers_go_where_their_marks_say_and_the_others_to_the_default(stages, default, expected):
+    assert counts(chain(*stages), len(expected), default) == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "default", "expected"),
+    [
+        ([..., 0, ..., 1, ...], None, [3, 2]),
+        ([..., 0, ..., ..., 1, ...], 0, [4, 2]),
+        ([..., 0, ..., 1, ...], 1, [2, 3]),
+        ([0, ..., 2], 1, [1, 1, 1]),
+        ([0, ...], 1, [1, 1]),
+    ],
+)
+def test_a_layer_without_state_or_mark_is_as_near_to_the_default_as_the_order_allows(
+    stages, default, expected
+):
+    assert counts(chain(*stages), len(expected), default) == expected
+
+
+@pytest.mark.parametrize("suffix", ["", "@2"])
+def test_a_stateless_layer_that_runs_again_does_not_go_back(suffix):
+    net = chain(0, ~0, 1)
+    layers = layers_of(net)
+    again = net[1] if not suffix else nn.Sequential(net[1])
+    assert counts_by_marks(net, [*layers, Layer(f"1{suffix}", again)], 2, None) == [2, 2]
+
+
+def test_a_module_with_state_that_runs_again_has_its_one_place():
+    net = chain(0, 1)
+    layers = [*layers_of(net), Layer("0@2", net[0])]
+    with pytest.raises(SplitError, match="layer '0@2' is to be on stage 0 but runs after '1'"):
+        counts_by_marks(net, layers, 2, None)
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.act = nn.ReLU()
+
+
+def test_a_layer_goes_with_what_is_in_it():
+    net = nn.Sequential(nn.Linear(2, 2), Whole())
+    set_partition(net[0], 0)
+    set_partition(net[1].inner, 1)
+    assert counts(net, 2) == [1, 1]
+
+
+def test_a_stretch_of_a_forward_goes_with_the_modules_and_parameters_in_it():
+    net = Grouped()
+    set_partition(net.norm, 0)
+    first = nn.Module()
+    first.deep = nn.Module()
+    first.deep.norm = net.norm
+    second = nn.Module()
+    second.graph = nn.Module()
+    second.graph.weight = net.decoder[0].weight
+    second.graph.register_buffer("constant", torch.ones(2))
+    layers = [Layer("first", first), Layer("mul", nn.Module()), Layer("decoder.1", second)]
+    assert counts_by_marks(net, layers, 2, None) == [2, 1]
+    layers.insert(2, Layer("decoder.add", nn.Module()))
+    assert counts_by_marks(net, layers, 2, None) == [2, 2]
+
+
+def test_a_layer_without_state_goes_with_the_marks_in_it():
+    net = nn.Sequential(nn.Linear(2, 2), Whole())
+    net[1].inner = nn.Tanh()
+    set_partition(net[0], 0)
+    set_partition(net[1], 0)
+    set_partition(net[1].inner, 1)
+    set_partition(net[1].act, 1)
+    assert counts(net, 2) == [1, 1]
+
+
+def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.ReLU()))
+    set_partition(net[0], 0)
+    set_partition(net[1], 1)
+    assert counts(net, 2) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "default", "message"),
+    [
+        ([None, None], None, r"no module of the model has a partition: make modules inside `with"),
+        (
+            [0, None, 1],
+            None,
+            r"layer '1' has no partition: put its construction into `with partition\(i\):`, call "
+            r"set_partition, or set pipeline\.default_partition$",
+        ),
+        (
+            [0, 1, 0],
+            None,
+            r"layer '2' is to be on stage 0 but runs after '1' on stage 1: stages run in order, "
+            r"so put '2' on a later one or '1' on an earlier one$",
+        ),
+        (
+            [0, 1, None],
+            0,
+            r"runs after '1' on stage 1 \(without a mark: pipeline\.default_partition=0\): stages",
+        ),
+        (
+            [0, 1, ~0],
+            None,
+            r"layer '2' is to be on stage 0 but runs after '1'",
+        ),
+        ([0, 2], None, r"layer '1' is to be on stage 2, but pipeline\.nb_part=2 has stages 0 and"),
+        ([..., 1], None, r"pipeline\.nb_part=2, but no layer is on stage 0: place one there"),
+        ([0, 0], None, r"pipeline\.nb_part=2, but no layer is on stage 1: place one there"),
+        ([0, None], 2, r"^pipeline\.default_partition=2, but pipeline\.nb_part=2 has stages 0"),
+        ([0, None], -1, r"^pipeline\.default_partition=-1, but pipeline\.nb_part=2 has stages"),
+    ],
+)
+def test_marks_that_do_not_fit_say_what_would(stages, default, message):
+    with pytest.raises(SplitError, match=message):
+        counts(chain(*stages), 2, default)
+
+
+def test_the_stages_that_there_are_are_named_for_any_number_of_them():
+    with pytest.raises(SplitError, match=r"nb_part=1 has only stage 0"):
+        counts(chain(0, 1), 1)
+    with pytest.raises(SplitError, match=r"nb_part=4 has stages 0 to 3"):
+        counts(chain(0, 4), 4)
+    with pytest.raises(SplitError, match=r"no layer is on stage 1 and 3"):
+        counts(chain(0, 2), 4)
+
+
+def test_a_layer_with_parts_for_several_stages_is_refused():
+    net = nn.Sequential(nn.Linear(2, 2), Whole())
+    net[1].outer = nn.Linear(2, 2)
+    set_partition(net[0], 0)
+    set_partition(net[1].inner, 1)
+    set_partition(net[1].outer, 0)
+    with pytest.raises(SplitError, match=r"'1' runs as one, but has parts for the stages 0 and 1:"):
+        counts(net, 2)
+    net[1].third = nn.Linear(2, 2)
+    set_partition(net[1].third, 3)
+    with pytest.raises(SplitError, match=r"parts for the stages 0, 1 and 3: place all of it on on"):
+        counts(net, 4)
+
+
+def named(*names):
+    return [Layer(name, nn.ReLU()) for name in names]
+
+
+LAYERS = named("embed", "blocks.0.mix", "blocks.0.mlp", "blocks.1.mix", "act", "head", "head@2")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["embed", "blocks", "head"], [1, 4, 2]),
+        (["blocks.0", "blocks.1", "head"], [3, 2, 2]),
+        (["*.mix"], [7]),
+        ([["embed", "blocks.0.mix"], "*.mlp", ["blocks.[1-9]", "act", "head"]], [2, 1, 4]),
+        (["embed", "head"], [5, 2]),
+        (["embed", "act", "head@2"], [4, 2, 1]),
+        (["b*", ("act", "head")], [4, 3]),
+    ],
+)
+def test_a_pattern_places_what_it_matches_and_all_in_it(patterns, expected):
+    assert counts_by_patterns(LAYERS, len(expected), patterns) == expected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["embed"], r"patterns for 1 stages, but pipeline\.nb_part=2"),
+        (["embed", "heat"], r"no layer matches 'heat'; did you mean 'head'\?"),
+        (["embed", "block"], r"no layer matches 'block'; did you mean 'blocks'\?"),
+        (["embed", "x?"], r"no layer matches 'x\?'; the layers are: embed, blocks\.0\.mix, "),
+        (
+            ["blocks", "blocks.1"],
+            r"layer 'blocks\.1\.mix' matches 'blocks' of stage 0 and 'blocks\.1' of stage 1; it",
+        ),
+        (["blocks.1", "blocks.0"], r"layer 'blocks\.1\.mix' is to be on stage 0 but runs after 'b"),
+        ([[], "blocks"], r"nb_part=2, but no layer is on stage 0"),
+        (["embed", []], r"nb_part=2, but no layer is on stage 1"),
+    ],
+)
+def test_patterns_that_do_not_fit_say_what_would(patterns, message):
+    with pytest.raises(SplitError, match=message):
+        counts_by_patterns(LAYERS, 2, patterns)

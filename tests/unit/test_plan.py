@@ -1,0 +1,247 @@
+"""The plan file: what is written is read, and a plan that does not fit says why and what would."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from hybridtrain.errors import SplitError
+from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.plan import Plan, counts_for, table
+
+MIB = 2**20
+
+
+def cost(name, forward=1.0, backward=2.0, **others):
+    return LayerCost(name, forward_ms=forward, backward_ms=backward, **others)
+
+
+def plan(*stages, **others):
+    stages = [list(stage) for stage in stages]
+    return Plan(
+        **{
+            "model": "Transformer",
+            "split": "time",
+            "schedule": "1f1b",
+            "chunks": 8,
+            "nb_part": len(stages),
+            "stages_per_device": 1,
+            "deeper": ["blocks.0"],
+            "stages": stages,
+            "held": list(range(len(stages), 0, -1)),
+            "devices": [f"cuda:{index}" for index in range(len(stages))],
+        }
+        | others
+    )
+
+
+TWO = plan(
+    [
+        cost("embed", 0.5, 0.25, parameters=1000, weight_bytes=40 * MIB, crossing_bytes=MIB),
+        cost("blocks.0.0", activation_bytes=10 * MIB, crossing_bytes=3 * MIB),
+    ],
+    [cost("1", 1.125, 2.5, parameters=3000, weight_bytes=1024 * MIB, activation_bytes=5 * MIB)],
+)
+TWO_NAMES = ["embed", "blocks.0.0", "1"]
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_what_is_written_is_read(tmp_path):
+    TWO.write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml") == TWO
+
+
+@pytest.mark.parametrize("name", ["", "0", "1.0", "on", "null", "1e3", "a: b", "a, [b] {c}", "né"])
+def test_every_name_of_a_layer_survives_the_file(tmp_path, name):
+    written = plan([cost(name)], deeper=[], model=name, split="[3, 4]")
+    written.write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml") == written
+
+
+def test_a_person_can_read_the_file(tmp_path):
+    long = cost("blocks.11." + "attention." * 20 + "out", 1.23456, 1 / 3, crossing_ms=0.00042)
+    plan([cost("embed"), long], [cost("head")]).write(str(tmp_path / "plan.yaml"))
+    text = (tmp_path / "plan.yaml").read_text()
+    assert text.startswith("#")
+    assert "pipeline.split=" in text.split("\nmodel:")[0]
+    assert "model: Transformer\nsplit: time\nschedule: 1f1b\nchunks: 8\n" in text
+    assert "\ndeeper: [blocks.0]\n" in text
+    lines = [line.strip() for line in text.splitlines() if "name:" in line]
+    assert len(lines) == 3  # a layer's costs stand on one line
+    assert lines[1].startswith("- {name: blocks.11.attention.")
+    assert "forward_ms: 1.235, backward_ms: 0.333, " in lines[1]
+    assert lines[1].endswith("crossing_ms: 0.0}")
+
+
+def test_layers_may_be_moved_by_hand_to_the_next_stage(tmp_path):
+    path = tmp_path / "plan.yaml"
+    TWO.write(path)
+    content = yaml.safe_load(path.read_text())
+    content["stages"][1]["layers"].insert(0, content["stages"][0]["layers"].pop())
+    path.write_text(yaml.safe_dump(content))
+    assert counts_for(Plan.read(path), TWO_NAMES, 2) == [1, 2]
+
+
+def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path):
+    path = tmp_path / "plan.yaml"
+    with pytest.raises(SplitError, match=r"cannot read .*plan\.yaml: No such file"):
+        Plan.read(path)
+    with pytest.raises(SplitError, match=r"cannot read .*: Is a directory"):
+        Plan.read(tmp_path)
+    for content in (b"stages: [\n - {", b"\xff\xfe\x00 no text", b"a: b: c"):
+        path.write_bytes(content)
+        with pytest.raises(SplitError, match=r"plan\.yaml is no YAML file: ") as caught:
+            Plan.read(path)
+        assert "\n" not in str(caught.value)
+    for content in ("", "just a text", "- a\n- list\n"):
+        path.write_text(content)
+        with pytest.raises(SplitError, match=r"plan\.yaml is no part of a plan, .*keys model, "):
+            Plan.read(path)
+
+
+def places(content):
+    """Every mapping in a plan file: where its messages say it is, and the mapping."""
+    yield "plan.yaml", content
+    for index, stage in enumerate(content["stages"]):
+        yield f"stage {index}", stage
+        for number, layer in enumerate(stage["layers"]):
+            yield f"stage {index}, layer {number}", layer
+
+
+def test_every_missing_key_is_named_with_its_place(tmp_path):
+    path = tmp_path / "plan.yaml"
+    TWO.write(path)
+    whole = path.read_text()
+    keys = [(i, k) for i, (_, part) in enumerate(places(yaml.safe_load(whole))) for k in part]
+    assert len(keys) == 8 + 2 * 3 + 3 * 8
+    for index, key in keys:
+        content = yaml.safe_load(whole)
+        where, part = list(places(content))[index]
+        del part[key]
+        path.write_text(yaml.safe_dump(content))
+        with pytest.raises(SplitError, match=f"{where} lacks the key '{key}'; make a new plan"):
+            Plan.read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("chunks", "many", r"plan\.yaml: chunks='many' must be a whole number"),
+        ("chunks", True, "must be a whole number"),
+        ("stages", None, "stages=None must be a list"),
+        ("stages", [3], "stage 0 is no part of a plan, which has the keys device, held, layers"),
+        ("stages", [{"device": "cpu", "held": 1, "layers": []}], "stage 0 has no layers"),
+        ("stages", [{"device": "cpu", "held": 1, "layers": ["a"]}], "stage 0, layer 0 is no part"),
+        ("stages", [{"device": "cpu", "held": 1.5, "layers": []}], "held=1.5 must be a whole"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_its_place(tmp_path, key, value, message):
+    path = tmp_path / "plan.yaml"
+    TWO.write(path)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {key: value}))
+    with pytest.raises(SplitError, match=message):
+        Plan.read(path)
+
+
+def test_numbers_of_a_layer_may_be_whole_and_its_name_must_be_quoted(tmp_path):
+    path = tmp_path / "plan.yaml"
+    TWO.write(path)
+    whole = path.read_text()
+    path.write_text(whole.replace("forward_ms: 1.125", "forward_ms: 1"))
+    assert Plan.read(path).stages[1][0].forward_ms == 1
+    path.write_text(whole.replace("name: '1'", "name: 1"))
+    with pytest.raises(SplitError, match=r"stage 1, layer 0: name=1 must be a text \(in quotes\)"):
+        Plan.read(path)
+    path.write_text(whole.replace("forward_ms: 1.125", "forward_ms: fast"))
+    with pytest.raises(SplitError, match=r"stage 1, layer 0: forward_ms='fast' must be a number"):
+        Plan.read(path)
+
+
+# ---------------------------------------------------------------- a plan and a model
+
+
+def test_a_plan_gives_the_counts_of_its_stages():
+    assert counts_for(TWO, TWO_NAMES, 2) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "stages", "message"),
+    [
+        (
+            ["embed", "blocks.0.1", "1"],
+            2,
+            r"model has no layer 'blocks\.0\.0' of the plan \(did you mean 'blocks\.0\.1'\?\).* "
+            r"made for a Transformer: make a new plan with pipeline\.split=time",
+        ),
+        (["xyz"], 2, r"no layer 'embed' of the plan, which"),
+        (
+            [*TWO_NAMES, "head"],
+            2,
+            r"made for a Transformer, lacks the model's layer 'head': make a new plan",
+        ),
+        (
+            ["blocks.0.0", "embed", "1"],
+            2,
+            r"plan has layer 'embed' where the model has 'blocks\.0\.0': put .* or make a new plan",
+        ),
+        (
+            TWO_NAMES,
+            4,
+            r"has 2 stages, and 4 are asked for: set pipeline\.nb_part=2 and "
+            r"pipeline\.stages_per_device=1 as in the plan, or make a new plan",
+        ),
+    ],
+)
+def test_a_plan_for_another_model_says_what_differs_and_the_way_out(names, stages, message):
+    with pytest.raises(SplitError, match=message):
+        counts_for(TWO, names, stages)
+
+
+def test_a_layer_that_was_copied_instead_of_moved_is_named():
+    twice = replace(TWO, stages=[TWO.stages[0], [TWO.stages[0][1], *TWO.stages[1]]])
+    with pytest.raises(SplitError, match=r"'blocks\.0\.0' stands twice in the plan"):
+        counts_for(twice, TWO_NAMES, 2)
+
+
+# ---------------------------------------------------------------- the table
+
+
+TWO_AS_TEXT = """\
+  stage  layers  parameters  forward ms  backward ms    memory  share  device  from ... to
+      0       2       1,000       1.500        2.250  60.0 MiB    51%  cuda:0  embed ... blocks.0.0
+      1       1       3,000       1.125        2.500  1.01 GiB    49%  cuda:1  1"""
+
+
+def test_the_table_shows_time_memory_and_share_of_each_stage():
+    # stage 0 holds 2 micro-batches; stage 1 holds 1, and what it was sent with it
+    assert table(TWO) == TWO_AS_TEXT
+
+
+def test_without_times_the_table_shows_the_share_of_the_parameters():
+    counted = [
+        [LayerCost(c.name, c.parameters, weight_bytes=c.weight_bytes) for c in stage]
+        for stage in TWO.stages
+    ]
+    assert table(plan(*counted)).splitlines() == [
+        "  stage  layers  parameters   weights  share  device  from ... to",
+        "      0       2       1,000  40.0 MiB    25%  cuda:0  embed ... blocks.0.0",
+        "      1       1       3,000  1.00 GiB    75%  cuda:1  1",
+        "layer 1 alone is 75% of the parameters: no cut makes its stage smaller than that",
+    ]
+
+
+def test_a_layer_larger_than_the_mean_stage_is_told():
+    dear = plan([cost("a", 0.1, 0.2)], [cost("b", 0.4, 0.1)], [cost("c", 0.1, 0)])
+    assert table(dear).splitlines()[-1] == (
+        "layer b alone is 56% of the step: no cut makes its stage smaller than that"
+    )
+    ten_alike = plan(*[[cost(f"{index}", 0.1, 0)] for index in range(10)])
+    for even in (plan([cost("a")], [cost("b")]), ten_alike):
+        assert "alone" not in table(even)
+
+
+def test_one_stage_and_a_model_without_cost_have_a_table_too():
+    assert len(table(plan([cost("a"), cost("b", 9)])).splitlines()) == 2
+    assert "0%" in table(plan([LayerCost("a")], [LayerCost("b")]))
