@@ -7,7 +7,8 @@
         manifest.json  sizes and checksums of the above (see `store`)
 
 Rank 0 alone reads and writes. The other replicas get its state over the process group, so that no
-file system need be shared.
+file system need be shared. A state is loaded tensor by tensor, from a file that is mapped into
+memory: there is never a second copy of the model or of the moments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from hybridtrain.checkpoint.store import verify
 from hybridtrain.errors import CheckpointError
@@ -73,20 +80,21 @@ def restore(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
         verify(path)
-        weights = torch.load(path / "model.pt", map_location="cpu", weights_only=True)
+        weights = _map(path / "model.pt")
         check_fits(path, weights, model.state_dict())
-        state = json.loads((path / "state.json").read_text())
-        if optimizer is None:
-            return weights, {}, state
-        moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-        return weights, moments, state
+        moments = {}
+        if optimizer is not None:
+            moments = _map(path / "optimizer.pt")
+            check_groups(path, model, optimizer, moments)
+        return weights, moments, json.loads((path / "state.json").read_text())
 
-    weights, moments, state = _from_main(world, world.on_main(read))
-    model.load_state_dict(weights)
+    weights, moments, state = world.on_main(read) or ({}, {}, {})
+    state = world.broadcast(state)
+    _load_weights(model, weights)
     if optimizer is not None:
-        load_optimizer_by_name(path, model, optimizer, moments)
+        load_optimizer_by_name(model, optimizer, moments)
     model.draws.step = state["draws_step"]
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -123,16 +131,13 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any
     }
 
 
-def load_optimizer_by_name(
+def check_groups(
     path: Path, model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Takes over what `optimizer_by_name` gave: the moments, by name.
-
-    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`: where a config
-    and a checkpoint differ, the config is what the user wants now.
+    """Makes sure that `state`, of `optimizer_by_name`, has the parameters of `optimizer`.
 
     Raises:
-        CheckpointError: the groups of parameters are not those of `optimizer`.
+        CheckpointError: its groups of parameters are others.
     """
     numbers = {name: number for number, name in enumerate(_names(model, optimizer))}
     own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
@@ -142,9 +147,31 @@ def load_optimizer_by_name(
             f"the optimizer in {path} has other groups of parameters than the one of this run: "
             f"keep optim as it was, or choose another run_name"
         )
+
+
+def load_optimizer_by_name(
+    model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Takes over what rank 0's `optimizer_by_name` gave: the moments, by name.
+
+    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`: where a config
+    and a checkpoint differ, the config is what the user wants now.
+    """
+    parameters = dict(model.named_parameters())
+
+    def place(path: KeyPath, value: Tensor) -> Tensor:
+        name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
+        # where PyTorch keeps them: `load_state_dict` then takes them as they are
+        return value if kind == "step" else value.to(parameters[name].device)
+
+    moments = _from_main(model.world, state.get("state"), place)
     optimizer.load_state_dict(
         {
-            "state": {numbers[name]: entry for name, entry in state["state"].items()},
+            "state": {
+                number: moments[name]
+                for number, name in enumerate(_names(model, optimizer))
+                if name in moments
+            },
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
@@ -160,20 +187,47 @@ def _on_cpu(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-def _from_main(world: World, tree: Any) -> Any:
-    """Rank 0's pytree on every rank, its tensors one by one."""
+def _map(path: Path) -> Any:
+    """What `torch.save` wrote; its tensors are read when they are used, and hold no memory."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+@torch.no_grad()
+def _load_weights(model: HybridModel, weights: Mapping[str, Tensor]) -> None:
+    """Rank 0 loads `weights`, and the others take over what it then has."""
+    world = model.world
+    world.on_main(lambda: model.load_state_dict(weights))
     if world.size == 1:
-        return tree
-    leaves, spec = tree_flatten(tree if world.is_main else [])
-    kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        return
+    for tensor in model.state_dict().values():
+        sent = tensor.cpu().contiguous()  # itself, if it is so
+        world.broadcast_tensor(sent)
+        if sent is not tensor and not world.is_main:
+            tensor.copy_(sent)
+    if not world.is_main:
+        model.load_state_dict(model.state_dict())  # for the modules that do more than to copy
+
+
+def _from_main(world: World, tree: Any, place: Callable[[KeyPath, Tensor], Tensor]) -> Any:
+    """Rank 0's pytree on every rank, its tensors one by one: copied, and put where they belong."""
+    leaves, spec = tree_flatten_with_path(tree if world.is_main else [])
+    kinds = [
+        (path, (leaf.shape, torch.empty_like(leaf, device="meta").stride(), leaf.dtype))
+        if isinstance(leaf, Tensor)
+        else (path, leaf)
+        for path, leaf in leaves
+    ]
+    is_tensor = [isinstance(leaf, Tensor) for _, leaf in leaves]
     kinds, is_tensor, spec = world.broadcast((kinds, is_tensor, spec))
     received = []
-    for index, (kind, tensor) in enumerate(zip(kinds, is_tensor, strict=True)):
+    for index, ((path, kind), tensor) in enumerate(zip(kinds, is_tensor, strict=True)):
         if not tensor:
             received.append(kind)
             continue
-        value = leaves[index].contiguous() if world.is_main else torch.empty(kind[0], dtype=kind[1])
-        world.broadcast_tensor(value)
-        received.append(value)
+        size, stride, dtype = kind
+        value = torch.empty_strided(size, stride, dtype=dtype)
+        if world.is_main:
+            value.copy_(leaves[index][1])
+        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # as it is in memory
+        received.append(place(path, value))
     return tree_unflatten(received, spec)
