@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel, StepOutput
+    from hybridtrain.partitioning.marks import partition, set_partition
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer
     from hybridtrain.world import World
 
-__all__ = ["HybridModel", "StepOutput", "Trainer", "World", "pop", "stash"]
+__all__ = [
+    "HybridModel",
+    "StepOutput",
+    "Trainer",
+    "World",
+    "partition",
+    "pop",
+    "set_partition",
+    "stash",
+]
 
 _HOME = {
     "HybridModel": "hybridtrain.model",
     "StepOutput": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "World": "hybridtrain.world",
+    "partition": "hybridtrain.partitioning.marks",
+    "set_partition": "hybridtrain.partitioning.marks",
     "pop": "hybridtrain.skip",
     "stash": "hybridtrain.skip",
 }

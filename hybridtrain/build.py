@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader
 
 from hybridtrain import targets
 from hybridtrain.checkpoint import state
@@ -20,6 +21,7 @@ from hybridtrain.compose import to_yaml
 from hybridtrain.config import Config, check
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from hybridtrain.data.splits import DataSplits
+from hybridtrain.deferred import construct
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.evaluate import evaluate
 from hybridtrain.export import export_model
@@ -27,7 +29,7 @@ from hybridtrain.layout import describe_layout
 from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
-from hybridtrain.optim import build_lr_schedule, build_optimizer
+from hybridtrain.optim import build_lr_schedule, build_optimizer, state_per_parameter
 from hybridtrain.run_directory import RunDirectory
 from hybridtrain.trainer import Trainer, count_steps
 from hybridtrain.world import World
@@ -115,6 +117,7 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         return _already_done(parts, trainer)
     if world.is_main:
         directory.write_config(config, overrides)
+        directory.write_plan(model.plan)
     summary = trainer.fit({"config": to_yaml(config), "layout": layout})
     if world.is_main:
         directory.write_summary(summary)
@@ -171,7 +174,7 @@ def _assemble(config: Config, new: bool = False) -> Parts:
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)
     model = HybridModel(
-        _model(config, data.facts),
+        construct(lambda: _model(config, data.facts)),
         world,
         chunks=config.pipeline.chunks,
         schedule=config.pipeline.schedule,
@@ -186,6 +189,11 @@ def _assemble(config: Config, new: bool = False) -> Parts:
         seed=config.seed,
         find_unused_parameters=config.world.find_unused_parameters,
         broadcast_buffers=config.world.broadcast_buffers,
+        sample=_sample(config, data, world),
+        memory_weight=config.pipeline.memory_weight,
+        memory_limit_gib=config.pipeline.memory_limit_gib,
+        default_partition=config.pipeline.default_partition,
+        optimizer_state=state_per_parameter(config.optim, config.allow_targets),
     )
     return Parts(config, directory, world, data, model)
 
@@ -212,6 +220,13 @@ def _data(config: Config, world: World) -> DataSplits:
 
     on_main = world.on_main(lambda: load(bool(config.data.get("download"))))
     return on_main if on_main is not None else load(False)
+
+
+def _sample(config: Config, data: DataSplits, world: World) -> Any:
+    """The inputs of a batch, for measuring and tracing the model; always the same rows."""
+    rows = min(-(-config.data["batch_size"] // world.size), len(data.train))  # type: ignore[arg-type]
+    inputs, _ = next(iter(DataLoader(data.train, batch_size=rows, collate_fn=data.collate)))
+    return inputs
 
 
 def _model(config: Config, facts: Mapping[str, Any]) -> nn.Module:

@@ -31,7 +31,14 @@ class PipelineConfig:
     max_inflight: int | None = None
     """Micro-batches that may be alive at one time; null: as many as the schedule wants."""
     split: Any = "uniform"
-    """`uniform`, `size`, or a list of layer counts, cut points or layer names."""
+    """Which layers go to which stage: `uniform`, `size`, `time`, `memory`, `balanced`, `manual`,
+    the path of a plan (.yaml), or a list of counts, cut points, layer names or name patterns."""
+    memory_weight: float = 0.2
+    """For `split: balanced`: 0 for time alone, 1 for memory alone."""
+    memory_limit_gib: float | None = None
+    """GiB that a device may hold, for `time`, `memory` and `balanced`; null: no limit."""
+    default_partition: int | None = None
+    """For `split: manual`: the stage of modules that were put in none; null: each must be."""
     checkpoint: Any = "never"
     """What is recomputed in the backward: `never`, `except_last`, `always`, `{every: k}` for every
     kth layer, or a list of layers' names."""
@@ -149,6 +156,13 @@ def check(config: Config) -> None:
     for key, value in _positive(config):
         if value is not None and value < 1:
             raise ConfigError(f"{key}={value} must be at least 1")
+    if not 0 <= config.pipeline.memory_weight <= 1:
+        raise ConfigError(
+            f"pipeline.memory_weight={config.pipeline.memory_weight} must lie between 0 (time "
+            f"alone) and 1 (memory alone)"
+        )
+    if (limit := config.pipeline.memory_limit_gib) is not None and limit <= 0:
+        raise ConfigError(f"pipeline.memory_limit_gib={limit} must be positive, or null")
     if not -(2**63) <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed} must fit in 64 bits")
     if (config.trainer.steps is None) == (config.trainer.epochs is None):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.losses import LossFn, MetricFn
+from hybridtrain.losses import LossFn, MetricFn, main_output
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline.microbatch import batch_size
 
@@ -57,7 +57,7 @@ def evaluate(
                 sums[2 + 2 * index] += total
                 sums[3 + 2 * index] += count
             for metric in stateful.values():
-                metric.update(outputs, targets)
+                metric.update(main_output(outputs), targets)
     samples, loss, *pairs = model.world.sum(sums.cpu()).tolist()
     result = {"loss": loss / samples if samples else float("nan"), "samples": int(samples)}
     for index, name in enumerate(plain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.partition.layers import layers_of
-from hybridtrain.partition.split import SplitSpec, split_layers
+from hybridtrain.layers.chain import SampleNeeded
+from hybridtrain.partitioning.divide import Ask, divide
+from hybridtrain.partitioning.plan import Plan
+from hybridtrain.partitioning.split import SplitSpec
 from hybridtrain.pipeline.assemble import build_stages
 from hybridtrain.pipeline.batch_norm import Deferred
 from hybridtrain.pipeline.local_engine import LocalEngine, Step
@@ -29,6 +31,7 @@ from hybridtrain.pipeline.schedule import (
     make_schedule,
     peak_held,
 )
+from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import unshadow
 from hybridtrain.pipeline.trace import Trace
 from hybridtrain.world import World
@@ -41,6 +44,17 @@ AUTOCAST: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
 }
 BATCH_NORM = ("micro_batch", "deferred")
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The model in stages on their devices, and how it came to be so."""
+
+    stages: list[Stage]
+    plan: Plan
+    policy: RecomputePolicy
+    engine: LocalEngine
+    trained: list[bool]
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,16 @@ class HybridModel:
     and parameters, states and checkpoints go by its names, whatever the split.
 
     Args:
-        net: an `nn.Sequential`; nested ones are flattened into the layers that can be cut between.
+        net: any module. An `nn.Sequential` is cut between its elements (nested ones are
+            flattened); any other is traced, see `hybridtrain.layers.tracer`.
         world: the processes and devices; the stages are `world.nb_part`.
         chunks: micro-batches a batch is cut into along dim 0 (fewer if it has fewer rows).
         schedule: `1f1b` or `gpipe`.
-        split: `uniform`, `size`, or explicit counts, cut points or names; see `split_layers`.
+        split: which layers go to which stage, the largest stage as small as can be: `uniform` (by
+            number of layers), `size` (by parameters), `time` or `memory` (by what each layer is
+            measured to cost), `balanced` (by both); `manual`: as marked by `partition` and
+            `set_partition`; the path of a plan (`.yaml`); or layer counts, cut points, names or
+            name patterns, see `split_layers`.
         checkpoint: what is recomputed in the backward instead of kept: `never`, whole stages for
             all micro-batches `except_last` or `always`, `{"every": k}` for every kth layer, or a
             list of layers' names.
@@ -85,6 +104,13 @@ class HybridModel:
         find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
         broadcast_buffers: as in DDP: every step begins with rank 0's buffers on all replicas. Off,
             running statistics are each replica's own until an evaluation.
+        sample: the inputs of a batch, as `train_step` takes them. Without, the model is divided at
+            the first batch if that is needed to measure or to trace it.
+        memory_weight: for `split="balanced"`: 0 for time alone, 1 for memory alone.
+        memory_limit_gib: what a device may hold, in GiB, for a split by measured costs.
+        default_partition: for `split="manual"`: the stage of what is marked for none.
+        optimizer_state: tensors of a parameter's size that the optimizer keeps for it (AdamW 2),
+            for a split by memory.
 
     Raises:
         SplitError, ScheduleError, ConfigError: an argument does not fit.
@@ -108,6 +134,11 @@ class HybridModel:
         seed: int = 0,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
+        sample: Any = None,
+        memory_weight: float = 0.2,
+        memory_limit_gib: float | None = None,
+        default_partition: int | None = None,
+        optimizer_state: int = 2,
     ) -> None:
         _check("pipeline.schedule", schedule, SCHEDULES)
         _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
@@ -141,21 +172,80 @@ class HybridModel:
         self._autocast = AUTOCAST[precision]
         self.draws = Draws(seed, world.rank)
         unshadow(net)
-        layers = layers_of(net)
-        self._recompute = recompute_policy(checkpoint, [layer.name for layer in layers])
-        self.draws.guard_all = self._recompute != RecomputePolicy()
-        parts = split_layers(layers, world.nb_part * stages_per_device, split)
-        self.stages = build_stages(
-            parts, world, self.draws, self._recompute.layers, find_unused_parameters
-        )
-        if compile:
-            for layer in layers:
-                layer.module.compile()
-        self._gpus = sorted({place.index for place in world.devices if place.type == "cuda"})
-        self._trained = self._requiring_grad()
+        recompute_policy(checkpoint, None)
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._engine = LocalEngine(self.stages, world.devices)
+        self._gpus = sorted({place.index for place in world.devices if place.type == "cuda"})
+        self._ask = Ask(
+            split=split,
+            world=world,
+            stages_per_device=stages_per_device,
+            schedule=schedule,
+            chunks=chunks,
+            held=peak_held(self.schedule(chunks)),
+            memory_weight=memory_weight,
+            memory_limit_gib=memory_limit_gib,
+            default_partition=default_partition,
+            optimizer_state=optimizer_state,
+            precision=self.precision,
+        )
+        self._checkpoint = checkpoint
+        self._compile = compile
+        self._find_unused_parameters = find_unused_parameters
+        self._placed: _Placed | None = None
+        with suppress(SampleNeeded):
+            self._placed = self._place(sample)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, in the order of the pipeline.
+
+        Raises:
+            ConfigError: the model waits for its first batch to be divided.
+        """
+        return self._in_place.stages
+
+    @property
+    def plan(self) -> Plan:
+        """How the model is divided, and from what costs."""
+        return self._in_place.plan
+
+    @property
+    def _in_place(self) -> _Placed:
+        if self._placed is None:
+            raise ConfigError(
+                "the model is divided at its first batch, which is needed to measure or to trace "
+                "it: pass HybridModel(..., sample=<the inputs of a batch>) to have it divided now"
+            )
+        return self._placed
+
+    def _place(self, sample: Any) -> _Placed:
+        """Divides the model and brings its stages to their devices; a collective call."""
+        if sample is not None:
+            sample = split(sample, chunk_sizes(batch_size(sample), self.chunks))[0]
+        division = divide(self.net, self._ask, sample)
+        layers = [layer for part in division.parts for layer in part]
+        policy = recompute_policy(self._checkpoint, [layer.name for layer in layers])
+        self.draws.guard_all = policy != RecomputePolicy()
+        self.draws.set_units(division.units)
+        stages = build_stages(
+            self.net,
+            division.parts,
+            self.world,
+            self.draws,
+            policy.layers,
+            self._find_unused_parameters,
+        )
+        if self._compile:
+            for layer in layers:
+                layer.module.compile()
+        return _Placed(
+            stages=stages,
+            plan=division.plan,
+            policy=policy,
+            engine=LocalEngine(stages, self.world.devices),
+            trained=self._requiring_grad(),
+        )
 
     def schedule(self, chunks: int) -> Schedule:
         """The table that a step of `chunks` micro-batches follows."""
@@ -202,6 +292,9 @@ class HybridModel:
         """
         rows = batch_size(inputs, targets)
         sizes = chunk_sizes(rows, self.chunks)
+        if self._placed is None:
+            self._placed = self._place(inputs)
+        placed = self._placed
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
         gradients: list[Tensor | None] = [None] * len(sizes)
@@ -216,7 +309,7 @@ class HybridModel:
             return loss if scale_loss is None else scale_loss(loss)
 
         recorded = Trace(self.world.devices) if trace else None
-        if self._requiring_grad() != self._trained:
+        if self._requiring_grad() != placed.trained:
             raise ConfigError(
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
                 "replicas would not average its gradient: freeze first, or make a new HybridModel"
@@ -230,14 +323,14 @@ class HybridModel:
                 lanes=self.schedule(len(sizes)).lanes,
                 inputs=split(inputs, sizes),
                 head=head,
-                recompute=[self._recompute.whole_stage(i, len(sizes)) for i in range(len(sizes))],
+                recompute=[placed.policy.whole_stage(i, len(sizes)) for i in range(len(sizes))],
                 loss_gradients=gradients,
                 reduce=sync,
                 trace=recorded,
             )
         before = default_states(self._gpus)
         with self._statistics():
-            self._engine.run(step)
+            self._in_place.engine.run(step)
         self.draws.end_step(drew=default_states(self._gpus) != before)
         for stage in self.stages:
             for alias in stage.aliases:
@@ -254,6 +347,8 @@ class HybridModel:
         """
         rows = batch_size(inputs)
         sizes = chunk_sizes(rows, self.chunks)
+        if self._placed is None:
+            self._placed = self._place(inputs)
         outputs: list[Any] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Any:
@@ -271,7 +366,7 @@ class HybridModel:
             )
         before = default_states(self._gpus)
         with self._statistics():
-            self._engine.run(step)
+            self._in_place.engine.run(step)
         if self.net.training:
             self.draws.end_step(drew=default_states(self._gpus) != before)
         return merge(outputs)

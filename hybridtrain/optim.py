@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
@@ -31,6 +33,16 @@ def build_optimizer(
         raise ConfigError(f"optim: {error}") from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
+
+
+def state_per_parameter(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
+    """How many tensors of a parameter's size the optimizer of `config` keeps for it."""
+    parameter = Parameter(torch.zeros(2, 3))
+    optimizer = build_optimizer(config, [parameter], allow)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = optimizer.state[parameter].values()
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
 
 
 def build_lr_schedule(

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from hybridtrain.config import Config
 from hybridtrain.errors import ConfigError
 from hybridtrain.monitor.progress import log_handler
+from hybridtrain.partitioning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class RunDirectory:
         """Writes what the run was asked for."""
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
+
+    def write_plan(self, plan: Plan) -> None:
+        """Writes how the model is divided; `pipeline.split` takes the file."""
+        write_text(self.path / "plan.yaml", plan.to_yaml())
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""

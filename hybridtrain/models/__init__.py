@@ -1,13 +1,14 @@
-"""Models: one function each, from plain arguments to an `nn.Sequential`.
+"""Models: one function each, from plain arguments to an `nn.Module`.
 
 A function is the `_target_` of a file in `configs/model/`, and its parameters are that file's
-keys. The pipeline cuts a model between the elements of its `nn.Sequential`s, so every element
-takes one argument and returns one value; both may be a tuple of tensors, batch first. Bad
-arguments raise `ConfigError` and name the key.
+keys. Those written for this project are `nn.Sequential`s, which the pipeline cuts between their
+elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
+first. Bad arguments raise `ConfigError` and name the key.
 """
 
 from hybridtrain.models.basicnet import basicnet
 from hybridtrain.models.gpt import gpt
+from hybridtrain.models.torchvision_models import torchvision_model
 from hybridtrain.models.transformer import transformer
 
-__all__ = ["basicnet", "gpt", "transformer"]
+__all__ = ["basicnet", "gpt", "torchvision_model", "transformer"]

@@ -200,7 +200,7 @@ def test_the_terminal_shows_the_layout_the_progress_and_where_the_run_is(
 ) -> None:
     said = succeed(capfd, *SMALL, "monitor.tensorboard=false")
     assert said.count("1 process x 2 stages") == 1
-    assert re.search(r"^ +0 +6 +[\d,]+ +\d+% +conv1 \.\.\. dropout1$", said, re.M)
+    assert re.search(r"^ +0 +6 +[\d,]+ +[\d.]+ MiB +\d+% +cpu +conv1 \.\.\. dropout1$", said, re.M)
     assert re.search(r"^ +0 +\S+ +cpu cpu$", said, re.M)
     steps = re.findall(
         r"^step (\d)/6  loss [\d.]+  [\d,.]+ samples/s  lr \S+  left \S+$", said, re.M
