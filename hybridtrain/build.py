@@ -30,6 +30,7 @@ from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.optim import build_lr_schedule, build_optimizer, state_per_parameter
+from hybridtrain.partitioning.plan import Plan
 from hybridtrain.run_directory import RunDirectory
 from hybridtrain.trainer import Trainer, count_steps
 from hybridtrain.world import World
@@ -124,6 +125,17 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         log.info("%s", _outcome(directory, summary))
     world.close()
     return summary
+
+
+def plan_run(config: Config) -> Plan:
+    """The command `plan`: divides the model as a run would, and shows and writes how."""
+    parts = _assemble(config, new=True)
+    log.info("%s", describe_layout(parts.model, config.pipeline.schedule))
+    if parts.world.is_main:
+        path = parts.directory.write_plan(parts.model.plan)
+        log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+    parts.world.close()
+    return parts.model.plan
 
 
 def evaluate_run(config: Config) -> dict[str, float]:

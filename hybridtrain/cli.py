@@ -1,4 +1,4 @@
-"""The command line: `python -m hybridtrain [train|evaluate|export] [overrides...]`.
+"""The command line: `python -m hybridtrain [train|plan|evaluate|export] [overrides...]`.
 
 The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
 through `hydra.main`: on several ranks that writes one log and one `.hydra` folder from all of
@@ -16,7 +16,7 @@ from hybridtrain.compose import CONFIG_MODULE, compose_config, own_recipe, regis
 from hybridtrain.config import Config
 from hybridtrain.errors import ConfigError, UserError
 
-COMMANDS = ("train", "evaluate", "export")
+COMMANDS = ("train", "plan", "evaluate", "export")
 
 # torchrun ends the other ranks within a fraction of a second once rank 0 has failed.
 _WAIT_FOR_RANK_0_S = 10.0
@@ -64,6 +64,8 @@ def run(command: str, config: Config, overrides: Sequence[str]) -> None:
 
     if command == "train":
         build.train(config, overrides)
+    elif command == "plan":
+        build.plan_run(config)
     elif command == "evaluate":
         build.evaluate_run(config)
     else:

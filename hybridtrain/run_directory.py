@@ -67,9 +67,11 @@ class RunDirectory:
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
 
-    def write_plan(self, plan: Plan) -> None:
+    def write_plan(self, plan: Plan) -> Path:
         """Writes how the model is divided; `pipeline.split` takes the file."""
-        write_text(self.path / "plan.yaml", plan.to_yaml())
+        path = self.path / "plan.yaml"
+        write_text(path, plan.to_yaml())
+        return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""

@@ -19,6 +19,7 @@ from hybridtrain.pipeline.recompute import works_in_place
 from hybridtrain.skip import popped_by, shelf, stashed_by
 
 ROUNDS = 10
+FEWEST_ROUNDS = 3
 """How often a layer is timed at most."""
 
 
@@ -96,7 +97,8 @@ def measure(
         layers: the chain.
         inputs: a micro-batch, as the first layer takes it.
         device: where all layers run.
-        seconds: about how long to measure. Every layer is run twice, however long that takes.
+        seconds: about how long to measure. Every layer is warmed up and run three times, however
+            long that takes.
         crossing_device: where the next stage may be; None if on the same device.
         precision: the context that a forward runs in, such as autocast.
         state_per_parameter: as for `count`.
@@ -132,11 +134,12 @@ def measure(
         }
         # a round of all layers after the other: what disturbs the machine for a while disturbs a
         # run or two of each layer, which the median leaves out
-        for run in runs * (ROUNDS - 1):
-            if time.perf_counter() > deadline:
+        for done in range(1, ROUNDS):
+            if done >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
-            with visit(run.layer):
-                run.timed()
+            for run in runs:
+                with visit(run.layer):
+                    run.timed()
     return [
         replace(
             weights,

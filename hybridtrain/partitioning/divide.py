@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hybridtrain.deferred import materialize
@@ -22,6 +23,7 @@ from hybridtrain.partitioning.marks import marked_stage, mixed, without_use
 from hybridtrain.partitioning.objective import GIB, Goal, cut_by_costs, stage_tables
 from hybridtrain.partitioning.plan import Plan, counts_for
 from hybridtrain.partitioning.split import SplitSpec, split_layers
+from hybridtrain.pipeline.local_engine import threads_a_lane
 from hybridtrain.world import World
 
 # A stage this much above the mean is not balanced; layers this large, as a share of the mean
@@ -165,16 +167,17 @@ class _Source:
         if ask.goal is None:
             return count(chain.layers, state_per_parameter=ask.optimizer_state)
         devices = ask.world.devices
-        return measure(
-            chain.layers,
-            self._sample,
-            devices[0],
-            crossing_device=devices[-1],
-            precision=ask.precision,
-            state_per_parameter=ask.optimizer_state,
-            seconds=2.0,
-            visit=self._visit,
-        )
+        with _intra_op_threads(threads_a_lane(len(devices))):
+            return measure(
+                chain.layers,
+                self._sample,
+                devices[0],
+                crossing_device=devices[-1],
+                precision=ask.precision,
+                state_per_parameter=ask.optimizer_state,
+                seconds=2.0,
+                visit=self._visit,
+            )
 
     @contextmanager
     def _visit(self, layer: Layer) -> Iterator[None]:
@@ -184,6 +187,17 @@ class _Source:
         yield
         if any(device != first for device in others):
             layer.module.to("cpu")
+
+
+@contextmanager
+def _intra_op_threads(threads: int) -> Iterator[None]:
+    """As many intra-op threads as a stage will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Decision = tuple[list[str], list[LayerCost], list[int]]

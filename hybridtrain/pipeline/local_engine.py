@@ -68,8 +68,7 @@ class LocalEngine:
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         if len(devices) == 1:
             return  # a single lane needs no thread of its own
-        # the cores of this process, shared out: intra-op threads are counted per thread
-        intra_op = max(1, torch.get_num_threads() // len(devices))
+        intra_op = threads_a_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             # a daemon: an exit of the program must not wait for it
@@ -233,6 +232,11 @@ class _Run:
         if value is _Stopped or self._stopped:
             raise _Stopped
         return value
+
+
+def threads_a_lane(lanes: int) -> int:
+    """The cores of this process, shared out: PyTorch counts intra-op threads per thread."""
+    return max(1, torch.get_num_threads() // lanes)
 
 
 def _work(

@@ -250,7 +250,7 @@ def test_an_unknown_command_is_one_line_that_names_the_commands(
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "'trian'" in err
-    assert "train, evaluate, export" in err
+    assert "train, plan, evaluate, export" in err
 
 
 def test_a_recipe_cannot_allow_packages_by_itself(tmp_path: Path) -> None:
