@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hybridtrain.layers.layer import Layer, layers_of
-from hybridtrain.partitioning import costs
 from hybridtrain.partitioning.costs import ROUNDS, count, measure
 from hybridtrain.skip import pop, stash
 
@@ -16,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch):
-    monkeypatch.setattr(costs, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr("hybridtrain.partitioning.costs.FEWEST_ROUNDS", 1)
 
 
 def image_net():
