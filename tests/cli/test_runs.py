@@ -390,6 +390,44 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     assert written.stat().st_mode == others.stat().st_mode
 
 
+def test_a_plan_is_shown_and_written_and_a_run_cuts_by_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = succeed(capfd, "plan", *SMALL, "pipeline.split=balanced", "run_name=planned")
+    path = Path("outputs/planned/plan.yaml")
+    assert f"wrote {path}; to train with it: pipeline.split={path}" in said
+    assert "forward ms  backward ms" in said
+    plan = path.read_text()
+    assert re.search(r"^  - \{name: conv1, parameters: 320, forward_ms: \d", plan, re.M)
+    # a layer moved by hand
+    lines = plan.splitlines()
+    first = [i for i, line in enumerate(lines) if line.startswith("- device")][1] - 1
+    moved = lines.pop(first)
+    second = next(i for i, line in enumerate(lines) if i > first and line == "  layers:")
+    lines.insert(second + 1, moved)
+    path.write_text("\n".join(lines))
+    said = succeed(capfd, *SMALL, f"pipeline.split={path}", "monitor.tensorboard=false")
+    name = re.search(r"name: (\w+)", moved)
+    assert name is not None
+    assert f"{name[1]} ... " in said
+    assert f"name: {name[1]}," in Path("outputs/digits/plan.yaml").read_text()
+    message = fail(capfd, *SMALL, f"pipeline.split={path}", "pipeline.nb_part=3")
+    assert "the plan has 2 stages, and 3 are asked for: set pipeline.nb_part=2" in message
+
+
+def test_a_measured_run_goes_on_with_another_split_as_if_it_had_never_stopped(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    constant = [*SMALL, "monitor.tensorboard=false", "lr_schedule=constant"]
+    parts = [*constant, "run_name=parts"]
+    succeed(capfd, *constant, "run_name=whole")
+    succeed(capfd, *parts, "trainer.steps=4", "pipeline.split=time")
+    succeed(capfd, *parts, "pipeline.split=[1,11]")
+    ours = torch.load(f"outputs/parts/checkpoints/{LAST}/model.pt")
+    theirs = torch.load(f"outputs/whole/checkpoints/{LAST}/model.pt")
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 @pytest.mark.parametrize("command", ["evaluate", "export"])
 def test_a_command_that_needs_a_checkpoint_says_where_it_looked(
     command: str, copied: Path, capfd: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from cli_launch import SMALL, environment, torchrun
 
 from hybridtrain.cli import main
@@ -133,3 +134,14 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def test_a_model_of_torchvision_is_measured_cut_and_trained_in_two_processes() -> None:
+    arguments = ["model=torchvision", "model.name=resnet18", "pipeline.split=time"]
+    ended = torchrun(2, [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"])
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^ +1 +\d+ .* cpu +layer\S+ \.\.\. fc$", ended.stderr, re.M)
+    plan = yaml.safe_load(Path("outputs/digits/plan.yaml").read_text())
+    planned = [[layer["name"] for layer in stage["layers"]] for stage in plan["stages"]]
+    assert planned == [stage["layers"] for stage in summary("digits")["stages"]]
+    assert summary("digits")["steps"] == 2
