@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.deferred import materialize_rest
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.layers.chain import SampleNeeded
-from hybridtrain.partitioning.divide import Ask, divide
+from hybridtrain.layers.recording import Attributes
+from hybridtrain.layers.segment import Segment
+from hybridtrain.partitioning.divide import Ask, Division, divide
 from hybridtrain.partitioning.plan import Plan
 from hybridtrain.partitioning.split import SplitSpec
 from hybridtrain.pipeline.assemble import build_stages
@@ -48,10 +51,22 @@ BATCH_NORM = ("micro_batch", "deferred")
 
 @dataclass(frozen=True)
 class _Placed:
-    """The model in stages on their devices, and how it came to be so."""
+    """The model in stages on their devices, and how it came to be so.
+
+    Attributes:
+        stages: the stages.
+        plan: how they were decided on.
+        attributes: what they have taken from the model's modules once and for all.
+        copies: buffers, and their copies on other stages' devices.
+        policy: what is recomputed.
+        engine: runs the stages.
+        trained: which parameters require a gradient.
+    """
 
     stages: list[Stage]
     plan: Plan
+    attributes: Attributes
+    copies: list[tuple[Tensor, Tensor]]
     policy: RecomputePolicy
     engine: LocalEngine
     trained: list[bool]
@@ -223,7 +238,10 @@ class HybridModel:
         """Divides the model and brings its stages to their devices; a collective call."""
         if sample is not None:
             sample = split(sample, chunk_sizes(batch_size(sample), self.chunks))[0]
-        division = divide(self.net, self._ask, sample)
+        with torch.inference_mode(False):  # parameters may be made here
+            return self._place_on(divide(self.net, self._ask, sample))
+
+    def _place_on(self, division: Division) -> _Placed:
         layers = [layer for part in division.parts for layer in part]
         policy = recompute_policy(self._checkpoint, [layer.name for layer in layers])
         self.draws.guard_all = policy != RecomputePolicy()
@@ -236,12 +254,20 @@ class HybridModel:
             policy.layers,
             self._find_unused_parameters,
         )
+        materialize_rest(self.net, self.world.devices[0])  # what no layer uses
         if self._compile:
             for layer in layers:
                 layer.module.compile()
         return _Placed(
             stages=stages,
             plan=division.plan,
+            attributes=division.attributes,
+            copies=[
+                pair
+                for layer in layers
+                if isinstance(layer.module, Segment)
+                for pair in layer.module.copies()
+            ],
             policy=policy,
             engine=LocalEngine(stages, self.world.devices),
             trained=self._requiring_grad(),
@@ -292,9 +318,7 @@ class HybridModel:
         """
         rows = batch_size(inputs, targets)
         sizes = chunk_sizes(rows, self.chunks)
-        if self._placed is None:
-            self._placed = self._place(inputs)
-        placed = self._placed
+        placed = self._placed = self._placed or self._place(inputs)
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
         gradients: list[Tensor | None] = [None] * len(sizes)
@@ -316,7 +340,7 @@ class HybridModel:
             )
         if self._broadcast_buffers:
             self.sync_buffers()
-        self._refresh_aliases()
+        self._prepare(placed)
         self.draws.active = self.net.training
         with torch.enable_grad(), self.precision():
             step = Step(
@@ -330,7 +354,7 @@ class HybridModel:
             )
         before = default_states(self._gpus)
         with self._statistics():
-            self._in_place.engine.run(step)
+            placed.engine.run(step)
         self.draws.end_step(drew=default_states(self._gpus) != before)
         for stage in self.stages:
             for alias in stage.aliases:
@@ -347,15 +371,14 @@ class HybridModel:
         """
         rows = batch_size(inputs)
         sizes = chunk_sizes(rows, self.chunks)
-        if self._placed is None:
-            self._placed = self._place(inputs)
+        placed = self._placed = self._placed or self._place(inputs)
         outputs: list[Any] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Any:
             outputs[microbatch] = output
             return None
 
-        self._refresh_aliases()
+        self._prepare(placed)
         self.draws.active = self.net.training
         with torch.no_grad(), self.precision():
             step = Step(
@@ -366,7 +389,7 @@ class HybridModel:
             )
         before = default_states(self._gpus)
         with self._statistics():
-            self._in_place.engine.run(step)
+            placed.engine.run(step)
         if self.net.training:
             self.draws.end_step(drew=default_states(self._gpus) != before)
         return merge(outputs)
@@ -449,10 +472,14 @@ class HybridModel:
             return []
         return [parameter.requires_grad for parameter in self.net.parameters()]
 
-    def _refresh_aliases(self) -> None:
-        for stage in self.stages:
+    def _prepare(self, placed: _Placed) -> None:
+        """Brings up to date what the stages have of the model's state."""
+        placed.attributes.check()
+        for stage in placed.stages:
             for alias in stage.aliases:
                 alias.refresh()
+        for own, copy in placed.copies:
+            copy.copy_(own, non_blocking=True)
 
     def _statistics(self) -> AbstractContextManager[object]:
         return nullcontext() if self._deferred is None else self._deferred.step()

@@ -6,6 +6,14 @@ from hybridtrain.deferred.modules import (
     deferred_init,
     is_deferred,
     materialize,
+    materialize_rest,
 )
 
-__all__ = ["CannotDefer", "construct", "deferred_init", "is_deferred", "materialize"]
+__all__ = [
+    "CannotDefer",
+    "construct",
+    "deferred_init",
+    "is_deferred",
+    "materialize",
+    "materialize_rest",
+]

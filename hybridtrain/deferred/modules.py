@@ -113,6 +113,15 @@ def materialize(module: nn.Module, device: torch.device, values: bool = True) ->
     module.to(device)
 
 
+@torch.no_grad()
+def materialize_rest(module: nn.Module, device: torch.device) -> None:
+    """Gives what is still deferred in `module` its values on `device`; the rest stays."""
+    for tensor in _tensors_of(module):
+        deferred = find(tensor)
+        if deferred is not None:
+            _become(tensor, window_of(tensor).on(deferred.on(device, values=True)))
+
+
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Every tensor in the attributes of `module` and its modules, once."""
     return list({id(t): t for m in module.modules() for t in tensors_in(vars(m))}.values())

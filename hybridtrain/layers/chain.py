@@ -12,18 +12,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.layers.exporter import Exporter
+from hybridtrain.layers.faithful import Untraceable, where
 from hybridtrain.layers.inputs import bind, required
 from hybridtrain.layers.layer import Layer, has_hooks, is_chain, layers_of
-from hybridtrain.layers.recording import Opens, Recordings, Untraceable, record
+from hybridtrain.layers.recording import Opens, Recordings, record
 from hybridtrain.layers.segment import Binding, Whole
-from hybridtrain.layers.tracer import trace, where
+from hybridtrain.layers.tracer import trace
 from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is looked into.
@@ -52,12 +53,14 @@ class Chain:
         joined: the positions (before layer i) where no cut may be, since a module is used on both
             sides.
         whole: the modules that tracing could not look into, with the reason.
+        opened: those that it has looked into.
     """
 
     layers: list[Layer]
     units: list[tuple[int, int]]
     joined: frozenset[int] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict)
+    opened: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 class SampleNeeded(Exception):
@@ -121,7 +124,7 @@ class Chains:
             SplitError: the model cannot be traced; names the line.
         """
         if is_chain(self._net):
-            pieces, whole = _opened_layers(layers_of(self._net), deeper)
+            found = _opened_layers(layers_of(self._net), deeper)
         elif self._record is None:
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
@@ -129,15 +132,18 @@ class Chains:
                 f"which stays whole, or give the model as an nn.Sequential"
             ) from self._failures[0]
         else:
-            pieces, whole = self._units(self._record, deeper)
-        layers = [layer for unit in pieces for layer in unit]
-        units = [(unit, piece) for unit, own in enumerate(pieces) for piece in range(len(own))]
-        return Chain(layers, units, _joined(layers), whole)
+            found = self._units(self._record, deeper)
+        layers = [layer for unit in found.layers for layer in unit]
+        units = [
+            (unit, piece) for unit, own in enumerate(found.layers) for piece in range(len(own))
+        ]
+        joined = frozenset(found.joined | _joined(layers))
+        whole = found.whole
+        if whole and self._failures:  # torch.export was asked because of them
+            whole = {**whole, "the model, by torch.export,": where(self._failures[-1])}
+        return Chain(layers, units, joined, whole, found.opened)
 
-    def _units(
-        self, recorder: Callable[[Opens], Recordings], deeper: Collection[str]
-    ) -> tuple[list[list[Layer]], dict[str, str]]:
-        """The pieces of each unit, and what could not be looked into."""
+    def _units(self, recorder: Callable[[Opens], Recordings], deeper: Collection[str]) -> _Pieces:
         recordings = recorder(_opener(self._net, (), LARGE_SHARE))
         units = {calls[-1] for calls in recordings.calls}
         if deeper:
@@ -148,7 +154,7 @@ class Chains:
             if not pieces or units.intersection(calls):
                 pieces.append([])
             pieces[-1].append(layer)
-        return pieces, recordings.whole
+        return _Pieces(pieces, recordings.joined(), recordings.whole, recordings.flags.modules)
 
     def one_layer(self) -> Chain:
         """The model as a single layer."""
@@ -164,12 +170,20 @@ def can_open(module: nn.Module) -> bool:
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.")
 
 
-def _opened_layers(
-    layers: Sequence[Layer], deeper: Collection[str]
-) -> tuple[list[list[Layer]], dict[str, str]]:
-    """The pieces of each layer of a chain, and what could not be looked into."""
+class _Pieces(NamedTuple):
+    """The layers of each unit, and the rest as in `Chain`."""
+
+    layers: list[list[Layer]]
+    joined: set[int]
+    whole: dict[str, str]
+    opened: Mapping[str, nn.Module]
+
+
+def _opened_layers(layers: Sequence[Layer], deeper: Collection[str]) -> _Pieces:
     pieces: list[list[Layer]] = []
+    joined: set[int] = set()
     whole: dict[str, str] = {}
+    opened: dict[str, nn.Module] = {}
     for layer in layers:
         pieces.append([layer])
         inputs = required(layer.module) if layer.name in deeper else None
@@ -181,9 +195,13 @@ def _opened_layers(
         except Exception as error:
             whole[layer.name] = where(error)
         else:
+            before = sum(map(len, pieces[:-1]))
+            joined |= {before + position for position in recordings.joined()}
             pieces[-1] = recordings.layers(f"{layer.name}.")
+            inside = recordings.flags.modules.items()
+            opened |= {f"{layer.name}.{name}".rstrip("."): part for name, part in inside}
             whole |= {f"{layer.name}.{name}": why for name, why in recordings.whole.items()}
-    return pieces, whole
+    return _Pieces(pieces, joined, whole, opened)
 
 
 def _opener(
@@ -205,7 +223,7 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _joined(layers: Sequence[Layer]) -> frozenset[int]:
+def _joined(layers: Sequence[Layer]) -> set[int]:
     """The positions between the uses of a module that has state, which is in one place only."""
     first: dict[int, int] = {}
     joined: set[int] = set()
@@ -213,4 +231,4 @@ def _joined(layers: Sequence[Layer]) -> frozenset[int]:
         for module in layer.module.modules():
             if any(True for _ in (*module.parameters(), *module.buffers())):
                 joined.update(range(first.setdefault(id(module), index) + 1, index + 1))
-    return frozenset(joined)
+    return joined

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.utils._pytree import tree_map
 
+from hybridtrain.layers.faithful import Untraceable, exportable
 from hybridtrain.layers.inputs import Inputs
-from hybridtrain.layers.recording import Call, Opens, Recording, Untraceable, attribute
-from hybridtrain.layers.tracer import NoFunctions
+from hybridtrain.layers.layer import has_hooks
+from hybridtrain.layers.recording import Call, Opens, Recording, attribute
 
 
 class Exporter:
@@ -64,12 +65,15 @@ class Exporter:
         )
 
     def _export(self, module: nn.Module) -> fx.GraphModule:
+        for name, part in module.named_modules():
+            if has_hooks(part):
+                raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         values = [tree_map(lambda leaf: _example(leaf, device), value) for value in self._values]
         shapes = [tree_map(_open_sizes, value) for value in values]
         count = len(self._inputs.positional)
         keywords = self._inputs.keywords
-        with self._precision(), torch.random.fork_rng([]), NoFunctions(), _quietly():
+        with self._precision(), torch.random.fork_rng([]), exportable(module), _quietly():
             program = export(
                 module,
                 tuple(values[:count]),
@@ -116,6 +120,7 @@ def _entered(
     graph: fx.Graph, module: nn.Module, opens: Opens, opened: dict[str, nn.Module]
 ) -> dict[fx.Node, list[Call]]:
     """Where the calls of submodules begin, as deep as `opens` allows."""
+    opens = cache(opens)
     entered: dict[fx.Node, list[Call]] = {}
     calls: dict[str, int] = {}
     before: dict[str, Call] = {}

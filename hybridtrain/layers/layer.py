@@ -33,7 +33,9 @@ def layers_of(net: nn.Module) -> list[Layer]:
 
 def is_chain(module: nn.Module) -> bool:
     """Whether `module` only runs its children one after the other."""
-    return type(module).forward is nn.Sequential.forward and not has_hooks(module)
+    if not isinstance(module, nn.Sequential) or has_hooks(module):
+        return False
+    return type(module).forward is nn.Sequential.forward
 
 
 def has_hooks(module: nn.Module) -> bool:

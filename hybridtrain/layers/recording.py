@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -11,18 +11,23 @@ from typing import Any
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from hybridtrain.errors import ConfigError
+from hybridtrain.layers.aliases import joined_segments
 from hybridtrain.layers.layer import Layer
-from hybridtrain.layers.segment import Binding, Flags, Program, Segment, segment_programs
+from hybridtrain.layers.segment import (
+    Binding,
+    Flags,
+    Program,
+    Segment,
+    segment_programs,
+    segments_of,
+)
 
 # (name of a submodule, number of its call): where a segment may begin.
 Call = tuple[str, int]
 
 # Whether to look into a submodule, by its name.
 Opens = Callable[[str, nn.Module], bool]
-
-
-class Untraceable(Exception):
-    """The forward does something that a graph would not do again."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,33 @@ class Recording:
     opened: dict[str, nn.Module] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     output: TreeSpec | None = None
+
+
+class Attributes:
+    """The numbers, flags and texts that a forward may have read from modules while recorded."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        simple = (bool, int, float, str, type(None))
+        self._seen = [
+            (name, vars(module), key, value)
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if key != "training" and not key.startswith("_") and type(value) in simple
+        ]
+
+    def check(self) -> None:
+        """Makes sure that they are what they were.
+
+        Raises:
+            ConfigError: one has changed, which the graphs would not know.
+        """
+        for name, attributes, key, value in self._seen:
+            if attributes[key] != value:
+                raise ConfigError(
+                    f"{name or 'the model'}.{key} has changed from {value!r} to "
+                    f"{attributes[key]!r} since the model was traced: make a new HybridModel, or "
+                    f"use it in a submodule without submodules, which is called as it is"
+                )
 
 
 @dataclass(frozen=True)
@@ -84,12 +116,24 @@ class Recordings:
         for index, name in enumerate(names):
             pair = training[index], evaluation[index]
             owners = {}
-            for target in (pair[0].reads | pair[1].reads) & buffers:
+            for target in {*pair[0].reads, *pair[1].reads} & buffers:
                 holder, _, leaf = target.rpartition(".")
                 owners[target] = self.module.get_submodule(holder), leaf
             segment = Segment(*pair, self.flags, owners, binding if index == 0 else None)
             layers.append(Layer(name, segment))
         return layers
+
+    def joined(self) -> set[int]:
+        """The segments, by number, before which there may be no cut."""
+        return {
+            position
+            for recording, starts in zip(
+                (self.training, self.evaluation), zip(*self.starts, strict=True), strict=True
+            )
+            for position in joined_segments(
+                recording.graph, segments_of(recording.graph, starts), recording.find
+            )
+        }
 
     def _programs(
         self, recording: Recording, starts: Sequence[fx.Node], names: Sequence[str]
@@ -116,7 +160,7 @@ def record(module: nn.Module, recorder: Callable[[nn.Module], Recording]) -> Rec
             recordings.append(recorder(module))
             modes.append({part: part.training for part in module.modules()})
     first, second = recordings
-    if _signature(first.graph) == _signature(second.graph):
+    if _signature(first) == _signature(second):
         starts = [(node, node) for node in first.entered]
         second = first
     else:
@@ -154,15 +198,21 @@ def _common(first: Recording, second: Recording) -> list[tuple[fx.Node, fx.Node]
     ]
 
 
-def _signature(graph: fx.Graph) -> list[Any]:
+def _signature(recording: Recording) -> list[Any]:
     """What a graph does, comparable with another graph's."""
+    graph = recording.graph
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+
+    def target(node: fx.Node) -> Any:
+        # tensors that a forward has from elsewhere may have one name in both modes
+        return id(recording.find(str(node.target))) if node.op == "get_attr" else node.target
 
     def by_number(arguments: Any) -> str:
         return repr(fx.node.map_arg(arguments, lambda node: number[node]))
 
     return [
-        (node.op, node.target, by_number(node.args), by_number(node.kwargs)) for node in graph.nodes
+        (node.op, target(node), by_number(node.args), by_number(node.kwargs))
+        for node in graph.nodes
     ]
 
 

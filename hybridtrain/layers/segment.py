@@ -7,8 +7,6 @@ that uses it.
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.layers.aliases import inputs_are_changed, works_in_place
 from hybridtrain.layers.inputs import Inputs, bind
 from hybridtrain.skip import pop, stash, take
-
-_IN_PLACE = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
-    operator.ilshift, operator.irshift,
-}  # fmt: skip
 
 
 @dataclass
@@ -38,9 +31,12 @@ class Program:
         takes: the names of its other arguments.
         last: those of `takes` that no later segment uses.
         gives: the names of the values that it passes on besides the main value.
-        reads: the parameters, buffers and constants that it uses directly.
-        in_place: whether it changes a tensor in place.
+        reads: the parameters, buffers and constants that it uses directly, and where `module`
+            has each.
+        in_place: whether it changes a tensor in place or, the first one, passes on an input that
+            a later one changes.
         output: the structure of the main value, if the module returns its leaves alone.
+        compiled: the module, compiled.
     """
 
     module: fx.GraphModule
@@ -48,13 +44,16 @@ class Program:
     takes: tuple[str, ...] = ()
     last: frozenset[str] = frozenset()
     gives: tuple[str, ...] = ()
-    reads: frozenset[str] = frozenset()
+    reads: Mapping[str, str] = field(default_factory=dict)
     in_place: bool = False
     output: TreeSpec | None = None
 
-    def __post_init__(self) -> None:
-        # the module's own call would print its code when a layer in it raises
-        self.run: Callable[..., Any] = self.module.forward
+    compiled: Callable[..., Any] | None = None
+
+    def run(self, *values: Any) -> Any:
+        """What the module gives for `values`."""
+        # not the module's own call, which would print its code when a layer in it raises
+        return (self.compiled or self.module.forward)(*values)
 
 
 @dataclass(frozen=True)
@@ -140,25 +139,39 @@ class Segment(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the graphs; what is around them only hands values over."""
         for program in {id(p): p for p in self._programs.values()}.values():
-            program.run = torch.compile(program.module, *args, **kwargs)
+            program.compiled = torch.compile(program.module, *args, **kwargs)
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that are here as copies: the user's own, and the copy.
+
+        They are the user's own unless another stage has taken them to another device.
+        """
+        return [
+            (owner._buffers[name], module._buffers[place])  # type: ignore[misc]
+            for module, place, owner, name in self._borrowed()
+            if owner._buffers[name] is not module._buffers[place]
+        ]
+
+    def _borrowed(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
+        """Where the graphs hold the buffers of the user's modules, and where these do."""
+        return [
+            (program.module, place, *self._owners[target])
+            for program in {id(p): p for p in self._programs.values()}.values()
+            for target, place in program.reads.items()
+            if target in self._owners
+        ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Segment:
         """Moves the segment, and with it the buffers that it shares with the user's modules."""
         super()._apply(fn, recurse)
-        for target, (owner, name) in self._owners.items():
-            holders = [
-                program.module.get_submodule(target.rpartition(".")[0])
-                for program in {id(p): p for p in self._programs.values()}.values()
-                if target in program.reads
-            ]
-            if holders:
-                owner._buffers[name] = holders[0]._buffers[name]
-            for holder in holders:
-                holder._buffers[name] = owner._buffers[name]
+        moved: dict[tuple[int, str], Tensor | None] = {}
+        for module, place, owner, name in self._borrowed():
+            buffer = moved.setdefault((id(owner), name), module._buffers[place])
+            module._buffers[place] = owner._buffers[name] = buffer
         tensors = (*self.parameters(), *self.buffers())
         device = tensors[0].device if tensors else fn(torch.empty(0)).device
-        for graph in {id(p): p.module for p in self._programs.values()}.values():
-            _put_constants_on(device, graph)
+        for program in {id(p): p for p in self._programs.values()}.values():
+            _put_constants_on(device, program.module)
         return self
 
 
@@ -217,6 +230,15 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
+def segments_of(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The number of the segment of each node; `starts` are the nodes that begin one."""
+    home: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        here = home.get(node.prev, 0)
+        home[node] = here + (here + 1 < len(starts) and node is starts[here + 1])
+    return home
+
+
 def segment_programs(
     find: Callable[[str], Any], graph: fx.Graph, starts: Sequence[fx.Node], names: Sequence[str]
 ) -> list[Program]:
@@ -229,10 +251,7 @@ def segment_programs(
             its start.
         names: what each segment is called, for the names of its values.
     """
-    home: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        here = home.get(node.prev, 0)
-        home[node] = here + (here + 1 < len(starts) and node is starts[here + 1])
+    home = segments_of(graph, starts)
     users = {node: sorted({home[user] for user in node.users}) for node in graph.nodes}
     mains: dict[int, fx.Node] = {}  # by the segment that gets it from the one before
     named: list[dict[fx.Node, str]] = [{} for _ in starts]
@@ -254,16 +273,19 @@ def segment_programs(
         arguments = [node for node in graph.nodes if node.op == "placeholder"] if not here else []
         body = [n for n in graph.nodes if home[n] == here and n.op not in _NO_BODY]
         returned = output.args[0] if here + 1 == len(named) else mains.get(here + 1, ())
-        part = _part([*arguments, *([main] if main else []), *takes], body, (returned, *given))
+        places: dict[str, str] = {}
+        values = [*arguments, *([main] if main else []), *takes]
+        part = _part(values, body, (returned, *given), places)
         programs.append(
             Program(
-                fx.GraphModule({target: find(target) for target in _targets(part)}, part),
+                fx.GraphModule({place: find(target) for target, place in places.items()}, part),
                 takes_main=main is not None or here == 0,
                 takes=tuple(name_of[node] for node in takes),
                 last=frozenset(name_of[node] for node in takes if users[node][-1] == here),
                 gives=tuple(given.values()),
-                reads=frozenset(str(n.target) for n in part.nodes if n.op == "get_attr"),
-                in_place=any(map(_works_in_place, body)),
+                reads={t: p for t, p in places.items() if isinstance(find(t), Tensor)},
+                in_place=any(works_in_place(node, find) for node in body)
+                or (here == 0 and inputs_are_changed(graph, find)),
             )
         )
     return programs
@@ -287,38 +309,28 @@ def _put_constants_on(device: torch.device, module: fx.GraphModule) -> None:
 _NO_BODY = ("placeholder", "get_attr", "output")
 
 
-def _part(arguments: Sequence[fx.Node], body: Sequence[fx.Node], returned: Any) -> fx.Graph:
-    """A graph of its own for `body`, which reads parameters where it needs them."""
+def _part(
+    arguments: Sequence[fx.Node], body: Sequence[fx.Node], returned: Any, places: dict[str, str]
+) -> fx.Graph:
+    """A graph of its own for `body`, which reads parameters where it needs them.
+
+    Its modules and tensors get names without dots, noted in `places`: a dotted one could lead
+    through a module of the user's, which `fx.GraphModule` would then write to.
+    """
     part = fx.Graph()
     own = {node: part.placeholder(node.name) for node in arguments}
 
+    def place(target: Any) -> str:
+        return places.setdefault(target, f"own{len(places)}_{target.replace('.', '_')}")
+
     def here(node: fx.Node) -> fx.Node:
         if node.op == "get_attr" and node not in own:
-            own[node] = part.get_attr(str(node.target))
+            own[node] = part.get_attr(place(node.target))
         return own[node]
 
     for node in body:
         own[node] = part.node_copy(node, here)
+        if node.op == "call_module":
+            own[node].target = place(node.target)
     part.output(fx.node.map_arg(returned, here))
     return part
-
-
-def _targets(graph: fx.Graph) -> set[str]:
-    return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-
-
-def _works_in_place(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    if node.op != "call_function" or isinstance(node.target, str):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    if node.target in _IN_PLACE or getattr(node.target, "__name__", "").endswith("_"):
-        return True
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):
-        return False
-    return bound.arguments.get("inplace") is True

@@ -11,33 +11,24 @@ from __future__ import annotations
 
 import random
 import sys
-import traceback
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import fx, nn
-from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 
+from hybridtrain.layers.faithful import (
+    Functions,
+    Proxy,
+    Untraceable,
+    check_draws,
+    faithfully,
+    where,
+)
 from hybridtrain.layers.inputs import Inputs
-from hybridtrain.layers.recording import Call, Opens, Recording, Untraceable, attribute
-
-# Factories take no tensor, so that torch.fx does not see them: it would run them once, while
-# tracing, and keep the result.
-_FACTORIES = (
-    "arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn",
-    "randperm", "tensor", "zeros",
-)  # fmt: skip
-
-# Inside these, operations mean something else; a graph would run them outside.
-_MODES = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
+from hybridtrain.layers.recording import Call, Opens, Recording, attribute
 
 
 def trace(inputs: Inputs, opens: Opens, module: nn.Module) -> Recording:
@@ -64,22 +55,25 @@ class _Tracer(fx.Tracer):
         self._entered: dict[fx.Node, list[Call]] = {}
         self._opened: dict[str, nn.Module] = {}
         self._whole: dict[str, str] = {}
+        self._functions = Functions()
+        self._thread = threading.get_ident()
         self._inputs = inputs
         self._opens = opens
 
     def record(self, module: nn.Module) -> Recording:
         """See `trace`."""
         attributes = set(vars(module))
-        state = random.getstate()
+
+        def recorded(function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
+            return self.create_proxy("call_function", function, args, kwargs)
+
         try:
-            with self._faithfully():
+            with faithfully(recorded):
                 graph = self.trace(module)
-            if random.getstate() != state:
-                raise Untraceable("the forward draws from Python's random")
         finally:
-            random.setstate(state)
             # tensors that the forward makes from no input
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
+        self._check_reads(graph)
         return Recording(
             graph=graph,
             entered={node: self._entered[node] for node in graph.nodes if node in self._entered},
@@ -87,6 +81,16 @@ class _Tracer(fx.Tracer):
             opened=self._opened,
             whole=self._whole,
         )
+
+    def _check_reads(self, graph: fx.Graph) -> None:
+        """Makes sure that no tensor is read from a module that may put another in its place."""
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                holder, _, name = str(node.target).rpartition(".")
+                if holder and holder not in self._opened:
+                    tensor = attribute(self.root, str(node.target))
+                    if not isinstance(tensor, nn.Parameter):
+                        raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -113,6 +117,8 @@ class _Tracer(fx.Tracer):
         kwargs: dict[str, Any],
     ) -> Any:
         """One node for a leaf; else the nodes of what is in it, or one node where that fails."""
+        if threading.get_ident() != self._thread:  # torch.fx watches the calls of all threads
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
         call = name, self.num_calls.get(name, 0)
         last = self._last_node()
@@ -121,8 +127,7 @@ class _Tracer(fx.Tracer):
             state = random.getstate()
             try:
                 result = super().call_module(m, forward, args, kwargs)
-                if random.getstate() != state:
-                    raise Untraceable("draws from Python's random")
+                check_draws(state)
             except Exception as error:
                 random.setstate(state)
                 self.module_stack, self.num_calls = stack, calls
@@ -138,7 +143,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node, unless it is for what a graph would lose."""
-        check_not_in_a_function(sys._getframe(1))
+        self._functions.check_not_inside(sys._getframe(1))
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
@@ -150,11 +155,13 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Reads a parameter or buffer anew each time: a node may be erased again."""
+        if threading.get_ident() != self._thread:
+            return attr_val
         return super().getattr(attr, attr_val, {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Tensors of ordinary layout."""
-        return _Proxy(node, self)
+        """See `Proxy`."""
+        return Proxy(node, self)
 
     def _note(self, last: fx.Node | None, call: tuple[str, int]) -> None:
         first = last.next if last is not None else next(iter(self.graph.nodes), None)
@@ -170,79 +177,3 @@ class _Tracer(fx.Tracer):
                 return
             self._entered.pop(node, None)
             self.graph.erase_node(node)
-
-    @contextmanager
-    def _faithfully(self) -> Iterator[None]:
-        """Records the factories; stops at what a graph would lose."""
-        with ExitStack() as patches:
-            for name in _FACTORIES:
-                recorded = self._recorded(getattr(torch, name))
-                patches.enter_context(mock.patch.object(torch, name, recorded))
-            for mode in _MODES:
-                patches.enter_context(mock.patch.object(mode, "__enter__", _refuse(mode.__name__)))
-            yield
-
-    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.create_proxy("call_function", function, args, kwargs)
-
-
-class _Proxy(fx.Proxy):
-    """A proxy that says at once what is so for every tensor that a pipeline passes on."""
-
-    is_nested = False
-    is_sparse = False
-    is_quantized = False
-    is_mkldnn = False
-
-
-class NoFunctions(TorchFunctionMode):
-    """A context in which no `autograd.Function` may run its forward: its backward would be lost."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs `func`, unless it is called by such a forward."""
-        check_not_in_a_function(sys._getframe(1))
-        return func(*args, **(kwargs or {}))
-
-
-def check_not_in_a_function(frame: FrameType | None) -> None:
-    """Makes sure that `frame` was not called by the forward of an `autograd.Function`.
-
-    The first argument of such a forward is its node in the autograd graph. `apply` cannot be
-    watched: it is not written in Python, and `f = MyFunction.apply` may have been taken before.
-
-    Raises:
-        Untraceable: it was.
-    """
-    while frame is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, BackwardCFunction):
-            raise Untraceable("uses an autograd.Function of its own, whose backward would be lost")
-        frame = frame.f_back
-
-
-def _refuse(what: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise Untraceable(f"uses {what}, which a graph would lose")
-
-    return refuse
-
-
-def where(error: BaseException) -> str:
-    """The line of the user's that `error` comes from, and what it says."""
-    package = Path(torch.__file__).parent
-    own = Path(__file__).parent
-    frames: Sequence[traceback.FrameSummary] = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if package not in Path(frame.filename).parents
-        and own not in Path(frame.filename).parents
-        and not frame.filename.startswith("<")
-    ]
-    said = (str(error) or type(error).__name__).splitlines()[0]
-    if not frames:
-        return said
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno}: `{frame.line}`: {said}"

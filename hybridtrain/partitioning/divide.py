@@ -16,6 +16,7 @@ from hybridtrain.deferred import materialize
 from hybridtrain.errors import SplitError
 from hybridtrain.layers.chain import Chain, Chains, SampleNeeded, can_open
 from hybridtrain.layers.layer import Layer, is_chain
+from hybridtrain.layers.recording import Attributes
 from hybridtrain.partitioning.balance import INFINITY, best_cut, sums_of_runs, too_few_layers
 from hybridtrain.partitioning.by_hand import counts_by_marks
 from hybridtrain.partitioning.costs import LayerCost, count, measure
@@ -87,11 +88,13 @@ class Division:
     Attributes:
         parts: the layers of each stage.
         units: see `Chain.units`.
+        attributes: what the graphs have taken from the model's modules once and for all.
         plan: what was decided, and from what costs.
     """
 
     parts: list[list[Layer]]
     units: list[tuple[int, int]]
+    attributes: Attributes
     plan: Plan
 
 
@@ -114,11 +117,13 @@ def divide(net: nn.Module, ask: Ask, sample: Any = None) -> Division:
     assert decision is not None
     deeper, costs, counts = decision
     chain = source.chain(deeper)
+    _check_cuts(chain, counts)
     bounds = list(pairwise(accumulate(counts, initial=0)))
     devices = [ask.world.devices[stage % ask.world.nb_part] for stage in range(ask.stages)]
     return Division(
         parts=[chain.layers[start:end] for start, end in bounds],
         units=chain.units,
+        attributes=Attributes(chain.opened),
         plan=Plan(
             model=type(net).__name__,
             split=ask.split if isinstance(ask.split, str) else "by hand",
@@ -132,6 +137,22 @@ def divide(net: nn.Module, ask: Ask, sample: Any = None) -> Division:
             devices=[str(device) for device in devices],
         ),
     )
+
+
+def _check_cuts(chain: Chain, counts: Sequence[int]) -> None:
+    """Makes sure that what must stay together does, also where the user has cut.
+
+    Raises:
+        SplitError: it does not; names the layers on both sides.
+    """
+    for cut in accumulate(counts[:-1]):
+        if cut in chain.joined:
+            before, after = chain.layers[cut - 1].name, chain.layers[cut].name
+            raise SplitError(
+                f"there can be no cut between {before!r} and {after!r}: a module is used before "
+                f"and after it, or a tensor is changed in place there. Cut elsewhere, or let two "
+                f"modules share the parameters instead (b.weight = a.weight)"
+            )
 
 
 class _Source:
@@ -270,7 +291,7 @@ def _decide_by_costs(source: _Source) -> Decision:
 def _hints(chain: Chain) -> str:
     """Why there are not more places to cut."""
     hints = [
-        f"; {name!r} could not be looked into: {why}" for name, why in list(chain.whole.items())[:3]
+        f"; {name} could not be looked into: {why}" for name, why in list(chain.whole.items())[-3:]
     ]
     if chain.joined:
         first = min(chain.joined)

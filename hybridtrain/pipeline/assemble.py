@@ -36,7 +36,7 @@ def build_stages(
         find_unused_parameters: as in DDP.
 
     Raises:
-        SplitError: values or parameters that the parts share cannot be shared so.
+        SplitError: values that the parts share cannot be shared so.
     """
     links = links_between(parts)
     slots = shared_slots([[layer.module for layer in part] for part in parts])

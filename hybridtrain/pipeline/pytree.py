@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves, tree_map_only
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -21,6 +22,20 @@ def leaves_of(tree: Any) -> list[Any]:
             return leaves
         for kind in unknown:
             register_dataclass(kind)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with `function` of its tensors; what is there twice is one tensor afterwards too."""
+    if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
+        return (function(tree[0]),)  # by far the most frequent
+    done: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = function(tensor)
+        return done[id(tensor)]
+
+    return tree_map_only(Tensor, once, tree)
 
 
 def hides_tensors(leaf: Any, depth: int = 3) -> bool:

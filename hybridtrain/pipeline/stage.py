@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from hybridtrain.errors import SplitError, UserError
 from hybridtrain.layers.layer import Layer
 from hybridtrain.pipeline import ties
 from hybridtrain.pipeline.links import MAIN, Link
 from hybridtrain.pipeline.memory import count_saved
-from hybridtrain.pipeline.pytree import hides_tensors, leaves_of
+from hybridtrain.pipeline.pytree import hides_tensors, leaves_of, map_tensors
 from hybridtrain.pipeline.random_state import Draws
 from hybridtrain.pipeline.recompute import recomputed, works_in_place
 from hybridtrain.pipeline.replica import FrozenReplica, Replica
@@ -134,9 +134,8 @@ class Stage:
         arrivals: list[list[_Arrival]] = []
         skipped: dict[str, Any] = {}
         for names, message in zip(self._received, messages, strict=True):
-            own: list[_Arrival] = []
-            for name, sent in zip(names, message, strict=True):
-                skipped[name] = self._receive(sent, own)
+            received, own = self._receive(message)
+            skipped.update(zip(names, received, strict=True))
             arrivals.append(own)
         value = skipped.pop(MAIN)
         if self.saved_bytes is None and torch.is_grad_enabled():
@@ -161,7 +160,7 @@ class Stage:
             if not roots[0]:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
         self._held[microbatch] = (self._edges(roots) if self._sends_copies else roots), arrivals
-        return [tuple(map(_detach, message)) for message in sent_over]
+        return [_detach(message) for message in sent_over]
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -303,8 +302,9 @@ class Stage:
             return [list(tensors) for tensors in roots]  # DDP looks for unused parameters from here
         return [[get_gradient_edge(tensor) for tensor in tensors] for tensors in roots]
 
-    def _receive(self, value: Any, arrivals: list[_Arrival]) -> Any:
-        """The value on this device; those of its tensors that are to get a gradient are noted."""
+    def _receive(self, message: Message) -> tuple[Message, list[_Arrival]]:
+        """The values on this device, and those of their tensors that are to get a gradient."""
+        arrivals: list[_Arrival] = []
 
         def enter(tensor: Tensor) -> Tensor:
             tensor = move(tensor, self.device)  # a micro-batch of the user's; others are here
@@ -314,7 +314,7 @@ class Stage:
                     return _NotALeaf.apply(tensor)  # type: ignore[no-any-return]
             return tensor
 
-        return enter(value) if type(value) is Tensor else tree_map_only(Tensor, enter, value)
+        return map_tensors(enter, message), arrivals
 
 
 class _Arrival:
@@ -358,18 +358,20 @@ class _NotALeaf(torch.autograd.Function):
 
 
 def _requiring_grad(value: Any) -> list[Tensor]:
+    """The tensors that get a gradient, each once."""
     if type(value) is tuple and len(value) == 1:
         value = value[0]
     if type(value) is Tensor:
         return [value] if value.requires_grad else []
-    leaves = tree_flatten(value)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
+    return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
-def _detach(value: Any) -> Any:
-    if type(value) is Tensor:
-        return value.detach().requires_grad_() if value.requires_grad else value.detach()
-    return tree_map_only(Tensor, _detach, value)
+def _detach(message: Message) -> Message:
+    def detached(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+    return map_tensors(detached, message)  # type: ignore[no-any-return]
 
 
 def describe(value: Any) -> str:

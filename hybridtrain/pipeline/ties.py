@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain.deferred import materialize
-from hybridtrain.errors import SplitError
 
 
 @dataclass(frozen=True)
@@ -61,36 +60,22 @@ class Alias:
 
 
 def shared_slots(stages: Sequence[Sequence[nn.Module]]) -> list[list[Slot]]:
-    """For each stage, where it uses parameters whose home is an earlier one.
-
-    Raises:
-        SplitError: two stages share a whole module, which can only be in one place.
-    """
+    """For each stage, where it uses parameters whose home is an earlier one."""
     home: dict[int, int] = {}
     slots: list[list[Slot]] = [[] for _ in stages]
-    stage_of: dict[int, int] = {}
     for index, layers in enumerate(stages):
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
-            if stage_of.setdefault(id(module), index) != index and has_state(module):
-                raise SplitError(
-                    f"stages {stage_of[id(module)]} and {index} share a {type(module).__name__}, "
-                    f"which cannot be in two places: let them share its parameters instead "
-                    f"(b.weight = a.weight), or cut so that both uses are in one stage"
-                )
             for name, parameter in module._parameters.items():
                 if parameter is not None and home.setdefault(id(parameter), index) != index:
                     slots[index].append(Slot(module, name, parameter))
     return slots
 
 
-def has_state(module: nn.Module) -> bool:
-    """Whether there are parameters or buffers in `module`; without, it may be used anywhere."""
-    return any(True for _ in (*module.parameters(), *module.buffers()))
-
-
 def unshadow(net: nn.Module) -> None:
     """Removes the aliases that an earlier pipeline has put into the layers of `net`."""
     for module in net.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it never has one
         for name in module._parameters:
             module.__dict__.pop(name, None)
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.pipeline.pytree import map_tensors
+
 
 class Parcel(NamedTuple):
     """What travels over a link: the values, and the event that says they have arrived."""
@@ -29,7 +31,7 @@ def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
     if source == target:
         return Parcel(values)
     if source.type != "cuda" or target.type != "cuda":
-        return Parcel(tree_map_only(Tensor, lambda tensor: move(tensor, target), values))
+        return Parcel(map_tensors(lambda tensor: move(tensor, target), values))
     outbound, inbound = _side_stream(source, "out"), _side_stream(target, "in")
     outbound.wait_stream(torch.cuda.current_stream(source))
 
@@ -39,7 +41,7 @@ def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
         return moved
 
     with torch.cuda.stream(outbound), torch.cuda.stream(inbound):
-        moved = tree_map_only(Tensor, copy, values)
+        moved = map_tensors(copy, values)
         return Parcel(moved, inbound.record_event())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
+from hybridtrain.deferred import construct
 from hybridtrain.errors import BatchError, ConfigError, SplitError
 from hybridtrain.layers.chain import Chains
 from hybridtrain.pipeline.microbatch import chunk_sizes, split
@@ -420,6 +422,192 @@ def test_a_part_that_keeps_its_mode_in_train_keeps_it():
     torch.testing.assert_close(net.b(rows()), net.b(rows()))
 
 
+class Body(nn.Module):
+    """Three layers and a forward of the test's."""
+
+    def __init__(self, body, **attributes):
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+        self.body = body
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def switched_off(net, x):
+    y = net.a(x)
+    with torch.set_grad_enabled(False):
+        z = net.b(y)
+    return net.c(y * z)
+
+
+class NewStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+def counts(net, x):
+    net.calls += 1
+    return net.c(net.b(net.a(x))) * net.calls
+
+
+def asks_for_a_type(net, x):
+    y = net.a(x)
+    y = y * 2 if isinstance(y, Tensor) else y * 3
+    return net.c(net.b(y))
+
+
+def asks_for_grad(net, x):
+    y = net.a(x) * 2 if torch.is_grad_enabled() else net.a(x)
+    return net.c(net.b(y))
+
+
+def has_a_tensor_hook(net, x):
+    y = net.a(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 3)
+    return net.c(net.b(y))
+
+
+def reads_a_table(net, x):
+    return net.c(net.b(net.a(x))) * net.c.table
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (switched_off, None),
+        (lambda net, x: net.c(net.b(NewStyle.apply(net.a(x)))), r"(autograd\.Function|the type)"),
+        (counts, "sets its attribute 'calls'"),
+        (asks_for_a_type, None),
+        (asks_for_grad, r"torch\.is_grad_enabled"),
+        (has_a_tensor_hook, "control flow"),
+        (reads_a_table, None),
+    ],
+)
+def test_what_a_graph_would_lose_in_the_model_itself_is_given_up_and_named(body, says):
+    net = Body(body, calls=0)
+    net.c.register_buffer("table", torch.ones(WIDTH))
+    if says is None:  # torch.export can follow these
+        assert_same(net, rows(), 2, sample=rows())
+        return
+    with pytest.raises(SplitError, match=rf"Body cannot be traced.*{says}"):
+        hybrid(net, 2, sample=rows())
+    assert vars(net)["calls"] == 0
+
+
+def in_place_through_a_view(net, x):
+    y = net.a(x)
+    head = y[:, :2]
+    z = net.b(y)
+    head.add_(1)
+    return net.c(z * y)
+
+
+def moving_mean(net, x):
+    y = net.a(x - net.mean)
+    z = net.b(y)
+    net.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return net.c(z)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: Body(lambda net, x: net.c(net.b(net.a(x).chunk(2, 1)[0].repeat(1, 2).relu_()))),
+        lambda: Body(moving_mean, mean=torch.zeros(WIDTH)),
+    ],
+    ids=["a view", "a buffer"],
+)
+def test_what_is_changed_in_place_stays_in_one_stage_with_what_it_is_part_of(net):
+    assert_same(net(), rows(), 2)
+    chain = Chains(Body(in_place_through_a_view)).chain()
+    assert chain.joined == {1}
+    with pytest.raises(SplitError, match=r"no cut between 'a' and 'b': .* changed in place"):
+        hybrid(Body(moving_mean, mean=torch.zeros(WIDTH)), 3, split=[1, 1, 1])
+
+
+def test_a_number_that_was_read_while_tracing_may_not_change():
+    net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
+    model = hybrid(net, 2)
+    model(rows())
+    net.scale = 0.5
+    with pytest.raises(ConfigError, match=r"the model\.scale has changed from 1\.0 to 0\.5 since"):
+        model(rows())
+
+
+def test_buffers_of_submodules_stay_as_the_model_has_them():
+    net = Body(lambda net, x: net.c(net.b(net.a(x))) + net.table)
+    net.register_buffer("table", torch.ones(WIDTH), persistent=False)
+    assert_same(net, rows(), 3)
+    assert "table" not in net.state_dict()
+
+
+def test_other_threads_do_not_see_that_a_model_is_traced():
+    made, inside, done = [], threading.Event(), threading.Event()
+
+    def elsewhere():
+        inside.wait()
+        made.append(nn.Sequential(linear(), nn.ReLU())(torch.zeros(1, WIDTH) + torch.arange(WIDTH)))
+        done.set()
+
+    def body(net, x):
+        inside.set()
+        done.wait()
+        return net.c(net.b(net.a(x)))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    hybrid(Body(body), 2)
+    thread.join()
+    assert type(made[0]) is Tensor
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_the_first_batch_may_come_without_gradients(grad):
+    net = construct(Shapes)
+    model = hybrid(net, 2)
+    with grad():
+        model(sequences())
+    model.train_step(sequences(), None, loss_of)
+    assert net.first.weight.grad is not None
+
+
+def test_a_scripted_submodule_is_called_as_it_is():
+    net = Body(lambda net, x: net.c(net.b(net.a(x))))
+    net.b = torch.jit.trace(linear(), rows())
+    model = hybrid(net, 2)
+    model.train_step(rows(), None, loss_of)
+    assert len(names(model)) == 3
+
+
+def test_parameters_that_no_layer_uses_get_their_values_too():
+    def make():
+        torch.manual_seed(1)
+        net = Body(lambda net, x: net.c(net.a(x)))
+        net.unused = nn.Parameter(torch.randn(3))
+        return net
+
+    net = construct(make)
+    hybrid(net, 2)
+    assert torch.equal(net.unused, make().unused)
+    assert torch.equal(net.b.weight, make().b.weight)
+
+
 # Where torch.fx cannot follow ----------------------------------------------------------------
 
 
@@ -529,6 +717,24 @@ def test_an_object_that_may_hide_tensors_does_not_cross_a_cut():
     with pytest.raises(SplitError, match="'0' hands a Carrier to a later stage"):
         hybrid(net, 2).train_step(rows(), None, loss_of)
     hybrid(net, 1).train_step(rows(), None, loss_of)
+
+
+def test_a_parameter_and_a_value_under_two_names_may_cross_a_cut():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y, self.linear.weight, y
+
+    class Uses(nn.Module):
+        def forward(self, values):
+            y, weight, again = values
+            return (y.exp() @ weight) * again + again.tanh()
+
+    assert_same(nn.Sequential(Twice(), Uses()), rows(), 2)
 
 
 def test_a_dataclass_may_cross_a_cut():

@@ -145,12 +145,12 @@ def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven():
     small = [Block(0) for _ in range(20)]
     net = nn.Sequential(*small, Block(0.02), *copy.deepcopy(small))
     model = hybrid(net, 2, split="time", sample=rows())
-    assert model.plan.deeper == ["20"]
+    assert "20" in model.plan.deeper
     first, second = names(model)
     assert "20.first" in first
     assert "20.second" in second
-    whole = copy.deepcopy(nn.Sequential(*(Block(0.002) for _ in range(4))))
-    assert hybrid(whole, 2, split="time", sample=rows()).plan.deeper == []
+    even = nn.Sequential(*(Block(0.03) for _ in range(2)))
+    assert hybrid(even, 2, split="time", sample=rows()).plan.deeper == []
 
 
 def test_a_name_inside_a_block_cuts_it_there():
@@ -273,7 +273,7 @@ def test_too_few_layers_says_why_there_are_not_more():
 
     message = (
         r"a model of 1 layer cannot be cut into 2 stages: .*"
-        r"'body' could not be looked into: .*test_divide\.py:\d+: `return .* if x\.sum\(\) > 0"
+        r"body could not be looked into: .*test_divide\.py:\d+: `return .* if x\.sum\(\) > 0"
     )
     with pytest.raises(SplitError, match=message):
         hybrid(Outside(), 2, sample=rows())

@@ -1,0 +1,288 @@
+"""Trains models that others wrote for a step, unsplit and in stages, and compares every number.
+
+All classification models of torchvision and a choice of those of transformers; the result is a
+table, docs/models.md. The exit status is 1 if a model cannot be split or differs by more than the
+order of additions explains.
+
+    python scripts/zoo.py                              # all of them, on the CPU
+    python scripts/zoo.py --only resnet18 --stages 2   # some, to the terminal alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torchvision
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from zoo import (  # the module there, not this script
+    TRANSFORMERS,
+    Case,
+    difference,
+    shares,
+    torchvision_case,
+    traced_by,
+    train_in_stages,
+    train_plain,
+    transformers_case,
+    without_dropout,
+)
+
+from hybridtrain.errors import SplitError
+
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+
+# The largest difference of a tensor, relative to its largest entry.
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Result:
+    """What was found of one model; the lists have an entry for each number of stages.
+
+    Attributes:
+        parameters: their number.
+        layers: between which it can be cut at first.
+        traced: how these were found.
+        shares: the largest stage's share of the parameters.
+        plain: the largest difference from the plain module, both without dropout.
+        dropout: that from one stage, with dropout; empty if the model has none.
+        worst: of the largest difference, where it is.
+        error: why it cannot be split so often; the lists end there.
+        crash: what else went wrong.
+        seconds: how long it took.
+    """
+
+    parameters: int = 0
+    layers: int = 0
+    traced: str = ""
+    shares: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    dropout: list[float] = field(default_factory=list)
+    worst: str = ""
+    error: str = ""
+    crash: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the model trains as the unsplit one in as many stages as it can be split in."""
+        return not self.crash and max(self.plain + self.dropout, default=0.0) <= TOLERANCE
+
+
+def check(case: Case, stages: Sequence[int], split: str) -> Result:
+    """Compares `case` in stages with the plain module, and, with dropout, with one stage."""
+    result = Result(parameters=sum(p.numel() for p in case.net.parameters()))
+    net = copy.deepcopy(case.net)
+    drops = without_dropout(net)
+    expected = train_plain(net, case)
+    del net
+    for count in stages:
+        net = copy.deepcopy(case.net)
+        without_dropout(net)
+        try:
+            seen, model = train_in_stages(net, case, count, split)
+        except SplitError as error:
+            result.error = f"{count} stages: {' '.join(str(error).split())}"
+            break
+        result.shares.append(max(shares(model)))
+        result.plain.append(_worse(result, *difference(seen, expected)))
+        del net, seen, model
+        gc.collect()
+    del expected
+    expected, model = train_in_stages(copy.deepcopy(case.net), case, 1, split)
+    result.layers, result.traced = len(model.stages[0].layers), traced_by(model)
+    del model
+    for count in stages[: len(result.plain)] if drops else ():
+        seen, _ = train_in_stages(copy.deepcopy(case.net), case, count, split)
+        result.dropout.append(_worse(result, *difference(seen, expected)))
+        del seen, _
+        gc.collect()
+    return result
+
+
+def _worse(result: Result, value: float, name: str) -> float:
+    if value > max([0.0, *result.plain, *result.dropout]):
+        result.worst = name
+    return value
+
+
+def run_alone(function: Callable[[], Result]) -> Result:
+    """What `function` gives in a process of its own, whose memory is free afterwards."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_send, args=(function, there))
+    process.start()
+    there.close()
+    try:
+        result = here.recv()
+    except EOFError:
+        result = Result(crash="the process died; not enough memory?")
+    process.join()
+    return result if isinstance(result, Result) else Result(crash=result)
+
+
+def _send(function: Callable[[], Result], connection: Connection) -> None:
+    torch.set_num_threads(1)  # their number decides in which order a kernel adds up
+    begin = time.perf_counter()
+    try:
+        result = function()
+        result.seconds = time.perf_counter() - begin
+        connection.send(result)
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def said(differences: Sequence[float]) -> str:
+    """Differences as a cell of the table."""
+    return ", ".join(f"{value:.1e}" if value else "bitwise" for value in differences) or "-"
+
+
+def row(name: str, result: Result) -> list[str]:
+    """A row of the table."""
+    cells = [name, f"{result.parameters:,}"]
+    if result.crash:
+        return [*cells, "-", "-", "-", result.crash, "-"]
+    largest = ", ".join(f"{share:.0%}" for share in result.shares)
+    plain, dropout = said(result.plain), said(result.dropout)
+    if result.error:
+        plain = f"{plain}; {result.error}".replace("|", "\\|")
+    return [*cells, str(result.layers), result.traced, largest, plain, dropout]
+
+
+def table(results: dict[str, Result], stages: Sequence[int]) -> list[str]:
+    """The results as lines of Markdown."""
+    counts = ", ".join(map(str, stages))
+    head = [
+        "model", "parameters", "layers", "found by", f"largest of {counts} stages",
+        "unsplit and split", "with dropout, 1 stage and more",
+    ]  # fmt: skip
+    lines = [head, ["---", *["---:"] * 2, *["---"] * 4]]
+    lines += [row(name, result) for name, result in results.items()]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str) -> str:
+    """The whole of docs/models.md."""
+    counts = " and in ".join(map(str, stages))
+    results = [result for kind in kinds.values() for result in kind.values()]
+    differences = [value for result in results for value in result.plain + result.dropout]
+    sections = [
+        line
+        for kind, found in kinds.items()
+        for line in ("", f"## {kind}", "", *table(found, stages))
+    ]
+    return "\n".join([
+        _PAGE.format(
+            command=f"python scripts/zoo.py --split {split} --stages {','.join(map(str, stages))}",
+            counts=counts,
+            split=split,
+            models=len(results),
+            passed=sum(result.passed and not result.error for result in results),
+            not_all=_listed(
+                f"; {{}} cannot be cut into {counts} stages (the table says why)",
+                [name for kind in kinds.values() for name, r in kind.items() if r.error],
+            ),
+            equal=sum(value == 0 for value in differences),
+            comparisons=len(differences),
+            largest=f"{max(differences, default=0.0):.1e}",
+            tolerance=f"more than {TOLERANCE:.0e}",
+            versions=f"PyTorch {torch.__version__}, torchvision {torchvision.__version__}, "
+            f"transformers {transformers.__version__}",
+        ),
+        *sections,
+        "",
+    ])  # fmt: skip
+
+
+_PAGE = """\
+# Models that others wrote
+
+Written by `{command}` ({versions}; one process on a CPU, fp32).
+
+Each model is built with its own constructor, randomly initialised, and trained for one step twice:
+as it is, with PyTorch alone, and in {counts} stages (`split="{split}"`). The step has five rows in
+two micro-batches, of three rows and of two. The plain module gets them one after the other and
+adds up the gradients, each weighted by its rows.
+
+Then these are compared, each entry of each: the losses and outputs of both micro-batches in
+training mode, the gradients of all parameters, all buffers after the step (running statistics
+among them), and the outputs in evaluation mode. *bitwise* means that no bit of them differs. A
+number is the largest difference of a tensor relative to its largest entry; {tolerance} fails.
+
+- **layers**: between which the model can be cut at first. Layers that are too large for an even
+  split are looked into further.
+- **found by**: how these layers are found: by `torch.fx`, or, where it cannot follow the model's
+  Python, by `torch.export`.
+- **largest of N stages**: the share of the parameters that the largest stage has. It is far above
+  1/N where one layer alone is that large (the first linear layer of AlexNet and VGG).
+- **unsplit and split**: the comparison described above. The plain module draws from PyTorch's
+  default generator and a pipeline does not, so here the rates of dropout and of stochastic depth
+  are 0 in both.
+- **with dropout, 1 stage and more**: the same comparison with the rates as they are, between one
+  stage and several. A dash: the model has no dropout.
+
+Images have 64 x 64 pixels, or the least that a model takes (Inception 299, MaxVit 224, ViT two
+patches by two), since sizes change nothing of the structure. Auxiliary classifiers (GoogLeNet,
+Inception) are part of the loss. The models of `transformers` are those of their configuration
+classes with four layers of width 32; sentences are of different lengths, padded, with an attention
+mask. Without a mask, transformers picks another attention kernel for itself than for an export, and
+the last bits may differ. Where a model uses one parameter in several places (GPT-2's embedding and
+output layer, ALBERT's one layer) that are in different stages, the parts of its gradient are added
+up in another order, and the last bits differ.
+
+{passed} of {models} models train in stages as they do unsplit{not_all}. {equal} of {comparisons}
+comparisons are bitwise, and the largest difference is {largest}."""
+
+
+def _listed(text: str, found: Sequence[str]) -> str:
+    return text.format(", ".join(found)) if found else ""
+
+
+def names(only: Sequence[str]) -> Iterator[tuple[str, str, Callable[[str], Case]]]:
+    """The models that are asked for: section, name, and what makes one."""
+    known = [
+        ("torchvision", n, torchvision_case)
+        for n in torchvision.models.list_models(torchvision.models)
+    ]
+    known += [("transformers", name, transformers_case) for name in TRANSFORMERS]
+    unknown = set(only) - {name for _, name, _ in known}
+    if unknown:
+        sys.exit(f"no such model: {', '.join(sorted(unknown))}")
+    return (model for model in known if not only or model[1] in only)
+
+
+def main() -> None:
+    """Checks the models that are asked for and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone")
+    parser.add_argument("--stages", default="2,4", help="numbers of stages (default: 2,4)")
+    parser.add_argument("--split", default="size", help="pipeline.split (default: size)")
+    parser.add_argument("--out", type=Path, help="where the table goes (default: docs/models.md)")
+    args = parser.parse_args()
+    stages = [int(count) for count in args.stages.split(",")]
+    kinds: dict[str, dict[str, Result]] = {}
+    for kind, name, make in names(args.only):
+        result = run_alone(lambda make=make, name=name: check(make(name), stages, args.split))
+        kinds.setdefault(kind, {})[name] = result
+        print(*row(name, result), result.worst, f"{result.seconds:.0f} s", sep=" | ", flush=True)
+    out = args.out or (None if args.only else TABLE)
+    if out is not None:
+        out.write_text(page(kinds, stages, args.split), encoding="utf-8")
+    sys.exit(not all(result.passed for kind in kinds.values() for result in kind.values()))
+
+
+if __name__ == "__main__":
+    main()

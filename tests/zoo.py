@@ -1,0 +1,262 @@
+"""Models that others wrote, trained for a step as they are and in stages, and the difference.
+
+What `scripts/zoo.py` does with all of them, `tests/unit/test_zoo.py` does with a few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from hybridtrain import HybridModel, World
+from hybridtrain.layers.segment import Segment
+
+# A batch of five rows in two micro-batches: these rows each.
+ROWS = (3, 2)
+CLASSES = 10
+TOKENS = 100
+LENGTH = 16
+TINY: dict[str, Any] = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+# What can be seen of a step, by name: losses, outputs, buffers, and gradients, if there are any.
+Seen = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, randomly initialised, and a batch for it."""
+
+    net: nn.Module
+    inputs: Any
+    targets: Tensor
+
+
+def torchvision_case(name: str, size: int | None = None, **options: Any) -> Case:
+    """A classification model of torchvision and images of `size` x `size`, small by default."""
+    from torchvision.models import get_model
+
+    torch.manual_seed(0)
+    if name in ("googlenet", "inception_v3"):
+        options["init_weights"] = False  # that takes minutes, and any weights will do
+    if name.startswith("vit_"):
+        size = options["image_size"] = 2 * int(name.rpartition("_")[2])  # 2 x 2 patches
+    if size is None:
+        # the auxiliary classifier of Inception, and the windows of MaxVit, take no less
+        size = {"inception_v3": 299, "maxvit_t": 224}.get(name, 64)
+    net = get_model(name, weights=None, num_classes=CLASSES, **options)
+    rows = sum(ROWS)
+    return Case(net, torch.randn(rows, 3, size, size), torch.randint(CLASSES, (rows,)))
+
+
+# The models of transformers, and what their configurations call otherwise than `TINY` does, or
+# have besides.
+_GROUPED = {"num_key_value_heads": 2}
+_IMAGES = {"image_size": 32, "patch_size": 8}
+_STEPS = {"image_size": 32, "hidden_sizes": [16, 32], "depths": [2, 2]}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"bos_token_id": 1, "eos_token_id": 2},
+    "OPTForCausalLM": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "LlamaForCausalLM": _GROUPED,
+    "MistralForCausalLM": _GROUPED,
+    "MixtralForCausalLM": _GROUPED | {"num_local_experts": 4},
+    "Qwen2ForCausalLM": _GROUPED,
+    "GemmaForCausalLM": _GROUPED | {"head_dim": 8},
+    "Phi3ForCausalLM": _GROUPED | {"pad_token_id": 0},
+    "GPTNeoXForCausalLM": {},
+    "BloomForCausalLM": {"n_head": 4},
+    "MambaForCausalLM": {"state_size": 8},
+    "BertForSequenceClassification": {},
+    "RobertaForSequenceClassification": {},
+    "DistilBertForSequenceClassification": {"hidden_dim": 64},
+    "DebertaV2ForSequenceClassification": {},
+    "AlbertForSequenceClassification": {"embedding_size": 16},
+    "T5ForConditionalGeneration": {"d_ff": 64, "d_kv": 8},
+    "ViTForImageClassification": _IMAGES,
+    "Dinov2ForImageClassification": _IMAGES,
+    "ResNetForImageClassification": _STEPS | {"embedding_size": 16, "layer_type": "basic"},
+    "ConvNextForImageClassification": _STEPS | {"num_stages": 2},
+}
+TRANSFORMERS = tuple(_OPTIONS)
+
+
+def transformers_case(name: str, layers: int = 4) -> Case:
+    """A model of transformers with `layers` layers, and a batch for it as keyword arguments."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    options = {"num_labels": CLASSES} if "Classification" in name else {}
+    config = kind.config_class(**TINY | options | _OPTIONS[name], num_hidden_layers=layers)
+    net = kind(config)
+    for module in net.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # of keys and values, for generation
+    rows = sum(ROWS)
+    if "Image" in name:
+        size = config.image_size
+        return Case(
+            net, {"pixel_values": torch.randn(rows, 3, size, size)}, torch.randint(CLASSES, (rows,))
+        )
+    inputs = _sentences()
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = _sentences()["input_ids"]
+    shape = (rows,) if "Classification" in name else (rows, LENGTH)
+    return Case(net, inputs, torch.randint(CLASSES, shape))
+
+
+def _sentences() -> dict[str, Tensor]:
+    """Tokens of sentences of different lengths, padded at the end."""
+    lengths = torch.tensor([[LENGTH], [11], [14], [9], [13]])
+    mask = torch.arange(LENGTH) < lengths
+    return {
+        "input_ids": torch.randint(3, TOKENS, mask.shape),
+        "attention_mask": mask.long(),
+    }
+
+
+def without_dropout(net: nn.Module) -> bool:
+    """Sets the rates of dropout and of stochastic depth to 0; returns whether one was above."""
+    found = False
+    for module in net.modules():
+        for name, value in vars(module).items():
+            if (name == "p" or "drop" in name) and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
+def loss_fn(output: Any, targets: Tensor) -> Tensor:
+    """Cross entropy; that of auxiliary outputs counts 0.3."""
+    main, *others = _logits(output)
+    loss = F.cross_entropy(main.flatten(0, -2), targets.flatten())
+    for other in others:
+        loss = loss + 0.3 * F.cross_entropy(other, targets)
+    return loss
+
+
+def _logits(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return list(output) if isinstance(output, tuple) else [output.logits]
+
+
+@dataclass
+class _Record:
+    """What is seen while a step runs; micro-batches are counted."""
+
+    seen: Seen = field(default_factory=dict)
+    count: int = 0
+
+    def loss(self, output: Any, targets: Tensor) -> Tensor:
+        loss = loss_fn(output, targets)
+        self.add(f"output {self.count}", output)
+        self.add(f"loss {self.count}", loss)
+        self.count += 1
+        return loss
+
+    def add(self, name: str, value: Any) -> None:
+        """Notes the tensors of a pytree."""
+        for path, leaf in tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, Tensor):
+                self.seen[name + keystr(path)] = leaf.detach().clone()
+
+    def state(self, net: nn.Module) -> None:
+        """Notes gradients and buffers."""
+        for name, parameter in net.named_parameters():
+            self.seen[f"gradient of {name}"] = parameter.grad
+        for name, buffer in net.named_buffers():
+            self.seen[f"buffer {name}"] = buffer.clone()
+
+
+def train_plain(net: nn.Module, case: Case) -> Seen:
+    """A step of PyTorch alone: the micro-batches' gradients, weighted by their rows, add up."""
+    record = _Record()
+    net.train()
+    inputs = _parts(case.inputs)
+    for rows, part, targets in zip(ROWS, inputs, case.targets.split(ROWS), strict=True):
+        loss = record.loss(net(**part) if isinstance(part, dict) else net(part), targets)
+        (loss * (rows / sum(ROWS))).backward()
+    record.state(net)
+    net.eval()
+    with torch.no_grad():
+        outputs = [net(**part) if isinstance(part, dict) else net(part) for part in inputs]
+    record.add("evaluation", tree_map(lambda *leaves: torch.cat(leaves), *outputs))
+    return record.seen
+
+
+def train_in_stages(
+    net: nn.Module, case: Case, stages: int, split: str = "size"
+) -> tuple[Seen, HybridModel]:
+    """The same step in `stages` stages on the CPU."""
+    record = _Record()
+    model = HybridModel(
+        net,
+        World.from_env(nb_part=stages, devices="cpu"),
+        chunks=len(ROWS),
+        split=split,
+        sample=case.inputs,
+    )
+    model.train()
+    model.train_step(case.inputs, case.targets, record.loss)
+    record.state(net)
+    model.eval()
+    record.add("evaluation", model(case.inputs))
+    return record.seen, model
+
+
+def _parts(inputs: Any) -> list[Any]:
+    if isinstance(inputs, Tensor):
+        return list(inputs.split(ROWS))
+    columns = {key: value.split(ROWS) for key, value in inputs.items()}
+    return [{key: column[i] for key, column in columns.items()} for i in range(len(ROWS))]
+
+
+def difference(one: Seen, other: Seen) -> tuple[float, str]:
+    """The largest difference of a tensor relative to its largest entry, and where it is.
+
+    It is 0 only if all are bitwise equal, and infinite if one has what the other has not.
+    """
+    if list(one) != list(other):
+        return math.inf, next(iter(set(one) ^ set(other)), "the order")
+    worst = 0.0, "nowhere"
+    for name, ours in one.items():
+        worst = max(worst, (_relative(ours, other[name]), name), key=lambda pair: pair[0])
+    return worst
+
+
+def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not ours.isfinite().all():
+        return math.inf
+    if torch.equal(ours, theirs):
+        return 0.0
+    largest = max(ours.abs().max().item(), theirs.abs().max().item())
+    return (ours.double() - theirs.double()).abs().max().item() / largest
+
+
+def traced_by(model: HybridModel) -> str:
+    """How the layers of `model` were found."""
+    first = model.stages[0].layers[0].module
+    if not isinstance(first, Segment) or first._binding is None:
+        return "chain"
+    return "torch.export" if first._binding.flat else "torch.fx"
+
+
+def shares(model: HybridModel) -> Sequence[float]:
+    """The share of the parameters that each stage has."""
+    sizes = [sum(cost.parameters for cost in stage) for stage in model.plan.stages]
+    return [size / sum(sizes) for size in sizes]
