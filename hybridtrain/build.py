@@ -118,7 +118,8 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         return _already_done(parts, trainer)
     if world.is_main:
         directory.write_config(config, overrides)
-        directory.write_plan(model.plan)
+        if model.plan.split != str(directory.plan):
+            directory.write_plan(model.plan)
     summary = trainer.fit({"config": to_yaml(config), "layout": layout})
     if world.is_main:
         directory.write_summary(summary)
@@ -129,7 +130,7 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
 
 def plan_run(config: Config) -> Plan:
     """The command `plan`: divides the model as a run would, and shows and writes how."""
-    parts = _assemble(config, new=True)
+    parts = _assemble(config, new=True, plans=True)
     log.info("%s", describe_layout(parts.model, config.pipeline.schedule))
     if parts.world.is_main:
         path = parts.directory.write_plan(parts.model.plan)
@@ -165,8 +166,11 @@ def export_run(config: Config) -> Path | None:
     return path if parts.world.is_main else None
 
 
-def _assemble(config: Config, new: bool = False) -> Parts:
-    """World, data and model of a run; only a `new` run makes a directory."""
+def _assemble(config: Config, new: bool = False, plans: bool = False) -> Parts:
+    """World, data and model of a run; only a `new` run makes a directory.
+
+    Where the model is cut is decided anew if that is what the command `plans`.
+    """
     check(config)
     _check_choice("world.engine", config.world.engine, {"local": None})
     _check_choice("trainer.loss", config.trainer.loss, LOSSES)
@@ -185,12 +189,15 @@ def _assemble(config: Config, new: bool = False) -> Parts:
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)
+    split = config.pipeline.split
+    if not plans:
+        split = world.broadcast(world.on_main(lambda: _split(config, directory)))
     model = HybridModel(
         construct(lambda: _model(config, data.facts)),
         world,
         chunks=config.pipeline.chunks,
         schedule=config.pipeline.schedule,
-        split=config.pipeline.split,
+        split=split,
         checkpoint=config.pipeline.checkpoint,
         stages_per_device=config.pipeline.stages_per_device,
         max_inflight=config.pipeline.max_inflight,
@@ -208,6 +215,20 @@ def _assemble(config: Config, new: bool = False) -> Parts:
         optimizer_state=state_per_parameter(config.optim, config.allow_targets),
     )
     return Parts(config, directory, world, data, model)
+
+
+def _split(config: Config, directory: RunDirectory) -> Any:
+    """How the model is cut; a run that goes on is not measured again, if it is asked for the same."""
+    asked = config.pipeline
+    if asked.split not in ("time", "memory", "balanced") or not directory.plan.exists():
+        return asked.split
+    if config.resume is None or not CheckpointStore(directory.checkpoints).steps():
+        return asked.split
+    plan = Plan.read(directory.plan)
+    same = ("split", "chunks", "nb_part", "stages_per_device", "schedule")
+    if all(getattr(plan, key) == getattr(asked, key) for key in same):
+        return str(directory.plan)
+    return asked.split
 
 
 def _data(config: Config, world: World) -> DataSplits:

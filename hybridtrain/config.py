@@ -161,8 +161,10 @@ def check(config: Config) -> None:
             f"pipeline.memory_weight={config.pipeline.memory_weight} must lie between 0 (time "
             f"alone) and 1 (memory alone)"
         )
-    if (limit := config.pipeline.memory_limit_gib) is not None and limit <= 0:
+    if (limit := config.pipeline.memory_limit_gib) is not None and not limit > 0:
         raise ConfigError(f"pipeline.memory_limit_gib={limit} must be positive, or null")
+    if (config.pipeline.default_partition or 0) < 0:
+        raise ConfigError("pipeline.default_partition must be the number of a stage, or null")
     if not -(2**63) <= config.seed < 2**63:
         raise ConfigError(f"seed={config.seed} must fit in 64 bits")
     if (config.trainer.steps is None) == (config.trainer.epochs is None):

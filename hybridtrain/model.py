@@ -19,7 +19,7 @@ from hybridtrain.layers.recording import Attributes
 from hybridtrain.layers.segment import Segment
 from hybridtrain.partitioning.divide import Ask, Division, divide
 from hybridtrain.partitioning.plan import Plan
-from hybridtrain.partitioning.split import SplitSpec
+from hybridtrain.partitioning.split import SplitSpec, check_split
 from hybridtrain.pipeline.assemble import build_stages
 from hybridtrain.pipeline.batch_norm import Deferred
 from hybridtrain.pipeline.local_engine import LocalEngine, Step
@@ -158,6 +158,7 @@ class HybridModel:
         _check("pipeline.schedule", schedule, SCHEDULES)
         _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
         _check("trainer.precision", precision, AUTOCAST)
+        check_split(split)
         if chunks < 1:
             raise ConfigError(
                 f"pipeline.chunks={chunks} must be a positive number of micro-batches"
@@ -203,6 +204,7 @@ class HybridModel:
             default_partition=default_partition,
             optimizer_state=optimizer_state,
             precision=self.precision,
+            recomputes=checkpoint in ("always", "except_last"),
         )
         self._checkpoint = checkpoint
         self._compile = compile
@@ -251,10 +253,10 @@ class HybridModel:
             division.parts,
             self.world,
             self.draws,
-            policy.layers,
+            policy,
             self._find_unused_parameters,
         )
-        materialize_rest(self.net, self.world.devices[0])  # what no layer uses
+        self._share_rest(stages)
         if self._compile:
             for layer in layers:
                 layer.module.compile()
@@ -272,6 +274,16 @@ class HybridModel:
             engine=LocalEngine(stages, self.world.devices),
             trained=self._requiring_grad(),
         )
+
+    def _share_rest(self, stages: list[Stage]) -> None:
+        """Gives all replicas rank 0's values of what no layer uses."""
+        materialize_rest(self.net, self.world.devices[0])
+        used = {
+            id(t) for stage in stages for t in (*stage.module.parameters(), *stage.module.buffers())
+        }
+        for tensor in (*self.net.parameters(), *self.net.buffers()):
+            if id(tensor) not in used:
+                self.world.broadcast_tensor(tensor.data)
 
     def schedule(self, chunks: int) -> Schedule:
         """The table that a step of `chunks` micro-batches follows."""

@@ -44,6 +44,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def plan(self) -> Path:
+        """Where the model was cut, and why."""
+        return self.path / "plan.yaml"
+
+    @property
     def tensorboard(self) -> Path:
         """Where the event files are."""
         return self.path / "tensorboard"
@@ -69,9 +74,8 @@ class RunDirectory:
 
     def write_plan(self, plan: Plan) -> Path:
         """Writes how the model is divided; `pipeline.split` takes the file."""
-        path = self.path / "plan.yaml"
-        write_text(path, plan.to_yaml())
-        return path
+        write_text(self.plan, plan.to_yaml())
+        return self.plan
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""

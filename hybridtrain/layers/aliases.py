@@ -22,10 +22,17 @@ _IN_PLACE = {
 }  # fmt: skip
 
 _VIEWS = {
-    "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "getitem",
-    "movedim", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t",
-    "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+    "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "float",
+    "getitem", "movedim", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes",
+    "t", "tensor_split", "to", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+    "view_as",
 }  # fmt: skip
+
+
+# Modules of these give a new tensor; any other without parameters may return its input.
+_MAKING_NEW = {
+    f"torch.nn.modules.{name}" for name in ("activation", "padding", "pooling", "upsampling")
+}
 
 
 def works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
@@ -50,8 +57,9 @@ def works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
 
 def inputs_are_changed(graph: fx.Graph, find: Callable[[str], Any]) -> bool:
     """Whether `graph` changes its inputs in place, or views of them."""
+    viewed = _viewed(graph, find)
     return any(
-        works_in_place(node, find) and _viewed(node, find)[0].op == "placeholder"
+        works_in_place(node, find) and viewed[node].op == "placeholder"
         for node in graph.nodes
         if node.all_input_nodes
     )
@@ -69,14 +77,19 @@ def joined_segments(
     """
     joined: set[int] = set()
     changed: set[str] = set()
+    has_views: set[fx.Node] = set()
+    viewed = _viewed(graph, find)
     for node in graph.nodes:
-        if not node.all_input_nodes or not works_in_place(node, find):
+        if not node.all_input_nodes:
             continue
-        viewed, is_view = _viewed(node, find)
-        if viewed.op == "get_attr":
-            changed.add(str(viewed.target))
-        elif is_view:
-            joined.update(range(home[viewed] + 1, home[node] + 1))
+        whole = viewed[node]
+        if not works_in_place(node, find):
+            if whole is not node:
+                has_views.add(whole)
+        elif whole.op == "get_attr":
+            changed.add(str(whole.target))
+        elif whole in has_views:
+            joined.update(range(home[whole] + 1, home[node] + 1))
     for target in changed:
         readers = [n for n in graph.nodes if n.op == "get_attr" and n.target == target]
         uses = [home[user] for reader in readers for user in reader.users]
@@ -84,21 +97,27 @@ def joined_segments(
     return joined
 
 
-def _viewed(node: fx.Node, find: Callable[[str], Any]) -> tuple[fx.Node, bool]:
-    """The node whose tensor `node` changes in place, and whether it does so through a view."""
-    viewed, is_view = node.all_input_nodes[0], False
-    while viewed.all_input_nodes:
-        view = _is_view(viewed)
-        if not view and not works_in_place(viewed, find):
-            break
-        viewed, is_view = viewed.all_input_nodes[0], is_view or view
-    return viewed, is_view
+def _viewed(graph: fx.Graph, find: Callable[[str], Any]) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory its tensor may be in: itself, if that is new."""
+    viewed: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        shares = node.all_input_nodes and (works_in_place(node, find) or _is_view(node, find))
+        viewed[node] = viewed[node.all_input_nodes[0]] if shares else node
+    return viewed
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
+    """Whether the result of `node` may be in the memory of its first argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         returns = node.target._schema.returns
         return bool(returns) and returns[0].alias_info is not None
+    if node.op == "call_module":
+        module = find(str(node.target))
+        makes_new = type(module).__module__ in _MAKING_NEW
+        return not makes_new and not any(True for _ in module.parameters())
     if node.op == "call_method":
         return str(node.target) in _VIEWS
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in _VIEWS
+    name = getattr(node.target, "__name__", "")
+    if name == "getattr":
+        return node.args[1] in ("T", "mT", "H", "mH", "data", "real", "imag")
+    return node.op == "call_function" and name in _VIEWS

@@ -128,8 +128,9 @@ class Chains:
         elif self._record is None:
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{where(self._failures[0])}. Move what stands there into a submodule of its own, "
-                f"which stays whole, or give the model as an nn.Sequential"
+                f"{'; by torch.export: '.join(map(where, self._failures))}. Move what stands there "
+                f"into a submodule of its own, which stays whole, or give the model as an "
+                f"nn.Sequential"
             ) from self._failures[0]
         else:
             found = self._units(self._record, deeper)

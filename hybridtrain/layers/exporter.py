@@ -54,13 +54,12 @@ class Exporter:
         if module.training not in self._exported:
             self._exported[module.training] = self._export(module)
         exported = self._exported[module.training]
-        opened: dict[str, nn.Module] = {}
         codegen: Any = exported.graph._codegen
         return Recording(
             graph=exported.graph,
-            entered=_entered(exported.graph, module, opens, opened),
+            entered=_entered(exported.graph, module, opens),
             find=partial(attribute, exported),
-            opened=opened,
+            opened={name: part for name, part in module.named_modules() if name},
             output=codegen.pytree_info.out_spec,
         )
 
@@ -116,9 +115,7 @@ def _open_sizes(leaf: Any) -> Any:
     return {0: Dim.DYNAMIC, **dict.fromkeys(range(1, leaf.dim()), Dim.AUTO)}
 
 
-def _entered(
-    graph: fx.Graph, module: nn.Module, opens: Opens, opened: dict[str, nn.Module]
-) -> dict[fx.Node, list[Call]]:
+def _entered(graph: fx.Graph, module: nn.Module, opens: Opens) -> dict[fx.Node, list[Call]]:
     """Where the calls of submodules begin, as deep as `opens` allows."""
     opens = cache(opens)
     entered: dict[fx.Node, list[Call]] = {}
@@ -137,10 +134,8 @@ def _entered(
                 now[key] = path, calls.get(path, 0)
                 calls[path] = calls.get(path, 0) + 1
                 entered.setdefault(node, []).append(now[key])
-            part = module.get_submodule(path)
-            if not opens(path, part):
+            if not opens(path, module.get_submodule(path)):
                 break
-            opened[path] = part
         if stack:
             before = now
     return entered

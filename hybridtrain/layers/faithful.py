@@ -97,7 +97,7 @@ def exportable(module: nn.Module) -> Iterator[None]:
     parts = {id(part) for part in module.modules()}
 
     def guarded(set_attribute: Callable[..., None], part: Any, name: str, value: Any) -> None:
-        if id(part) in parts:
+        if id(part) in parts and not _asked_by_torch(sys._getframe(2)):
             raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         set_attribute(part, name, value)
 

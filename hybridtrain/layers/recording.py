@@ -53,9 +53,13 @@ class Recording:
 
 
 class Attributes:
-    """The numbers, flags and texts that a forward may have read from modules while recorded."""
+    """The numbers, flags and texts that a forward may have read from modules while recorded.
+
+    That there are no hooks on them was seen then too.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
         simple = (bool, int, float, str, type(None))
         self._seen = [
             (name, vars(module), key, value)
@@ -70,6 +74,12 @@ class Attributes:
         Raises:
             ConfigError: one has changed, which the graphs would not know.
         """
+        for name, module in self._modules.items():
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                raise ConfigError(
+                    f"{name or 'the model'} has got a hook since it was traced, which would not "
+                    f"run: register hooks before HybridModel is made"
+                )
         for name, attributes, key, value in self._seen:
             if attributes[key] != value:
                 raise ConfigError(

@@ -53,7 +53,8 @@ class Program:
     def run(self, *values: Any) -> Any:
         """What the module gives for `values`."""
         # not the module's own call, which would print its code when a layer in it raises
-        return (self.compiled or self.module.forward)(*values)
+        run = self.module.forward if self.compiled is None else self.compiled
+        return run(*values)
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,7 @@ def _part(
 
     for node in body:
         own[node] = part.node_copy(node, here)
+        own[node].meta = {}  # what torch.export knew of it, tensors among that
         if node.op == "call_module":
             own[node].target = place(node.target)
     part.output(fx.node.map_arg(returned, here))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain.layers.layer import Layer
-from hybridtrain.pipeline.memory import count_saved
+from hybridtrain.pipeline.memory import address, count_saved
 from hybridtrain.pipeline.recompute import works_in_place
 from hybridtrain.skip import popped_by, shelf, stashed_by
 
@@ -34,7 +34,8 @@ class LayerCost:
         backward_ms: milliseconds of its backward.
         weight_bytes: its parameters and buffers, and the gradients and the optimizer's state of
             those parameters that are trained.
-        activation_bytes: what autograd keeps for its backward.
+        activation_bytes: what it makes that autograd keeps for a backward, its own or a later
+            layer's. The first layer has the model's inputs too.
         crossing_bytes: what would cross a cut right after it: its own output, and every value of
             an earlier layer that a later one needs.
         crossing_ms: milliseconds to bring that to another device; 0 where it stays.
@@ -114,7 +115,10 @@ def measure(
     runs: list[_Run] = []
     with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
         deadline = time.perf_counter() + seconds
-        value = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+        # copied, as rows of a batch are views of all of its memory
+        value = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
+        makers = {address(tensor): 0 for tensor in _tensors(value)}  # of what is handed on
+        activation_bytes, counted = [0] * len(layers), set[int]()
         held: dict[str, Any] = {}
         last_pop = {
             name: index for index, layer in enumerate(layers) for name in popped_by(layer.module)
@@ -126,7 +130,15 @@ def measure(
                 value, stashed = run.warm_up()
                 run.timed()
             held = {k: v for k, v in (held | stashed).items() if last_pop.get(k, 0) > index}
-            run.crossing_bytes = sum(tensor.nbytes for tensor in _tensors((value, held)))
+            for where, nbytes in run.saved.items():
+                activation_bytes[makers.get(where, index)] += nbytes * (where not in counted)
+            counted.update(makers.keys() & run.saved)
+            crossing = _tensors((value, held))
+            for tensor in crossing:
+                if address(tensor) not in makers:
+                    makers[address(tensor)] = index
+                    counted |= {address(tensor)} & run.saved.keys()
+            run.crossing_bytes = sum(tensor.nbytes for tensor in crossing)
             runs.append(run)
         crossing_ms = {
             nbytes: _copy_ms(nbytes, device, crossing_device or device)
@@ -145,12 +157,15 @@ def measure(
             weights,
             forward_ms=median(run.forward_ms),
             backward_ms=median(run.backward_ms),
-            activation_bytes=run.activation_bytes,
+            activation_bytes=kept,
             crossing_bytes=run.crossing_bytes,
             crossing_ms=crossing_ms[run.crossing_bytes],
         )
-        for weights, run in zip(
-            count(layers, state_per_parameter=state_per_parameter), runs, strict=True
+        for weights, run, kept in zip(
+            count(layers, state_per_parameter=state_per_parameter),
+            runs,
+            activation_bytes,
+            strict=True,
         )
     ]
 
@@ -164,7 +179,7 @@ class _Run:
     precision: Callable[[], AbstractContextManager[object]]
     value: Any
     popped: dict[str, Any]
-    activation_bytes: int = 0
+    saved: dict[int, int] = field(default_factory=dict)
     crossing_bytes: int = 0
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
@@ -175,7 +190,7 @@ class _Run:
             self.layer.module.to(self.device)
             with count_saved(self.layer.module) as saved:
                 output, stashed, *_ = self._once()
-            self.activation_bytes = saved.bytes
+            self.saved = saved.storages
         return tree_map_only(Tensor, _detached, (output, stashed))  # type: ignore[no-any-return]
 
     def timed(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +28,8 @@ from hybridtrain.partitioning.plan import Plan, counts_for
 from hybridtrain.partitioning.split import SplitSpec, split_layers
 from hybridtrain.pipeline.local_engine import threads_a_lane
 from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
 
 # A stage this much above the mean is not balanced; layers this large, as a share of the mean
 # stage, are looked into if that would help.
@@ -52,6 +56,7 @@ class Ask:
         default_partition: the stage of what is in none, for `manual`.
         optimizer_state: tensors that the optimizer keeps for a parameter.
         precision: what the model computes under.
+        recomputes: whether stages are computed once more instead of kept.
     """
 
     split: SplitSpec
@@ -65,6 +70,7 @@ class Ask:
     default_partition: int | None = None
     optimizer_state: int = 2
     precision: Callable[[], AbstractContextManager[object]] | None = None
+    recomputes: bool = False
 
     @property
     def stages(self) -> int:
@@ -78,7 +84,7 @@ class Ask:
         if not isinstance(self.split, str) or self.split not in weights:
             return None
         limit = None if self.memory_limit_gib is None else self.memory_limit_gib * GIB
-        return Goal(weights[self.split], limit, self.stages_per_device)
+        return Goal(weights[self.split], limit, self.recomputes, self.stages_per_device)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,7 @@ def divide(net: nn.Module, ask: Ask, sample: Any = None) -> Division:
             chunks=ask.chunks,
             nb_part=ask.world.nb_part,
             stages_per_device=ask.stages_per_device,
+            recomputes=ask.recomputes,
             deeper=sorted(deeper),
             stages=[costs[start:end] for start, end in bounds],
             held=list(ask.held),
@@ -229,10 +236,12 @@ def _decide(source: _Source) -> Decision:
     ask, net = source.ask, source.net
     split = ask.split
     deeper: set[str] = set()
-    if isinstance(split, str) and split.endswith((".yaml", ".yml")):
+    if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
         plan = Plan.read(split)
         chain = source.chain(plan.deeper)
         counts = counts_for(plan, [layer.name for layer in chain.layers], ask.stages)
+        if plan.chunks != ask.chunks:
+            log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
         return plan.deeper, plan.costs, counts
     if split == "manual":
         deeper = {
@@ -301,15 +310,19 @@ def _hints(chain: Chain) -> str:
     return "".join(hints)
 
 
+_NAMES = ("uniform", "size", "time", "memory", "balanced", "manual")
+
+
 def _tables(costs: Sequence[LayerCost], chain: Chain, ask: Ask) -> list[Tensor]:
     """For each stage, its size by its first layer and the layer after its last."""
     if ask.goal is not None:
         return stage_tables(costs, ask.held, ask.goal, chain.joined)
     if ask.split not in ("uniform", "size"):
+        close = difflib.get_close_matches(str(ask.split), _NAMES, n=1)
+        hint = f"did you mean {close[0]!r}? There are" if close else "use"
         raise SplitError(
-            f"pipeline.split={ask.split!r} is unknown: use uniform, size, time, memory, balanced, "
-            f"manual, the path of a plan (.yaml), or a list of layer counts, cut points, layer "
-            f"names or name patterns"
+            f"pipeline.split={ask.split!r} is unknown: {hint} {', '.join(_NAMES)}, the path of a "
+            f"plan (.yaml), or a list of layer counts, cut points, layer names or name patterns"
         )
     table = sums_of_runs([1 if ask.split == "uniform" else cost.parameters for cost in costs])
     table[list(chain.joined), :] = table[:, list(chain.joined)] = INFINITY

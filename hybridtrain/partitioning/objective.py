@@ -25,12 +25,14 @@ class Goal:
         memory_weight: 0 balances time alone, 1 memory alone. In between it weighs a stage's share
             of the model's memory against its share of the model's time.
         memory_limit: bytes that a device may hold; None for no limit.
+        recomputes: stages keep what they were given for each micro-batch, and the rest of one only.
         stages_per_device: each of a device's stages may take this fraction of its limit. This is
             stricter than the device itself, where a small stage makes room for a large one.
     """
 
     memory_weight: float = 0.0
     memory_limit: float | None = None
+    recomputes: bool = False
     stages_per_device: int = 1
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ def stage_tables(
         `goal` or `joined` forbid the stage.
     """
     time = _time_ms(costs)
-    memories = [_memory_bytes(costs, microbatches) for microbatches in held]
+    memories = [_memory_bytes(costs, microbatches, goal.recomputes) for microbatches in held]
     whole_time = time[0, -1].item() or 1.0
     whole_memory = sum(memory[0, -1].item() for memory in memories) / len(held) or 1.0
     tables = []
@@ -121,7 +123,7 @@ def stage_tables(
 
 
 def stage_costs(
-    costs: Sequence[LayerCost], counts: Sequence[int], held: Sequence[int]
+    costs: Sequence[LayerCost], counts: Sequence[int], held: Sequence[int], recomputes: bool = False
 ) -> list[StageCost]:
     """What the stages of a cut cost that have `counts` layers and hold `held` micro-batches."""
     bounds = list(pairwise(accumulate(counts, initial=0)))
@@ -138,7 +140,7 @@ def stage_costs(
                 forward_ms=sum(layer.forward_ms for layer in layers),
                 backward_ms=sum(layer.backward_ms for layer in layers),
                 crossing_ms=2 * (cut[start] + cut[end]),
-                memory_bytes=int(_memory_bytes(costs, microbatches)[start, end]),
+                memory_bytes=int(_memory_bytes(costs, microbatches, recomputes)[start, end]),
                 parameters=sum(layer.parameters for layer in layers),
                 share=time_ms / (step or 1.0),
             )
@@ -153,15 +155,16 @@ def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
     return layers + 2 * (cut[:, None] + cut)
 
 
-def _memory_bytes(costs: Sequence[LayerCost], microbatches: int) -> Tensor:
+def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
     """Bytes of a stage at [start, end].
 
-    Its weights and, for each micro-batch, what its layers keep and what it was sent.
+    Its weights and, for each micro-batch, what its layers keep and what it was sent. If it
+    recomputes, its layers keep something of one micro-batch only.
     """
     weights = sums_of_runs([cost.weight_bytes for cost in costs])
     kept = sums_of_runs([cost.activation_bytes for cost in costs])
     sent = _at_cuts([cost.crossing_bytes for cost in costs])
-    return weights + microbatches * (kept + sent[:, None])
+    return weights + microbatches * sent[:, None] + (1 if recomputes else microbatches) * kept
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
@@ -180,7 +183,7 @@ def _why_nothing_fits(
     # each stage before and after needs a layer too
     fewest = [min(held[max(0, stages - n + i) : i + 1]) for i in range(n)]
     alone = [
-        cost.weight_bytes + microbatches * cost.activation_bytes
+        cost.weight_bytes + (1 if goal.recomputes else microbatches) * cost.activation_bytes
         for cost, microbatches in zip(costs, fewest, strict=True)
     ]
     largest = max(range(n), key=alone.__getitem__)
@@ -189,18 +192,18 @@ def _why_nothing_fits(
         return (
             f"layer {costs[largest].name!r} alone needs {_gib(alone[largest])} with "
             f"{alive} micro-batch{'es' * (alive != 1)} alive, more than {limit}: raise the limit, "
-            f"make micro-batches smaller (pipeline.chunks), recompute the layer "
-            f"(pipeline.checkpoint), or divide it"
+            f"make micro-batches smaller (pipeline.chunks), recompute "
+            f"(pipeline.checkpoint=always), or divide it"
         )
-    by_memory = Goal(memory_weight=1.0)
+    by_memory = Goal(memory_weight=1.0, recomputes=goal.recomputes)
     counts = best_cut(stage_tables(costs, held, by_memory, joined))
     assert counts is not None
-    needed = max(stage.memory_bytes for stage in stage_costs(costs, counts, held))
+    needed = max(stage.memory_bytes for stage in stage_costs(costs, counts, held, goal.recomputes))
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
         f"more. Set pipeline.memory_limit_gib to {_gib(needed * per_device)} or more, or lower "
         f"what a stage holds: more stages (pipeline.nb_part), smaller micro-batches "
-        f"(pipeline.chunks), recomputation (pipeline.checkpoint)"
+        f"(pipeline.chunks), recomputation (pipeline.checkpoint=always)"
     )
 
 

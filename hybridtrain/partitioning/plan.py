@@ -19,7 +19,8 @@ from hybridtrain.text_table import text_table
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
 # To cut it here again: pipeline.split=<path of this file>
-# Layers may be moved from the end of a stage to the beginning of the next, and back.
+# Layers may be moved from the end of a stage to the beginning of the next, and back; of the rest
+# only `deeper` (modules that are cut inside) is read.
 """
 
 _NEW_PLAN = "make a new plan with pipeline.split=time"
@@ -32,12 +33,19 @@ _PLAN = {
     "chunks": int,
     "nb_part": int,
     "stages_per_device": int,
+    "recomputes": bool,
     "deeper": list,
     "stages": list,
 }
 _STAGE = {"device": str, "held": int, "layers": list}
 _LAYER = get_type_hints(LayerCost)
-_SAID = {str: "a text (in quotes)", int: "a whole number", float: "a number", list: "a list"}
+_SAID = {
+    bool: "true or false",
+    str: "a text (in quotes)",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Plan:
         chunks: micro-batches a step.
         nb_part: devices of the pipeline.
         stages_per_device: stages on each.
+        recomputes: whether stages are computed once more instead of kept.
         deeper: the modules that were cut inside, by name.
         stages: the costs of each stage's layers.
         held: for each stage, how many micro-batches it keeps alive at most.
@@ -63,6 +72,7 @@ class Plan:
     chunks: int
     nb_part: int
     stages_per_device: int
+    recomputes: bool
     deeper: list[str]
     stages: list[list[LayerCost]]
     held: list[int]
@@ -110,6 +120,11 @@ class Plan:
             why = " ".join(str(error).split())
             raise SplitError(f"pipeline.split: {path} is no YAML file: {why}") from error
         head = _checked(content, _PLAN, f"{path}")
+        for name in head["deeper"]:
+            if not isinstance(name, str):
+                raise SplitError(
+                    f"pipeline.split: {path}: deeper has {name!r}, not a module's name"
+                )
         stages = [
             _checked(stage, _STAGE, f"{path}, stage {index}")
             for index, stage in enumerate(head["stages"])
@@ -197,12 +212,14 @@ def table(plan: Plan) -> str:
     """The stages of `plan` as text, one row each.
 
     Times are of one micro-batch; the share of the step also counts what crosses the cuts. Where
-    nothing was timed the share is of the parameters, and memory is that of the weights alone.
+    nothing was timed the share is of the parameters, and there is only the memory of the weights
+    with their gradients and the optimizer's state.
     """
-    stages = stage_costs(plan.costs, plan.counts, plan.held)
+    stages = stage_costs(plan.costs, plan.counts, plan.held, plan.recomputes)
     timed = any(stage.time_ms for stage in stages)
-    times = ["forward ms", "backward ms", "memory"] if timed else ["weights"]
-    rows = [["stage", "layers", "parameters", *times, "share", "device", "from ... to"]]
+    times = ["forward ms", "backward ms", "memory"] if timed else ["weights + state"]
+    share = "of the time" if timed else "of all"
+    rows = [["stage", "layers", "parameters", *times, share, "device", "from ... to"]]
     parameters = sum(stage.parameters for stage in stages) or 1
     for index, (stage, layers) in enumerate(zip(stages, plan.stages, strict=True)):
         first, last = layers[0].name, layers[-1].name
@@ -222,7 +239,9 @@ def table(plan: Plan) -> str:
 
 
 def _too_large(plan: Plan, timed: bool) -> list[str]:
-    """A line on the largest layer if it is larger than the mean stage."""
+    """A line on the largest layer if it is larger than the mean stage, and that was minded."""
+    if plan.split not in ("size", "time", "balanced"):
+        return []
     sizes = {
         cost.name: cost.forward_ms + cost.backward_ms if timed else cost.parameters
         for cost in plan.costs
@@ -239,4 +258,7 @@ def _too_large(plan: Plan, timed: bool) -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes / 2**10:.1f} KiB"

@@ -14,6 +14,24 @@ from hybridtrain.partitioning.by_hand import counts_by_patterns
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 
 
+def check_split(split: Any) -> None:
+    """Makes sure that `split` is a text or a list of such items as `split_layers` takes.
+
+    Raises:
+        SplitError: it is not.
+    """
+
+    def fits(item: Any) -> bool:
+        inner = item if isinstance(item, list | tuple) else [item]
+        return type(item) is int or all(isinstance(name, str) for name in inner)
+
+    if not isinstance(split, str) and not (isinstance(split, Sequence) and all(map(fits, split))):
+        raise SplitError(
+            f"pipeline.split={split!r}: use a name, the path of a plan, or a list of layer counts, "
+            f"cut points, layer names or name patterns"
+        )
+
+
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
     """How many layers each stage gets, as the user says.
 

@@ -9,6 +9,7 @@ from torch import nn
 from hybridtrain.layers.layer import Layer
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.recompute import RecomputePolicy, works_in_place
 from hybridtrain.pipeline.replica import replicate
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import shared_slots
@@ -20,7 +21,7 @@ def build_stages(
     parts: Sequence[Sequence[Layer]],
     world: World,
     draws: Draws,
-    recompute: frozenset[int],
+    recompute: RecomputePolicy,
     find_unused_parameters: bool,
 ) -> list[Stage]:
     """A stage for each of `parts`; stage `s` is on device `s % world.nb_part`.
@@ -32,7 +33,7 @@ def build_stages(
         parts: the layers of each stage.
         world: the devices and the replicas.
         draws: what seeds the random draws of the layers.
-        recompute: the numbers of the layers that are recomputed one by one.
+        recompute: what is recomputed.
         find_unused_parameters: as in DDP.
 
     Raises:
@@ -42,6 +43,8 @@ def build_stages(
     slots = shared_slots([[layer.module for layer in part] for part in parts])
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
+    in_place = any(works_in_place(layer.module) for part in parts for layer in part)
+    keeps_apart = in_place and recompute != RecomputePolicy()
     stages: list[Stage] = []
     first = 0
     for index, part in enumerate(parts):
@@ -53,9 +56,10 @@ def build_stages(
             draws,
             links,
             slots[index],
-            recompute,
+            recompute.layers,
             names,
             values=world.is_main,  # the other ranks receive them
+            keeps_apart=keeps_apart,
         )
         stage.replica = replicate(
             stage.module,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,41 @@ from torch import Tensor, nn
 
 @dataclass
 class Saved:
-    """Bytes that autograd keeps for the backward, each storage counted once."""
+    """What autograd keeps for the backward.
 
-    bytes: int = 0
+    Attributes:
+        storages: the bytes of each storage that it keeps, by its address.
+    """
+
+    storages: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of all of it."""
+        return sum(self.storages.values())
 
 
 @contextmanager
-def count_saved(module: nn.Module) -> Iterator[Saved]:
-    """Counts what the forwards inside keep for their backward, parameters and buffers apart."""
+def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Saved]:
+    """Counts what the forwards inside keep for their backward.
+
+    Parameters and buffers are left out, and what is `given`, which whoever gives it counts.
+    """
     saved = Saved()
-    seen = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+    apart = {address(t) for t in [*module.parameters(), *module.buffers(), *given]}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            saved.bytes += storage.nbytes()
+        if address(tensor) not in apart:
+            saved.storages[address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def address(tensor: Tensor) -> int:
+    """Where the memory of `tensor` begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def resident_bytes(module: nn.Module) -> int:

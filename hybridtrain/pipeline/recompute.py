@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -142,7 +143,8 @@ def still_statistics(module: nn.Module) -> Iterator[None]:
     kept = [
         (part, dict(part._buffers))
         for part in module.modules()
-        if isinstance(part, _NormBase) and part.training and part.track_running_stats
+        if (isinstance(part, _NormBase) and part.training and part.track_running_stats)
+        or isinstance(part, GraphModule)  # whose own code may move them
     ]
     for norm, buffers in kept:
         norm._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})

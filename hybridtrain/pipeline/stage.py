@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hybridtrain.errors import SplitError, UserError
 from hybridtrain.layers.layer import Layer
@@ -44,6 +44,10 @@ _WAYS_OUT = {
     "Expected more than 1 value per channel": (
         "a micro-batch is too small for a batch norm: lower pipeline.chunks, or set "
         "data.drop_last=true so that there is no short last batch"
+    ),
+    "Guard failed": (
+        "torch.export has recorded the model for other sizes: its forward decides by them, so give "
+        "batches of the sizes of the first one, or of HybridModel(..., sample=...)"
     ),
 }
 
@@ -80,6 +84,7 @@ class Stage:
         recompute: frozenset[int] = frozenset(),
         names: Mapping[int, str] | None = None,
         values: bool = True,
+        keeps_apart: bool = False,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
@@ -93,6 +98,8 @@ class Stage:
         self.replica: Replica | FrozenReplica | None = None
         self.saved_bytes: int | None = None
         self._first = first
+        # what is computed once more must not be changed in place by a later layer or stage
+        self._keeps_apart = keeps_apart
         self._parameter_names = names or {}
         self._draws = draws
         self._recompute = recompute
@@ -139,9 +146,11 @@ class Stage:
             arrivals.append(own)
         value = skipped.pop(MAIN)
         if self.saved_bytes is None and torch.is_grad_enabled():
-            with count_saved(self.module) as saved:
+            # the rows of a batch are a view: their own bytes count, not the batch's
+            given = [x for x in tree_leaves((value, skipped)) if isinstance(x, Tensor)]
+            with count_saved(self.module, given) as saved:
                 output, skipped = self._compute(microbatch, value, skipped, recompute)
-            self.saved_bytes = saved.bytes
+            self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
         else:
             output, skipped = self._compute(microbatch, value, skipped, recompute)
         if head is not None:
@@ -160,7 +169,7 @@ class Stage:
             if not roots[0]:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
         self._held[microbatch] = (self._edges(roots) if self._sends_copies else roots), arrivals
-        return [_detach(message) for message in sent_over]
+        return [_detach(message, self._keeps_apart) for message in sent_over]
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -274,6 +283,8 @@ class Stage:
         # what a module in the layer stashes for another one in it is not there yet
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
         popped = {name: pop(name) for name in sorted(names)}
+        if self._keeps_apart and (index or self._copies_to_recompute):
+            value, popped = map_tensors(torch.clone, (value, popped))
         value, values = recomputed(run, layer.module, works_in_place(layer.module), value, popped)
         # a layer that works in place has changed a copy of what it popped
         changed = popped if works_in_place(layer.module) else {}
@@ -367,9 +378,10 @@ def _requiring_grad(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
-def _detach(message: Message) -> Message:
+def _detach(message: Message, copied: bool) -> Message:
     def detached(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+        value = tensor.detach().clone() if copied else tensor.detach()
+        return value.requires_grad_() if tensor.requires_grad else value
 
     return map_tensors(detached, message)  # type: ignore[no-any-return]
 

@@ -200,7 +200,9 @@ def test_the_terminal_shows_the_layout_the_progress_and_where_the_run_is(
 ) -> None:
     said = succeed(capfd, *SMALL, "monitor.tensorboard=false")
     assert said.count("1 process x 2 stages") == 1
-    assert re.search(r"^ +0 +6 +[\d,]+ +[\d.]+ MiB +\d+% +cpu +conv1 \.\.\. dropout1$", said, re.M)
+    assert re.search(
+        r"^ +0 +6 +[\d,]+ +[\d.]+ [KM]iB +\d+% +cpu +conv1 \.\.\. dropout1$", said, re.M
+    )
     assert re.search(r"^ +0 +\S+ +cpu cpu$", said, re.M)
     steps = re.findall(
         r"^step (\d)/6  loss [\d.]+  [\d,.]+ samples/s  lr \S+  left \S+$", said, re.M
@@ -421,8 +423,12 @@ def test_a_measured_run_goes_on_with_another_split_as_if_it_had_never_stopped(
     constant = [*SMALL, "monitor.tensorboard=false", "lr_schedule=constant"]
     parts = [*constant, "run_name=parts"]
     succeed(capfd, *constant, "run_name=whole")
+    succeed(capfd, *parts, "trainer.steps=2", "pipeline.split=time")
+    plan = Path("outputs/parts/plan.yaml").read_text()
     succeed(capfd, *parts, "trainer.steps=4", "pipeline.split=time")
+    assert Path("outputs/parts/plan.yaml").read_text() == plan  # it was not measured again
     succeed(capfd, *parts, "pipeline.split=[1,11]")
+    assert Path("outputs/parts/plan.yaml").read_text() != plan
     ours = torch.load(f"outputs/parts/checkpoints/{LAST}/model.pt")
     theirs = torch.load(f"outputs/whole/checkpoints/{LAST}/model.pt")
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

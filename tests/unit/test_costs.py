@@ -136,11 +136,18 @@ def test_what_layers_share_counts_in_the_first_of_them():
 def test_bytes_are_those_of_the_tensors_that_are_kept_and_handed_on():
     net = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Flatten(), nn.Linear(5, 2))
     costs = measured(net, torch.randn(7, 3))
-    # a linear layer keeps its input, a sigmoid its output, a view nothing
-    assert [cost.activation_bytes for cost in costs] == [7 * 3 * 4, 7 * 5 * 4, 0, 7 * 5 * 4]
+    # a linear layer keeps its input, a sigmoid its output, a view nothing; what both the sigmoid
+    # and the last layer keep counts once, where it is made
+    assert [cost.activation_bytes for cost in costs] == [7 * 3 * 4, 7 * 5 * 4, 0, 0]
     assert [cost.crossing_bytes for cost in costs] == [7 * 5 * 4] * 3 + [7 * 2 * 4]
     assert [cost.name for cost in costs] == ["0", "1", "2", "3"]
     assert [cost.parameters for cost in costs] == [20, 0, 0, 12]
+
+
+def test_the_rows_of_a_micro_batch_count_and_not_the_batch_that_they_are_a_view_of():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid())
+    costs = measured(net, torch.randn(70, 3)[:7])
+    assert costs[0].activation_bytes == 7 * 3 * 4
 
 
 def test_a_value_crosses_every_cut_from_where_it_is_stashed_to_where_it_is_last_needed():

@@ -12,6 +12,7 @@ from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.deferred import construct
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.layers.chain import Chains
+from hybridtrain.partitioning.objective import stage_costs
 from hybridtrain.partitioning.plan import Plan, table
 
 WIDTH, ROWS = 8, 6
@@ -97,6 +98,25 @@ def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
     assert model.plan.held == [3, 2, 1]
     assert counts == sorted(counts)
     assert counts[0] < counts[2]
+
+
+def test_a_recomputed_stage_counts_what_it_was_sent_and_one_micro_batch():
+    net = nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
+    world, sample = World.from_env(nb_part=3), torch.randn(64, 1, 256)
+    options = {"chunks": 8, "split": "memory", "sample": sample}
+    kept = HybridModel(copy.deepcopy(net), world, **options).plan
+    recomputed = HybridModel(net, world, checkpoint="always", **options).plan
+    assert recomputed.recomputes
+    assert max(
+        s.memory_bytes
+        for s in stage_costs(recomputed.costs, recomputed.counts, recomputed.held, recomputes=True)
+    ) < max(s.memory_bytes for s in stage_costs(kept.costs, kept.counts, kept.held))
+
+
+@pytest.mark.parametrize("split", [3, None, [1.5, 2], [["a"], ["b", 3]], {"a": 3}], ids=str)
+def test_a_split_that_is_neither_a_name_nor_a_list_is_one_message(split):
+    with pytest.raises(SplitError, match=r"pipeline\.split=.*: use a name, the path of a plan"):
+        hybrid(Net(0, 0), 2, split=split)
 
 
 def test_a_memory_limit_moves_layers_or_says_what_would_fit():

@@ -26,6 +26,7 @@ def plan(*stages, **others):
             "chunks": 8,
             "nb_part": len(stages),
             "stages_per_device": 1,
+            "recomputes": False,
             "deeper": ["blocks.0"],
             "stages": stages,
             "held": list(range(len(stages), 0, -1)),
@@ -115,7 +116,7 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
     TWO.write(path)
     whole = path.read_text()
     keys = [(i, k) for i, (_, part) in enumerate(places(yaml.safe_load(whole))) for k in part]
-    assert len(keys) == 8 + 2 * 3 + 3 * 8
+    assert len(keys) == 9 + 2 * 3 + 3 * 8
     for index, key in keys:
         content = yaml.safe_load(whole)
         where, part = list(places(content))[index]
@@ -209,9 +210,9 @@ def test_a_layer_that_was_copied_instead_of_moved_is_named():
 
 
 TWO_AS_TEXT = """\
-  stage  layers  parameters  forward ms  backward ms    memory  share  device  from ... to
-      0       2       1,000       1.500        2.250  60.0 MiB    51%  cuda:0  embed ... blocks.0.0
-      1       1       3,000       1.125        2.500  1.01 GiB    49%  cuda:1  1"""
+  stage  layers  parameters  forward ms  backward ms     memory  of the time  device  from ... to
+      0       2       1,000       1.500        2.250  60.00 MiB          51%  cuda:0  embed ... blocks.0.0
+      1       1       3,000       1.125        2.500   1.01 GiB          49%  cuda:1  1"""  # noqa: E501
 
 
 def test_the_table_shows_time_memory_and_share_of_each_stage():
@@ -225,9 +226,9 @@ def test_without_times_the_table_shows_the_share_of_the_parameters():
         for stage in TWO.stages
     ]
     assert table(plan(*counted)).splitlines() == [
-        "  stage  layers  parameters   weights  share  device  from ... to",
-        "      0       2       1,000  40.0 MiB    25%  cuda:0  embed ... blocks.0.0",
-        "      1       1       3,000  1.00 GiB    75%  cuda:1  1",
+        "  stage  layers  parameters  weights + state  of all  device  from ... to",
+        "      0       2       1,000        40.00 MiB     25%  cuda:0  embed ... blocks.0.0",
+        "      1       1       3,000         1.00 GiB     75%  cuda:1  1",
         "layer 1 alone is 75% of the parameters: no cut makes its stage smaller than that",
     ]
 
