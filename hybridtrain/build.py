@@ -218,7 +218,7 @@ def _assemble(config: Config, new: bool = False, plans: bool = False) -> Parts:
 
 
 def _split(config: Config, directory: RunDirectory) -> Any:
-    """How the model is cut; a run that goes on is not measured again if it is asked for the same."""
+    """How the model is cut: a run that goes on is not measured again if asked for the same."""
     asked = config.pipeline
     if asked.split not in ("time", "memory", "balanced") or not directory.plan.exists():
         return asked.split

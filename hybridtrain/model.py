@@ -12,21 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.deferred import materialize_rest
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.layers.chain import SampleNeeded
-from hybridtrain.layers.recording import Attributes
-from hybridtrain.layers.segment import Segment
-from hybridtrain.partitioning.divide import Ask, Division, divide
+from hybridtrain.partitioning.divide import Ask
 from hybridtrain.partitioning.plan import Plan
 from hybridtrain.partitioning.split import SplitSpec, check_split
-from hybridtrain.pipeline.assemble import build_stages
 from hybridtrain.pipeline.batch_norm import Deferred
-from hybridtrain.pipeline.local_engine import LocalEngine, Step
+from hybridtrain.pipeline.local_engine import Step
 from hybridtrain.pipeline.memory import resident_bytes
 from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.random_state import Draws, default_states
-from hybridtrain.pipeline.recompute import RecomputePolicy, RecomputeSpec, recompute_policy
+from hybridtrain.pipeline.recompute import RecomputeSpec, recompute_policy
 from hybridtrain.pipeline.schedule import (
     SCHEDULES,
     Schedule,
@@ -37,6 +33,7 @@ from hybridtrain.pipeline.schedule import (
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import unshadow
 from hybridtrain.pipeline.trace import Trace
+from hybridtrain.placement import Placement, PlacementOptions, place, requiring_grad
 from hybridtrain.world import World
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -47,29 +44,6 @@ AUTOCAST: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
 }
 BATCH_NORM = ("micro_batch", "deferred")
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """The model in stages on their devices, and how it came to be so.
-
-    Attributes:
-        stages: the stages.
-        plan: how they were decided on.
-        attributes: what they have taken from the model's modules once and for all.
-        copies: buffers, and their copies on other stages' devices.
-        policy: what is recomputed.
-        engine: runs the stages.
-        trained: which parameters require a gradient.
-    """
-
-    stages: list[Stage]
-    plan: Plan
-    attributes: Attributes
-    copies: list[tuple[Tensor, Tensor]]
-    policy: RecomputePolicy
-    engine: LocalEngine
-    trained: list[bool]
 
 
 @dataclass(frozen=True)
@@ -191,7 +165,7 @@ class HybridModel:
         recompute_policy(checkpoint, None)
         self._deferred = Deferred(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._gpus = sorted({place.index for place in world.devices if place.type == "cuda"})
+        self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._ask = Ask(
             split=split,
             world=world,
@@ -206,10 +180,12 @@ class HybridModel:
             precision=self.precision,
             recomputes=checkpoint in ("always", "except_last"),
         )
-        self._checkpoint = checkpoint
-        self._compile = compile
-        self._find_unused_parameters = find_unused_parameters
-        self._placed: _Placed | None = None
+        self._options: PlacementOptions = {
+            "checkpoint": checkpoint,
+            "compile": compile,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        self._placed: Placement | None = None
         with suppress(SampleNeeded):
             self._placed = self._place(sample)
 
@@ -228,7 +204,7 @@ class HybridModel:
         return self._in_place.plan
 
     @property
-    def _in_place(self) -> _Placed:
+    def _in_place(self) -> Placement:
         if self._placed is None:
             raise ConfigError(
                 "the model is divided at its first batch, which is needed to measure or to trace "
@@ -236,54 +212,11 @@ class HybridModel:
             )
         return self._placed
 
-    def _place(self, sample: Any) -> _Placed:
+    def _place(self, sample: Any) -> Placement:
         """Divides the model and brings its stages to their devices; a collective call."""
         if sample is not None:
             sample = split(sample, chunk_sizes(batch_size(sample), self.chunks))[0]
-        with torch.inference_mode(False):  # parameters may be made here
-            return self._place_on(divide(self.net, self._ask, sample))
-
-    def _place_on(self, division: Division) -> _Placed:
-        layers = [layer for part in division.parts for layer in part]
-        policy = recompute_policy(self._checkpoint, [layer.name for layer in layers])
-        self.draws.guard_all = policy != RecomputePolicy()
-        self.draws.set_units(division.units)
-        stages = build_stages(
-            self.net,
-            division.parts,
-            self.world,
-            self.draws,
-            policy,
-            self._find_unused_parameters,
-        )
-        self._share_rest(stages)
-        if self._compile:
-            for layer in layers:
-                layer.module.compile()
-        return _Placed(
-            stages=stages,
-            plan=division.plan,
-            attributes=division.attributes,
-            copies=[
-                pair
-                for layer in layers
-                if isinstance(layer.module, Segment)
-                for pair in layer.module.copies()
-            ],
-            policy=policy,
-            engine=LocalEngine(stages, self.world.devices),
-            trained=self._requiring_grad(),
-        )
-
-    def _share_rest(self, stages: list[Stage]) -> None:
-        """Gives all replicas rank 0's values of what no layer uses."""
-        materialize_rest(self.net, self.world.devices[0])
-        used = {
-            id(t) for stage in stages for t in (*stage.module.parameters(), *stage.module.buffers())
-        }
-        for tensor in (*self.net.parameters(), *self.net.buffers()):
-            if id(tensor) not in used:
-                self.world.broadcast_tensor(tensor.data)
+        return place(self.net, self._ask, self.draws, sample, **self._options)
 
     def schedule(self, chunks: int) -> Schedule:
         """The table that a step of `chunks` micro-batches follows."""
@@ -345,14 +278,14 @@ class HybridModel:
             return loss if scale_loss is None else scale_loss(loss)
 
         recorded = Trace(self.world.devices) if trace else None
-        if self._requiring_grad() != placed.trained:
+        if requiring_grad(self.net, self.world) != placed.trained:
             raise ConfigError(
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
                 "replicas would not average its gradient: freeze first, or make a new HybridModel"
             )
         if self._broadcast_buffers:
             self.sync_buffers()
-        self._prepare(placed)
+        placed.refresh()
         self.draws.active = self.net.training
         with torch.enable_grad(), self.precision():
             step = Step(
@@ -390,7 +323,7 @@ class HybridModel:
             outputs[microbatch] = output
             return None
 
-        self._prepare(placed)
+        placed.refresh()
         self.draws.active = self.net.training
         with torch.no_grad(), self.precision():
             step = Step(
@@ -478,20 +411,6 @@ class HybridModel:
             device = self.stages[-1].device
             self._loss_gradients[key] = torch.full((), share, dtype=dtype, device=device)
         return self._loss_gradients[key]
-
-    def _requiring_grad(self) -> list[bool]:
-        if self.world.size == 1:
-            return []
-        return [parameter.requires_grad for parameter in self.net.parameters()]
-
-    def _prepare(self, placed: _Placed) -> None:
-        """Brings up to date what the stages have of the model's state."""
-        placed.attributes.check()
-        for stage in placed.stages:
-            for alias in stage.aliases:
-                alias.refresh()
-        for own, copy in placed.copies:
-            copy.copy_(own, non_blocking=True)
 
     def _statistics(self) -> AbstractContextManager[object]:
         return nullcontext() if self._deferred is None else self._deferred.step()
