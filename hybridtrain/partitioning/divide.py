@@ -306,7 +306,11 @@ def _hints(chain: Chain) -> str:
         first = min(chain.joined)
         last = next(i for i in range(first, len(chain.layers) + 1) if i not in chain.joined) - 1
         begin, end = chain.layers[first - 1].name, chain.layers[last].name
-        hints.insert(0, f"; {begin!r} to {end!r} stay together, as they use one module")
+        hints.insert(
+            0,
+            f"; {begin!r} to {end!r} stay together, since they use one module or one of them "
+            f"changes in place what another has",
+        )
     return "".join(hints)
 
 
