@@ -187,9 +187,7 @@ def test_the_uses_of_one_layer_stay_in_one_stage(where):
             sample=torch.zeros(1, 2),
         )
         assert len(model.stages[0].layers) >= 3
-    with pytest.raises(
-        SplitError, match=r"'0' to '(1\.1|2)' stay together, since they use one"
-    ):
+    with pytest.raises(SplitError, match=r"'0' to '(1\.1|2)' stay together, since they use one"):
         HybridModel(nn.Sequential(*uses), World.from_env(nb_part=2))
 
 
