@@ -133,7 +133,8 @@ def plan_run(config: Config) -> Plan:
     parts = _assemble(config, new=True, plans=True)
     log.info("%s", describe_layout(parts.model, config.pipeline.schedule))
     if parts.world.is_main:
-        path = parts.directory.write_plan(parts.model.plan)
+        is_used = bool(CheckpointStore(parts.directory.checkpoints).steps())
+        path = parts.directory.write_plan(parts.model.plan, proposed=is_used)
         log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
     parts.world.close()
     return parts.model.plan
@@ -226,9 +227,12 @@ def _split(config: Config, directory: RunDirectory) -> Any:
         return asked.split
     plan = Plan.read(directory.plan)
     same = ("split", "chunks", "nb_part", "stages_per_device", "schedule")
-    if all(getattr(plan, key) == getattr(asked, key) for key in same):
-        return str(directory.plan)
-    return asked.split
+    changed = [key for key in same if getattr(plan, key) != getattr(asked, key)]
+    if changed:
+        log.info("measured anew: pipeline.%s is not as in %s", changed[0], directory.plan)
+        return asked.split
+    log.info("cut as in %s", directory.plan)
+    return str(directory.plan)
 
 
 def _data(config: Config, world: World) -> DataSplits:

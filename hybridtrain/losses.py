@@ -11,12 +11,14 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hybridtrain.errors import ConfigError
 
 LossFn = Callable[[Any, Tensor], Tensor]
 MetricFn = Callable[[Any, Tensor], tuple[Tensor, int]]
@@ -48,8 +50,19 @@ METRICS: dict[str, MetricFn] = {"accuracy": accuracy}
 
 
 def main_output(outputs: Any) -> Tensor:
-    """What a prediction is made from: the output, or its field `logits`."""
-    main: Tensor = getattr(outputs, "logits", outputs)
+    """What a prediction is made from: the output, or its field `logits`.
+
+    Raises:
+        ConfigError: there is no such tensor.
+    """
+    inside = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
+    main = inside["logits"] if "logits" in inside else getattr(outputs, "logits", outputs)
+    if not isinstance(main, Tensor):
+        raise ConfigError(
+            f"trainer.loss and trainer.metrics take a tensor, or an output with `logits`; the "
+            f"model gives a {type(outputs).__name__}: return the logits, or train from Python "
+            f"with a loss of your own"
+        )
     return main
 
 

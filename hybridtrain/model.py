@@ -94,7 +94,8 @@ class HybridModel:
         broadcast_buffers: as in DDP: every step begins with rank 0's buffers on all replicas. Off,
             running statistics are each replica's own until an evaluation.
         sample: the inputs of a batch, as `train_step` takes them. Without, the model is divided at
-            the first batch if that is needed to measure or to trace it.
+            the first batch if that is needed to measure or to trace it, as where its forward has
+            optional arguments.
         memory_weight: for `split="balanced"`: 0 for time alone, 1 for memory alone.
         memory_limit_gib: what a device may hold, in GiB, for a split by measured costs.
         default_partition: for `split="manual"`: the stage of what is marked for none.
@@ -218,6 +219,16 @@ class HybridModel:
             sample = split(sample, chunk_sizes(batch_size(sample), self.chunks))[0]
         return place(self.net, self._ask, self.draws, sample, **self._options)
 
+    def _place_by(self, inputs: Any) -> Placement:
+        """The placement; the first batch may have to bring it about."""
+        if self._placed is None:
+            if inputs is None:
+                raise BatchError(
+                    "the inputs of the first batch, which the model is traced by, are None"
+                )
+            self._placed = self._place(inputs)
+        return self._placed
+
     def schedule(self, chunks: int) -> Schedule:
         """The table that a step of `chunks` micro-batches follows."""
         return make_schedule(
@@ -263,7 +274,7 @@ class HybridModel:
         """
         rows = batch_size(inputs, targets)
         sizes = chunk_sizes(rows, self.chunks)
-        placed = self._placed = self._placed or self._place(inputs)
+        placed = self._place_by(inputs)
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
         gradients: list[Tensor | None] = [None] * len(sizes)
@@ -316,7 +327,7 @@ class HybridModel:
         """
         rows = batch_size(inputs)
         sizes = chunk_sizes(rows, self.chunks)
-        placed = self._placed = self._placed or self._place(inputs)
+        placed = self._place_by(inputs)
         outputs: list[Any] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Any:

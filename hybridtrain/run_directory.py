@@ -72,10 +72,14 @@ class RunDirectory:
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
 
-    def write_plan(self, plan: Plan) -> Path:
-        """Writes how the model is divided; `pipeline.split` takes the file."""
-        write_text(self.plan, plan.to_yaml())
-        return self.plan
+    def write_plan(self, plan: Plan, proposed: bool = False) -> Path:
+        """Writes how the model is divided; `pipeline.split` takes the file.
+
+        A plan that is `proposed` leaves that of the run in place.
+        """
+        path = self.path / "plan.new.yaml" if proposed else self.plan
+        write_text(path, plan.to_yaml())
+        return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""

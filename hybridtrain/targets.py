@@ -59,7 +59,8 @@ def build(
 ) -> Any:
     """Calls the target of `config` with `positional` and the config's other keys.
 
-    A key that is null is filled from `facts`, if they have it.
+    A key that is null is filled from `facts`, if they have it, and left out if the target does not
+    take it.
 
     Raises:
         ConfigError: an unknown or a missing key; says which are known. Those in `ignore` are, but
@@ -67,10 +68,14 @@ def build(
     """
     target = resolve(key, config.get("_target_"), allow)
     facts, ignore = facts or {}, list(ignore)
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {
         name: facts.get(name) if value is None else value
         for name, value in config.items()
-        if name != "_target_" and name not in ignore
+        if name != "_target_"
+        and name not in ignore
+        and (value is not None or takes_any or name in parameters)
     }
     check_arguments(key, target, positional, arguments, ignore)
     return target(*positional, **arguments)

@@ -20,7 +20,7 @@ from torch import nn
 from hybridtrain.errors import SplitError
 from hybridtrain.layers.exporter import Exporter
 from hybridtrain.layers.faithful import Untraceable, where
-from hybridtrain.layers.inputs import bind, required
+from hybridtrain.layers.inputs import bind, has_optional, required
 from hybridtrain.layers.layer import Layer, has_hooks, is_chain, layers_of
 from hybridtrain.layers.recording import Opens, Recordings, record
 from hybridtrain.layers.segment import Binding, Whole
@@ -94,6 +94,8 @@ class Chains:
             hooks = "the model itself has hooks, which would not run when its layers do one by one"
             self._failures.append(Untraceable(hooks))
             return
+        if sample is None and has_optional(net):
+            raise SampleNeeded  # a batch tells which of its arguments are given
         inputs, values = (required(net), None) if sample is None else bind(net, sample)
         if inputs is None:
             raise SampleNeeded
@@ -128,7 +130,8 @@ class Chains:
         elif self._record is None:
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(map(where, self._failures))}. Move what stands there "
+                f"{'; by torch.export: '.join(dict.fromkeys(map(where, self._failures)))}. Move "
+                f"what stands there "
                 f"into a submodule of its own, which stays whole, or give the model as an "
                 f"nn.Sequential"
             ) from self._failures[0]

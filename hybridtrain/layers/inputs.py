@@ -49,14 +49,16 @@ def bind(module: nn.Module, given: Any) -> tuple[Inputs, list[Any]]:
     """
     signature = inspect.signature(module.forward)
     parameters = list(signature.parameters.values())
-    bound = None
+    bound, is_value = None, True
     if isinstance(given, Mapping):
         bound = _try(signature, (), given)
+        is_value = not any(key in signature.parameters for key in given)
     elif isinstance(given, tuple | list) and not hasattr(given, "_fields"):
         several = sum(p.kind in _POSITIONAL for p in parameters) > 1
         if several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             bound = _try(signature, tuple(given), {})
-    if bound is None:
+            is_value = False
+    if bound is None and is_value:
         bound = _try(signature, (given,), {})
     if bound is None:
         raise BatchError(
@@ -75,6 +77,12 @@ def bind(module: nn.Module, given: Any) -> tuple[Inputs, list[Any]]:
     }
     count = len(bound.args)
     return Inputs(names[:count], names[count:], constants), values
+
+
+def has_optional(module: nn.Module) -> bool:
+    """Whether calls of `module` may leave arguments out."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.default is not p.empty for p in parameters)
 
 
 def required(module: nn.Module) -> Inputs | None:

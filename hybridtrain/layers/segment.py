@@ -222,8 +222,9 @@ class Binding:
             return tree_leaves(values) if self.flat else values
         raise BatchError(
             f"{type(self.module).__name__} was traced with {_listed(self.inputs.names)}, and this "
-            f"batch gives {_listed(inputs.names)}: give the same inputs in every batch, or pass "
-            f"HybridModel(..., sample=<the inputs of one batch>)"
+            f"batch gives {_listed(inputs.names)}: give the same inputs in every batch, those of "
+            f"HybridModel(..., sample=...) or of the first one. To predict without labels, say, "
+            f"load model.state_dict() into the plain module, or into another HybridModel"
         )
 
 

@@ -81,7 +81,7 @@ def _between(cuts: Sequence[int], n: int, spec: Sequence[object]) -> list[int]:
     if min(counts) < 1:
         raise SplitError(
             f"pipeline.split={list(spec)}: cut points must rise and lie between 1 and {n - 1}, so "
-            f"that no stage is empty"
+            f"that no stage is empty (layer 0 begins stage 0 anyway)"
         )
     return counts
 

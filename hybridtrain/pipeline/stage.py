@@ -305,7 +305,8 @@ class Stage:
                 raise SplitError(
                     f"layer {self.layers[-1].name!r} hands a {type(leaf).__name__} to a later "
                     f"stage, which hides tensors: cut elsewhere, or let the layer return tensors, "
-                    f"or tuples, lists, dicts or dataclasses of them"
+                    f"or tuples, lists, dicts or dataclasses of them (for models of transformers, "
+                    f"set config.use_cache=False)"
                 )
 
     def _edges(self, roots: Sequence[Sequence[Tensor]]) -> list[list[Root]]:

@@ -417,6 +417,15 @@ def test_a_plan_is_shown_and_written_and_a_run_cuts_by_it(
     assert "the plan has 2 stages, and 3 are asked for: set pipeline.nb_part=2" in message
 
 
+def test_a_plan_for_a_run_that_has_begun_leaves_its_own_in_place(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = (copied / "plan.yaml").read_text()
+    said = succeed(capfd, "plan", *SMALL, "pipeline.split=size")
+    assert f"wrote {copied.relative_to(Path.cwd())}/plan.new.yaml" in said
+    assert (copied / "plan.yaml").read_text() == before
+
+
 def test_a_measured_run_goes_on_with_another_split_as_if_it_had_never_stopped(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

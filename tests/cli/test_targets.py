@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cli_launch import SMALL
+from torch import nn
 
 from hybridtrain import targets
 from hybridtrain.cli import main
@@ -180,6 +181,15 @@ def test_null_is_filled_from_the_facts_of_the_data_and_nothing_else_is(
     facts = {"a": 10, "b": 20, "d": 40, "e": 50, "unasked": 60}
     made = targets.build("model", config, [my_nets], facts=facts)
     assert made == {"a": 10, "b": 2, "c": None, "d": 0, "e": False}
+
+
+def test_a_null_that_the_target_does_not_take_is_left_out() -> None:
+    config = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+    inherited = {"num_classes": None, "image_size": None}
+    net = targets.build("model", config | inherited, facts={"num_classes": 10})
+    assert isinstance(net, nn.Linear)
+    with pytest.raises(ConfigError, match=r"model\.image_size: there is no such key"):
+        targets.build("model", config | {"image_size": 8})
 
 
 def test_a_package_of_the_users_own_runs_only_if_it_is_allowed(

@@ -683,12 +683,13 @@ def test_control_flow_in_the_model_itself_is_named_with_its_line():
 
 
 def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
-    model = hybrid(TwoInputs(), 2)
+    model = hybrid(TwoInputs(), 2, sample=(rows(0), rows(1)))
     message = "TwoInputs was traced with left, right, and this batch gives left, right, mask: .*sam"
     with pytest.raises(BatchError, match=message):
         model({"left": rows(0), "right": rows(1), "mask": rows(2)})
-    with pytest.raises(BatchError, match=r"TwoInputs\.forward\(left, right.* cannot be called"):
-        model(rows())
+    for wrong in (rows(), (rows(),) * 5, {"left": rows(), "rihgt": rows()}):
+        with pytest.raises(BatchError, match=r"TwoInputs\.forward\(left, right.* cannot be called"):
+            model(wrong)
     sample = {"left": rows(0), "right": rows(1), "scale": 0.5}
     model = hybrid(TwoInputs(), 2, sample=sample)
     with pytest.raises(BatchError, match=r"traced with scale=0\.5, and this batch gives scale=2"):

@@ -208,6 +208,14 @@ def test_metrics_and_losses_look_at_the_logits_of_an_output_with_fields():
     assert torch.equal(cross_entropy(Output(logits), targets), cross_entropy(logits, targets))
 
 
+def test_an_output_without_logits_is_one_message():
+    targets = torch.zeros(2, dtype=torch.long)
+    given = {"logits": torch.zeros(2, 3)}
+    assert torch.equal(cross_entropy(given, targets), cross_entropy(given["logits"], targets))
+    with pytest.raises(ConfigError, match="the model gives a dict: return the logits, or train"):
+        cross_entropy({"scores": torch.zeros(2, 3)}, targets)
+
+
 # Stages -------------------------------------------------------------------------------------------
 
 
