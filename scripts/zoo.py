@@ -192,7 +192,7 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
             models=len(results),
             passed=sum(result.passed and not result.error for result in results),
             not_all=_listed(
-                f"; {{}} cannot be cut into {counts} stages (the table says why)",
+                "; not in every number of stages: {} (the table says why)",
                 [name for kind in kinds.values() for name, r in kind.items() if r.error],
             ),
             equal=sum(value == 0 for value in differences),

@@ -87,7 +87,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": _IMAGES,
     "Dinov2ForImageClassification": _IMAGES,
     "ResNetForImageClassification": _STEPS | {"embedding_size": 16, "layer_type": "basic"},
-    "ConvNextForImageClassification": _STEPS | {"num_stages": 2},
+    "ConvNextForImageClassification": {
+        "image_size": 32,
+        "hidden_sizes": [8, 16, 24, 32],
+        "depths": [1, 1, 1, 1],
+    },
 }
 TRANSFORMERS = tuple(_OPTIONS)
 
