@@ -14,6 +14,7 @@ import argparse
 import copy
 import gc
 import multiprocessing
+import re
 import sys
 import time
 import traceback
@@ -158,7 +159,8 @@ def row(name: str, result: Result) -> list[str]:
     largest = ", ".join(f"{share:.0%}" for share in result.shares)
     plain, dropout = said(result.plain), said(result.dropout)
     if result.error:
-        plain = f"{plain}; {result.error}".replace("|", "\\|")
+        error = re.sub(r"\S*/site-packages/", "", result.error)  # not of this machine alone
+        plain = f"{plain}; {error}".replace("|", "\\|")
     return [*cells, str(result.layers), result.traced, largest, plain, dropout]
 
 
