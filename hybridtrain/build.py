@@ -225,11 +225,10 @@ def _split(config: Config, directory: RunDirectory) -> Any:
         return asked.split
     if config.resume is None or not CheckpointStore(directory.checkpoints).steps():
         return asked.split
-    plan = Plan.read(directory.plan)
-    same = ("split", "chunks", "nb_part", "stages_per_device", "schedule")
-    changed = [key for key in same if getattr(plan, key) != getattr(asked, key)]
+    before = directory.read_pipeline()
+    changed = [key for key, value in vars(asked).items() if before.get(key) != value]
     if changed:
-        log.info("measured anew: pipeline.%s is not as in %s", changed[0], directory.plan)
+        log.info("measured anew: pipeline.%s is not what it was in this run", changed[0])
         return asked.split
     log.info("cut as in %s", directory.plan)
     return str(directory.plan)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -71,6 +71,14 @@ class RunDirectory:
         """Writes what the run was asked for."""
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
+
+    def read_pipeline(self) -> dict[str, Any]:
+        """The group `pipeline` of what `write_config` wrote; empty if it did not."""
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return {}
+        pipeline = OmegaConf.to_container(OmegaConf.load(path)).get("pipeline", {})  # type: ignore[union-attr]
+        return cast(dict[str, Any], pipeline)
 
     def write_plan(self, plan: Plan, proposed: bool = False) -> Path:
         """Writes how the model is divided; `pipeline.split` takes the file.

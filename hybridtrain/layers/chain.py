@@ -23,7 +23,7 @@ from hybridtrain.layers.faithful import Untraceable, where
 from hybridtrain.layers.inputs import bind, has_optional, required
 from hybridtrain.layers.layer import Layer, has_hooks, is_chain, layers_of
 from hybridtrain.layers.recording import Opens, Recordings, record
-from hybridtrain.layers.segment import Binding, Whole
+from hybridtrain.layers.segment import Binding, Flags, Whole
 from hybridtrain.layers.tracer import trace
 from hybridtrain.skip import popped_by, stashed_by
 
@@ -54,6 +54,7 @@ class Chain:
             sides.
         whole: the modules that tracing could not look into, with the reason.
         opened: those that it has looked into.
+        flags: their modes as traced, where the graphs of the two modes differ.
     """
 
     layers: list[Layer]
@@ -61,6 +62,7 @@ class Chain:
     joined: frozenset[int] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict)
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
+    flags: Sequence[Flags] = ()
 
 
 class SampleNeeded(Exception):
@@ -87,6 +89,7 @@ class Chains:
     ) -> None:
         self._net = net
         self._record: Callable[[Opens], Recordings] | None = None
+        self._coarse: Recordings | None = None
         self._failures: list[Exception] = []
         if is_chain(net):
             return
@@ -111,12 +114,12 @@ class Chains:
     def _follows(self, recorder: Callable[[Opens], Recordings]) -> bool:
         """Whether `recorder` follows the model far enough; it is kept if it follows it at all."""
         try:
-            whole = recorder(_opener(self._net, (), LARGE_SHARE)).whole
+            coarse = recorder(_opener(self._net, (), LARGE_SHARE))
         except Exception as error:
             self._failures.append(error)
             return False
-        self._record = recorder
-        sizes = [_size(self._net.get_submodule(name)) for name in whole]
+        self._record, self._coarse = recorder, coarse
+        sizes = [_size(self._net.get_submodule(name)) for name in coarse.whole]
         return max(sizes, default=0) <= TOO_LARGE_SHARE * _size(self._net)
 
     def chain(self, deeper: Collection[str] = ()) -> Chain:
@@ -127,7 +130,7 @@ class Chains:
         """
         if is_chain(self._net):
             found = _opened_layers(layers_of(self._net), deeper)
-        elif self._record is None:
+        elif self._record is None or self._coarse is None:
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
                 f"{'; by torch.export: '.join(dict.fromkeys(map(where, self._failures)))}. Move "
@@ -136,7 +139,7 @@ class Chains:
                 f"nn.Sequential"
             ) from self._failures[0]
         else:
-            found = self._units(self._record, deeper)
+            found = self._units(self._coarse, self._record, deeper)
         layers = [layer for unit in found.layers for layer in unit]
         units = [
             (unit, piece) for unit, own in enumerate(found.layers) for piece in range(len(own))
@@ -145,20 +148,29 @@ class Chains:
         whole = found.whole
         if whole and self._failures:  # torch.export was asked because of them
             whole = {**whole, "the model, by torch.export,": where(self._failures[-1])}
-        return Chain(layers, units, joined, whole, found.opened)
+        return Chain(layers, units, joined, whole, found.opened, found.flags)
 
-    def _units(self, recorder: Callable[[Opens], Recordings], deeper: Collection[str]) -> _Pieces:
-        recordings = recorder(_opener(self._net, (), LARGE_SHARE))
-        units = {calls[-1] for calls in recordings.calls}
-        if deeper:
-            recordings = recorder(_opener(self._net, deeper, LARGE_SHARE))
+    def _units(
+        self,
+        coarse: Recordings,
+        recorder: Callable[[Opens], Recordings],
+        deeper: Collection[str],
+    ) -> _Pieces:
+        units = {calls[-1] for calls in coarse.calls}
+        recordings = recorder(_opener(self._net, deeper, LARGE_SHARE)) if deeper else coarse
         pieces: list[list[Layer]] = []
         layers = recordings.layers("", self._binding)
         for layer, calls in zip(layers, recordings.calls, strict=True):
             if not pieces or units.intersection(calls):
                 pieces.append([])
             pieces[-1].append(layer)
-        return _Pieces(pieces, recordings.joined(), recordings.whole, recordings.flags.modules)
+        return _Pieces(
+            pieces,
+            recordings.joined(),
+            recordings.whole,
+            recordings.flags.modules,
+            recordings.differing,
+        )
 
     def one_layer(self) -> Chain:
         """The model as a single layer."""
@@ -181,6 +193,7 @@ class _Pieces(NamedTuple):
     joined: set[int]
     whole: dict[str, str]
     opened: Mapping[str, nn.Module]
+    flags: list[Flags]
 
 
 def _opened_layers(layers: Sequence[Layer], deeper: Collection[str]) -> _Pieces:
@@ -188,6 +201,7 @@ def _opened_layers(layers: Sequence[Layer], deeper: Collection[str]) -> _Pieces:
     joined: set[int] = set()
     whole: dict[str, str] = {}
     opened: dict[str, nn.Module] = {}
+    flags: list[Flags] = []
     for layer in layers:
         pieces.append([layer])
         inputs = required(layer.module) if layer.name in deeper else None
@@ -204,8 +218,9 @@ def _opened_layers(layers: Sequence[Layer], deeper: Collection[str]) -> _Pieces:
             pieces[-1] = recordings.layers(f"{layer.name}.")
             inside = recordings.flags.modules.items()
             opened |= {f"{layer.name}.{name}".rstrip("."): part for name, part in inside}
+            flags += recordings.differing
             whole |= {f"{layer.name}.{name}": why for name, why in recordings.whole.items()}
-    return _Pieces(pieces, joined, whole, opened)
+    return _Pieces(pieces, joined, whole, opened, flags)
 
 
 def _opener(

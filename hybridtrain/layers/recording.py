@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.layers.aliases import joined_segments
-from hybridtrain.layers.layer import Layer
+from hybridtrain.layers.layer import Layer, has_hooks
 from hybridtrain.layers.segment import (
     Binding,
     Flags,
@@ -55,11 +55,13 @@ class Recording:
 class Attributes:
     """The numbers, flags and texts that a forward may have read from modules while recorded.
 
-    That there are no hooks on them was seen then too.
+    That there are no hooks on them was seen then too, and which are in training mode, of which
+    `flags` are given where the graphs of the two modes differ.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], flags: Sequence[Flags]) -> None:
         self._modules = modules
+        self._flags = flags
         simple = (bool, int, float, str, type(None))
         self._seen = [
             (name, vars(module), key, value)
@@ -75,11 +77,13 @@ class Attributes:
             ConfigError: one has changed, which the graphs would not know.
         """
         for name, module in self._modules.items():
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            if has_hooks(module):
                 raise ConfigError(
                     f"{name or 'the model'} has got a hook since it was traced, which would not "
                     f"run: register hooks before HybridModel is made"
                 )
+        for flags in self._flags:
+            flags.check()
         for name, attributes, key, value in self._seen:
             if attributes[key] != value:
                 raise ConfigError(
@@ -110,6 +114,11 @@ class Recordings:
     flags: Flags
 
     @property
+    def differing(self) -> list[Flags]:
+        """The flags, if it makes a difference in which mode the modules are."""
+        return [] if self.evaluation is self.training else [self.flags]
+
+    @property
     def whole(self) -> dict[str, str]:
         """The submodules that could not be looked into, with the reason."""
         return self.training.whole | self.evaluation.whole
@@ -129,7 +138,7 @@ class Recordings:
             for target in {*pair[0].reads, *pair[1].reads} & buffers:
                 holder, _, leaf = target.rpartition(".")
                 owners[target] = self.module.get_submodule(holder), leaf
-            segment = Segment(*pair, self.flags, owners, binding if index == 0 else None)
+            segment = Segment(*pair, self.module, owners, binding if index == 0 else None)
             layers.append(Layer(name, segment))
         return layers
 

@@ -47,7 +47,6 @@ class Program:
     reads: Mapping[str, str] = field(default_factory=dict)
     in_place: bool = False
     output: TreeSpec | None = None
-
     compiled: Callable[..., Any] | None = None
 
     def run(self, *values: Any) -> Any:
@@ -65,17 +64,15 @@ class Flags:
     training: tuple[bool, ...] = ()
     evaluation: tuple[bool, ...] = ()
 
-    def mode(self) -> bool:
-        """Whether the modules are in training mode.
+    def check(self) -> None:
+        """Makes sure that the modules are in training or in evaluation mode, as they were traced.
 
         Raises:
-            ConfigError: some are and some are not, otherwise than when they were traced.
+            ConfigError: some are in the one and some in the other.
         """
         now = tuple(module.training for module in self.modules.values())
-        if now == self.training:
-            return True
-        if now == self.evaluation:
-            return False
+        if now in (self.training, self.evaluation):
+            return
         name = next(
             name
             for name, flag, then in zip(self.modules, now, self.training, strict=True)
@@ -95,7 +92,7 @@ class Segment(nn.Module):
     Args:
         training: what it does in training mode.
         evaluation: likewise; the same object where there is no difference.
-        flags: tells the mode, where it matters.
+        root: the traced module, which tells the mode.
         owners: the buffers that graphs read directly: the user's module that holds each, and its
             name there.
         binding: for the first segment of a model, what a batch's inputs are to it.
@@ -105,7 +102,7 @@ class Segment(nn.Module):
         self,
         training: Program,
         evaluation: Program,
-        flags: Flags | None,
+        root: nn.Module,
         owners: Mapping[str, tuple[nn.Module, str]],
         binding: Binding | None = None,
     ) -> None:
@@ -117,13 +114,14 @@ class Segment(nn.Module):
         self.pops = tuple(dict.fromkeys([*training.takes, *evaluation.takes]))
         self.inplace = training.in_place or evaluation.in_place
         self._programs = {True: training, False: evaluation}
-        self._flags = flags if evaluation is not training else None
+        self._distinct = [training] if evaluation is training else [training, evaluation]
+        self._mode_of = (root,)  # in a tuple, so that it is no submodule
         self._owners = owners
         self._binding = binding
 
     def forward(self, value: Any) -> Any:
         """The main value of this segment from that of the one before."""
-        program = self._programs[self._flags is None or self._flags.mode()]
+        program = self._programs[self._mode_of[0].training]
         if self._binding is not None:
             given = self._binding.values(value)
         else:
@@ -139,7 +137,7 @@ class Segment(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the graphs; what is around them only hands values over."""
-        for program in {id(p): p for p in self._programs.values()}.values():
+        for program in self._distinct:
             program.compiled = torch.compile(program.module, *args, **kwargs)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
@@ -157,7 +155,7 @@ class Segment(nn.Module):
         """Where the graphs hold the buffers of the user's modules, and where these do."""
         return [
             (program.module, place, *self._owners[target])
-            for program in {id(p): p for p in self._programs.values()}.values()
+            for program in self._distinct
             for target, place in program.reads.items()
             if target in self._owners
         ]
@@ -171,7 +169,7 @@ class Segment(nn.Module):
             module._buffers[place] = owner._buffers[name] = buffer
         tensors = (*self.parameters(), *self.buffers())
         device = tensors[0].device if tensors else fn(torch.empty(0)).device
-        for program in {id(p): p for p in self._programs.values()}.values():
+        for program in self._distinct:
             _put_constants_on(device, program.module)
         return self
 

@@ -18,9 +18,9 @@ from hybridtrain.pipeline.memory import address, count_saved
 from hybridtrain.pipeline.recompute import works_in_place
 from hybridtrain.skip import popped_by, shelf, stashed_by
 
+# How often a layer is timed at most, and at least.
 ROUNDS = 10
 FEWEST_ROUNDS = 3
-"""How often a layer is timed at most."""
 
 
 @dataclass(frozen=True)

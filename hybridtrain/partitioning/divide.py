@@ -129,7 +129,7 @@ def divide(net: nn.Module, ask: Ask, sample: Any = None) -> Division:
     return Division(
         parts=[chain.layers[start:end] for start, end in bounds],
         units=chain.units,
-        attributes=Attributes(chain.opened),
+        attributes=Attributes(chain.opened, chain.flags),
         plan=Plan(
             model=type(net).__name__,
             split=ask.split if isinstance(ask.split, str) else "by hand",

@@ -578,3 +578,13 @@ def test_every_recipe_trains_a_few_steps_on_small_data(
     assert 0 <= summary["eval"]["accuracy"] <= 1
     assert (run / "checkpoints" / "step_00000003").is_dir()
     assert "1 process x 2 stages" in said
+
+
+def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_has_changed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=balanced"]
+    succeed(capfd, *run, "trainer.steps=2")
+    assert "cut as in outputs/digits/plan.yaml" in succeed(capfd, *run, "trainer.steps=4")
+    said = succeed(capfd, *run, "pipeline.memory_weight=0.9")
+    assert "measured anew: pipeline.memory_weight is not what it was in this run" in said

@@ -13,12 +13,7 @@ NB_PARTS = [1, 2, 3]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class Faulty(nn.Module):

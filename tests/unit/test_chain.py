@@ -22,12 +22,8 @@ WIDTH, ROWS, CHUNKS = 6, 7, 3
 
 
 @pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded(one_intra_op_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def linear() -> nn.Linear:

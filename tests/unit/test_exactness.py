@@ -23,12 +23,7 @@ CHECKPOINTS = ["never", "except_last", "always"]
 SHAPES = list(itertools.product([1, 4, 7], [10, 13]))  # (chunks, rows)
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def world(nb_part):

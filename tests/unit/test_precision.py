@@ -17,12 +17,7 @@ WIDTH = 6
 NB_PARTS = [1, 2, 4]
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def world(nb_part):

@@ -18,12 +18,7 @@ RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
 NB_PARTS = [1, 2, 4]
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def hybrid(net, nb_part=2, **options):

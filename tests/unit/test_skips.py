@@ -19,12 +19,7 @@ SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_pe
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class Plain(nn.Module):

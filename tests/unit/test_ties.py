@@ -18,12 +18,7 @@ VOCABULARY, WIDTH, LENGTH, CHUNKS = 11, 8, 4, 3
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]  # (nb_part, stages_per_device)
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class Middle(nn.Module):

@@ -23,12 +23,7 @@ FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}
 BACKWARD = {(161, 217, 155), (116, 196, 118), (65, 171, 93), (35, 139, 69)}
 
 
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def lanes(devices=2, chunks=3, v=1, forward=0.002, backward=0.005):
