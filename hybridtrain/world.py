@@ -170,9 +170,15 @@ class World:
             dist.broadcast(tensor, src=0)
 
     def close(self) -> None:
-        """Leaves the process group, at the end of a run that went well."""
+        """Leaves the process groups, at the end of a run that went well; the world is done with.
+
+        Returns when the threads that carried its messages have ended. One that still lets go of
+        the tensors of the last message while the interpreter ends would abort the process
+        (pytorch/pytorch#190489), and torchrun would count a run that is done as a failed one.
+        """
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            object.__setattr__(self, "setup_group", None)  # the last reference: its threads end
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
