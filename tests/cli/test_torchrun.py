@@ -1,6 +1,7 @@
 """The command line in several processes: under torchrun and under Slurm."""
 
 import json
+import random
 import re
 import socket
 import subprocess
@@ -80,7 +81,7 @@ def test_a_mistake_is_told_once_and_not_once_a_rank(arguments: list[str], line: 
 def test_an_error_in_the_first_step_is_told_once_and_recorded_for_torchrun() -> None:
     ended = torchrun(2, [*QUICK, "model.image_size=10"])
     assert ended.returncode != 0
-    ours, _, torchruns = ended.stderr.partition("failed (exitcode: 1)")
+    ours, _, torchruns = ended.stderr.partition("failed (exitcode: ")
     assert ours.count("shapes cannot be multiplied") == 1
     assert ours.count("in layer 'fc1'") == 1
     assert ours.count("Traceback") == 1
@@ -90,7 +91,8 @@ def test_an_error_in_the_first_step_is_told_once_and_recorded_for_torchrun() -> 
 
 
 def test_processes_that_srun_starts_train_together() -> None:
-    job = next(job for job in range(1234, 20000) if is_free(10000 + job))
+    jobs = random.sample(range(20_000), 20_000)  # not the job of another run of the tests
+    job = next(job for job in jobs if is_free(10_000 + job))
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.steps=4"],

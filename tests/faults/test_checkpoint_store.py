@@ -490,17 +490,17 @@ def test_a_killed_process_leaves_a_checkpoint_to_load(tmp_path: Path) -> None:
     for _ in range(15):
         with python(SAVING_FOR_EVER, str(tmp_path)) as process:
             assert process.stdout is not None
-            reached = max(reached, int(process.stdout.readline()))
+            started = [int(process.stdout.readline()) for _ in range(2)]  # one step more each time
             time.sleep(dice.uniform(0, 0.05))
             process.send_signal(signal.SIGKILL)
             finished = [int(line) for line in process.stdout.read().splitlines()]
         assert process.returncode == -signal.SIGKILL
-        reached = max([reached, *finished])
+        reached = max([reached, *started, *finished])
         newest = CheckpointStore(tmp_path).newest()
         assert newest is not None
         assert step_of(newest) >= reached
         content_of(newest)
-    assert reached > 15
+    assert reached >= 15
 
 
 @pytest.mark.parametrize(
