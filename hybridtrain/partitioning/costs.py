@@ -18,9 +18,12 @@ from hybridtrain.pipeline.memory import address, count_saved
 from hybridtrain.pipeline.recompute import works_in_place
 from hybridtrain.skip import popped_by, shelf, stashed_by
 
-# How often a layer is timed at most, and at least.
-ROUNDS = 10
-FEWEST_ROUNDS = 3
+# How often layers are timed again, at most.
+REPEATS = 10
+
+# A layer whose first run took longer than this, in milliseconds, needs no second one to tell that
+# it is large: what it warmed up is little of that.
+SLOW_MS = 50.0
 
 
 @dataclass(frozen=True)
@@ -77,61 +80,115 @@ def count(layers: Sequence[Layer], *, state_per_parameter: int = 2) -> list[Laye
     return costs
 
 
-def measure(
-    layers: Sequence[Layer],
-    inputs: Any,
-    device: torch.device,
-    *,
-    seconds: float = 3.0,
-    crossing_device: torch.device | None = None,
-    precision: Callable[[], AbstractContextManager[object]] | None = None,
-    state_per_parameter: int = 2,
-    visit: Callable[[Layer], AbstractContextManager[object]] | None = None,
-) -> list[LayerCost]:
-    """Runs the chain on one micro-batch, each layer by itself, and measures what it costs.
+class Measurement:
+    """The layers of a chain, each run by itself on one micro-batch, and what that has cost.
 
-    Layers run in the mode they are in; if all are in evaluation mode there is no backward. It
-    leaves no gradient and changes no buffer, no default generator and none of the inputs. The
-    modules stay on `device`.
+    It leaves no gradient and changes no buffer, no default generator and none of the inputs. The
+    modules stay on `device`. Layers run in the mode they are in; if all are in evaluation mode
+    there is no backward. At first every layer is warmed up and, unless that was slow, timed once:
+    enough to see which ones are large. `repeat` makes the times better.
 
     Args:
         layers: the chain.
         inputs: a micro-batch, as the first layer takes it.
         device: where all layers run.
-        seconds: about how long to measure. Every layer is warmed up and run three times, however
-            long that takes.
         crossing_device: where the next stage may be; None if on the same device.
         precision: the context that a forward runs in, such as autocast.
-        state_per_parameter: as for `count`.
         visit: a context for every time that a layer's turn comes, such as one in which its weights
             are there.
 
     Raises:
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    visit = visit or (lambda _: nullcontext())
-    trains = any(part.training for layer in layers for part in layer.module.modules())
-    gpus = [device] if device.type == "cuda" else []
-    runs: list[_Run] = []
-    with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        inputs: Any,
+        device: torch.device,
+        *,
+        crossing_device: torch.device | None = None,
+        precision: Callable[[], AbstractContextManager[object]] | None = None,
+        visit: Callable[[Layer], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self._layers = layers
+        self._device = device
+        self._visit = visit or (lambda _: nullcontext())
+        self._activation_bytes = [0] * len(layers)
+        self._runs: list[_Run] = []
+        with self._undisturbed():
+            self._first_pass(inputs, precision or nullcontext)
+            self._crossing_ms = {
+                nbytes: _copy_ms(nbytes, device, crossing_device or device)
+                for nbytes in {run.crossing_bytes for run in self._runs}
+            }
+
+    def repeat(self, seconds: float) -> Measurement:
+        """Times the layers again, up to `REPEATS` times and for about `seconds`; returns itself.
+
+        A round goes over all layers, one after the other: what disturbs the machine for a while
+        disturbs a run or two of each, which the median leaves out.
+        """
         deadline = time.perf_counter() + seconds
+        with self._undisturbed():
+            for _ in range(REPEATS):
+                for run in self._runs:
+                    if time.perf_counter() > deadline:
+                        return self
+                    with self._visit(run.layer):
+                        run.timed()
+        return self
+
+    def costs(self, *, state_per_parameter: int = 2) -> list[LayerCost]:
+        """What each layer costs, by the median of its times; the argument is that of `count`."""
+        return [
+            replace(
+                weights,
+                forward_ms=_steady(run.forward_ms),
+                backward_ms=_steady(run.backward_ms),
+                activation_bytes=kept,
+                crossing_bytes=run.crossing_bytes,
+                crossing_ms=self._crossing_ms[run.crossing_bytes],
+            )
+            for weights, run, kept in zip(
+                count(self._layers, state_per_parameter=state_per_parameter),
+                self._runs,
+                self._activation_bytes,
+                strict=True,
+            )
+        ]
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        trains = any(part.training for layer in self._layers for part in layer.module.modules())
+        gpus = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+            yield
+
+    def _first_pass(
+        self, inputs: Any, precision: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Runs the chain, which shows what each layer is given, keeps and hands on."""
         # copied, as rows of a batch are views of all of its memory
-        value = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
+        value = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, copy=True), inputs)
         makers = {address(tensor): 0 for tensor in _tensors(value)}  # of what is handed on
-        activation_bytes, counted = [0] * len(layers), set[int]()
+        counted = set[int]()
         held: dict[str, Any] = {}
         last_pop = {
-            name: index for index, layer in enumerate(layers) for name in popped_by(layer.module)
+            name: index
+            for index, layer in enumerate(self._layers)
+            for name in popped_by(layer.module)
         }
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self._layers):
             popped = {name: held[name] for name in popped_by(layer.module) if name in held}
-            run = _Run(layer, device, precision or nullcontext, value, popped)
-            with visit(layer):
+            run = _Run(layer, self._device, precision, value, popped)
+            with self._visit(layer):
                 value, stashed = run.warm_up()
-                run.timed()
+                if run.forward_ms[0] + run.backward_ms[0] < SLOW_MS:
+                    run.timed()
             held = {k: v for k, v in (held | stashed).items() if last_pop.get(k, 0) > index}
             for where, nbytes in run.saved.items():
-                activation_bytes[makers.get(where, index)] += nbytes * (where not in counted)
+                self._activation_bytes[makers.get(where, index)] += nbytes * (where not in counted)
             counted.update(makers.keys() & run.saved)
             crossing = _tensors((value, held))
             for tensor in crossing:
@@ -139,35 +196,7 @@ def measure(
                     makers[address(tensor)] = index
                     counted |= {address(tensor)} & run.saved.keys()
             run.crossing_bytes = sum(tensor.nbytes for tensor in crossing)
-            runs.append(run)
-        crossing_ms = {
-            nbytes: _copy_ms(nbytes, device, crossing_device or device)
-            for nbytes in {run.crossing_bytes for run in runs}
-        }
-        # a round of all layers after the other: what disturbs the machine for a while disturbs a
-        # run or two of each layer, which the median leaves out
-        for done in range(1, ROUNDS):
-            if done >= FEWEST_ROUNDS and time.perf_counter() > deadline:
-                break
-            for run in runs:
-                with visit(run.layer):
-                    run.timed()
-    return [
-        replace(
-            weights,
-            forward_ms=median(run.forward_ms),
-            backward_ms=median(run.backward_ms),
-            activation_bytes=kept,
-            crossing_bytes=run.crossing_bytes,
-            crossing_ms=crossing_ms[run.crossing_bytes],
-        )
-        for weights, run, kept in zip(
-            count(layers, state_per_parameter=state_per_parameter),
-            runs,
-            activation_bytes,
-            strict=True,
-        )
-    ]
+            self._runs.append(run)
 
 
 @dataclass
@@ -189,7 +218,7 @@ class _Run:
         with self._in_its_name():
             self.layer.module.to(self.device)
             with count_saved(self.layer.module) as saved:
-                output, stashed, *_ = self._once()
+                output, stashed = self._once()
             self.saved = saved.storages
         return tree_map_only(Tensor, _detached, (output, stashed))  # type: ignore[no-any-return]
 
@@ -197,9 +226,7 @@ class _Run:
         """Runs the layer once more and notes how long it took."""
         with self._in_its_name():
             self.layer.module.to(self.device)
-            *_, forward_ms, backward_ms = self._once()
-        self.forward_ms.append(forward_ms)
-        self.backward_ms.append(backward_ms)
+            self._once()
 
     @contextmanager
     def _in_its_name(self) -> Iterator[None]:
@@ -209,7 +236,8 @@ class _Run:
             error.add_note(f"in layer {self.layer.name!r}, while its cost was measured")
             raise
 
-    def _once(self) -> tuple[Any, dict[str, Any], float, float]:
+    def _once(self) -> tuple[Any, dict[str, Any]]:
+        """Its output and what it stashes; notes how long that took."""
         module = self.layer.module
         leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         copy = works_in_place(module)
@@ -230,13 +258,15 @@ class _Run:
             (output, values), forward_ms = _clocked(forward, self.device)
             stashed = {name: values[name] for name in stashed_by(module)}
             roots = [tensor for tensor in _tensors((output, stashed)) if tensor.requires_grad]
-            if not (torch.is_grad_enabled() and roots):
-                return output, stashed, forward_ms, 0.0
-            ones = [torch.ones_like(root) for root in roots]
-            _, backward_ms = _clocked(
-                lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True), self.device
-            )
-        return output, stashed, forward_ms, backward_ms
+            backward_ms = 0.0
+            if torch.is_grad_enabled() and roots:
+                ones = [torch.ones_like(root) for root in roots]
+                _, backward_ms = _clocked(
+                    lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True), self.device
+                )
+        self.forward_ms.append(forward_ms)
+        self.backward_ms.append(backward_ms)
+        return output, stashed
 
 
 @contextmanager
@@ -272,8 +302,13 @@ def _copy_ms(nbytes: int, source: torch.device, target: torch.device) -> float:
     if source == target:
         return 0.0
     block = torch.empty(nbytes, dtype=torch.uint8, device=source)
-    times = [_clocked(lambda: block.to(target), source, target)[1] for _ in range(1 + ROUNDS // 2)]
-    return median(times[1:])
+    times = [_clocked(lambda: block.to(target), source, target)[1] for _ in range(6)]
+    return _steady(times)
+
+
+def _steady(times: Sequence[float]) -> float:
+    """The median of `times`, without the first one, which warms up, if there are more."""
+    return median(times[1:] or times)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ from hybridtrain.layers.layer import Layer, is_chain
 from hybridtrain.layers.recording import Attributes
 from hybridtrain.partitioning.balance import INFINITY, best_cut, sums_of_runs, too_few_layers
 from hybridtrain.partitioning.by_hand import counts_by_marks
-from hybridtrain.partitioning.costs import LayerCost, count, measure
+from hybridtrain.partitioning.costs import LayerCost, Measurement, count
 from hybridtrain.partitioning.marks import marked_stage, mixed, without_use
 from hybridtrain.partitioning.objective import GIB, Goal, cut_by_costs, stage_tables
 from hybridtrain.partitioning.plan import Plan, counts_for
@@ -38,6 +38,9 @@ LARGE_LAYER = 0.1
 
 # How often layers are opened and the cut is looked for anew.
 ROUNDS = 6
+
+# How long the layers of a chain that is even enough at a glance are timed, in seconds.
+SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -189,23 +192,30 @@ class _Source:
         except AttributeError:
             return False  # a layer without a module of its own
 
-    def costs(self, chain: Chain) -> list[LayerCost]:
-        """What its layers cost: measured if the split goes by that."""
+    def counted(self, chain: Chain) -> list[LayerCost]:
+        """What its layers cost without a run."""
+        return count(chain.layers, state_per_parameter=self.ask.optimizer_state)
+
+    def costs(self, chain: Chain) -> Iterator[list[LayerCost]]:
+        """What its layers cost, as the split asks for it: at a glance, then more exactly."""
         ask = self.ask
         if ask.goal is None:
-            return count(chain.layers, state_per_parameter=ask.optimizer_state)
+            yield self.counted(chain)
+            return
         devices = ask.world.devices
         with _intra_op_threads(threads_a_lane(len(devices))):
-            return measure(
+            measurement = Measurement(
                 chain.layers,
                 self._sample,
                 devices[0],
                 crossing_device=devices[-1],
                 precision=ask.precision,
-                state_per_parameter=ask.optimizer_state,
-                seconds=2.0,
                 visit=self._visit,
             )
+        yield measurement.costs(state_per_parameter=ask.optimizer_state)
+        with _intra_op_threads(threads_a_lane(len(devices))):
+            measurement.repeat(SECONDS)
+        yield measurement.costs(state_per_parameter=ask.optimizer_state)
 
     @contextmanager
     def _visit(self, layer: Layer) -> Iterator[None]:
@@ -251,13 +261,13 @@ def _decide(source: _Source) -> Decision:
         }
         chain = source.chain(deeper)
         counts = counts_by_marks(net, chain.layers, ask.stages, ask.default_partition)
-        return sorted(deeper), source.costs(chain), counts
+        return sorted(deeper), source.counted(chain), counts
     if isinstance(split, str):
         return _decide_by_costs(source)
     deeper = _named_inside(net, [item for item in split if not isinstance(item, int)])
     chain = source.chain(deeper)
     counts = split_layers(chain.layers, ask.stages, split)
-    return sorted(deeper), source.costs(chain), counts
+    return sorted(deeper), source.counted(chain), counts
 
 
 def _decide_by_costs(source: _Source) -> Decision:
@@ -265,36 +275,47 @@ def _decide_by_costs(source: _Source) -> Decision:
     ask = source.ask
     deeper: set[str] = set()
     best: Decision | None = None
-    for _ in range(ROUNDS):
+    for rounds_left in reversed(range(ROUNDS)):
         chain = source.chain(deeper)
-        costs = source.costs(chain)
-        tables = _tables(costs, chain, ask)
-        sizes = [tables[0][i, i + 1].item() for i in range(len(costs))]
-        mean = sum(sizes) / ask.stages
-        failure: SplitError | None = None
-        largest = float("inf")
-        try:
-            counts = _cut(tables, costs, chain, ask)
-        except SplitError as error:
-            failure = error
-        else:
-            best = sorted(deeper), costs, counts
-            stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
-            largest = max(table[start, end].item() for table, (start, end) in stages)
-            if ask.split == "uniform":
-                break  # a number of layers is even enough
-        more = {
-            path
-            for layer, size in zip(chain.layers, sizes, strict=True)
-            if size > LARGE_LAYER * mean and source.opens(path := without_use(layer.name))
-        }
-        if largest <= (1 + TOLERANCE) * mean or more <= deeper:
+        for costs in source.costs(chain):
+            tables = _tables(costs, chain, ask)
+            counts: list[int] | None = None
+            failure: SplitError | None = None
+            try:
+                counts = _cut(tables, costs, chain, ask)
+            except SplitError as error:
+                failure = error
+            else:
+                best = sorted(deeper), costs, counts
+            more = _too_large(source, chain, tables, counts) - deeper if rounds_left else set()
+            if more or failure:
+                break  # better times would not change that
+        if not more:
             break
         deeper |= more
     if best is None:
         assert failure is not None
         raise SplitError(f"{failure}{_hints(chain)}") from failure
     return best
+
+
+def _too_large(
+    source: _Source, chain: Chain, tables: Sequence[Tensor], counts: Sequence[int] | None
+) -> set[str]:
+    """The modules to look into for a better cut than `counts`, or for one at all."""
+    ask = source.ask
+    sizes = [tables[0][i, i + 1].item() for i in range(len(chain.layers))]
+    mean = sum(sizes) / ask.stages
+    if counts is not None:
+        stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
+        largest = max(table[start, end].item() for table, (start, end) in stages)
+        if ask.split == "uniform" or largest <= (1 + TOLERANCE) * mean:
+            return set()  # a number of layers is even enough
+    return {
+        path
+        for layer, size in zip(chain.layers, sizes, strict=True)
+        if size > LARGE_LAYER * mean and source.opens(path := without_use(layer.name))
+    }
 
 
 def _hints(chain: Chain) -> str:

@@ -1,5 +1,6 @@
 """What layers cost: bytes exactly, times in the right order, and no trace of the measuring."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -7,15 +8,10 @@ import torch
 from torch import nn
 
 from hybridtrain.layers.layer import Layer, layers_of
-from hybridtrain.partitioning.costs import ROUNDS, count, measure
+from hybridtrain.partitioning.costs import REPEATS, SLOW_MS, Measurement, count
 from hybridtrain.skip import pop, stash
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _few_rounds(monkeypatch):
-    monkeypatch.setattr("hybridtrain.partitioning.costs.FEWEST_ROUNDS", 1)
 
 
 def image_net():
@@ -35,8 +31,8 @@ def images():
     return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
-def measured(net, inputs, **options):
-    return measure(layers_of(net), inputs, CPU, **{"seconds": 0.0} | options)
+def measured(net, inputs, seconds=0.0, **options):
+    return Measurement(layers_of(net), inputs, CPU, **options).repeat(seconds).costs()
 
 
 class Seen(nn.Module):
@@ -113,9 +109,8 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     chain = layers_of(nn.Sequential(layer))
     assert count(chain)[0].weight_bytes == 15 * 16 + 5 * 4
     assert count(chain, state_per_parameter=0)[0].weight_bytes == 15 * 8 + 5 * 4
-    assert measure(chain, torch.randn(1, 3), CPU, seconds=0, state_per_parameter=1)[
-        0
-    ].weight_bytes == (15 * 12 + 5 * 4)
+    measurement = Measurement(chain, torch.randn(1, 3), CPU)
+    assert measurement.costs(state_per_parameter=1)[0].weight_bytes == 15 * 12 + 5 * 4
 
 
 def test_what_layers_share_counts_in_the_first_of_them():
@@ -270,12 +265,29 @@ def test_a_crossing_takes_time_only_between_devices():
     assert leave[0].crossing_ms == leave[1].crossing_ms  # of as many bytes
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(0.0, 2), (1000.0, 1 + ROUNDS)])
+@pytest.mark.parametrize(("seconds", "runs"), [(0.0, 2), (1000.0, 2 + REPEATS)])
 def test_every_layer_is_warmed_up_and_timed_and_no_longer_than_asked(seconds, runs):
     net = nn.Sequential(Seen(), Seen())
     costs = measured(net, torch.randn(1), seconds=seconds)
     assert [len(layer.inputs) for layer in net] == [runs, runs]
     assert all(cost.forward_ms > 0 for cost in costs)
+
+
+class Slow(Seen):
+    """Slow at first."""
+
+    def forward(self, x):
+        time.sleep((SLOW_MS / 1000 + 0.05) * (not self.inputs))
+        return super().forward(x)
+
+
+def test_a_slow_layer_runs_once_and_its_first_time_counts_only_while_there_is_no_other():
+    net = nn.Sequential(Seen(), Slow())
+    assert measured(net, torch.randn(1))[1].forward_ms > SLOW_MS
+    assert [len(layer.inputs) for layer in net] == [2, 1]
+    net = nn.Sequential(Seen(), Slow())
+    assert measured(net, torch.randn(1), seconds=1000.0)[1].forward_ms < SLOW_MS
+    assert [len(layer.inputs) for layer in net] == [2 + REPEATS, 1 + REPEATS]
 
 
 def test_rounds_go_over_all_layers_so_that_a_disturbance_hits_each_a_little():
@@ -291,7 +303,7 @@ def test_rounds_go_over_all_layers_so_that_a_disturbance_hits_each_a_little():
             return x
 
     measured(nn.Sequential(Named("a"), Named("b")), torch.randn(1), seconds=1000.0)
-    assert "".join(order) == "aabb" + "ab" * (ROUNDS - 1)
+    assert "".join(order) == "aabb" + "ab" * REPEATS
 
 
 # ---------------------------------------------------------------- no trace

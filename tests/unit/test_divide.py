@@ -12,6 +12,7 @@ from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.deferred import construct
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.layers.chain import Chains
+from hybridtrain.partitioning.costs import Measurement
 from hybridtrain.partitioning.objective import stage_costs
 from hybridtrain.partitioning.plan import Plan, table
 
@@ -167,6 +168,14 @@ def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven():
     assert "20.second" in second
     even = nn.Sequential(*(Block(0.03) for _ in range(2)))
     assert hybrid(even, 2, split="time", sample=rows()).plan.deeper == []
+
+
+def test_layers_that_are_to_be_looked_into_are_measured_at_a_glance_only(monkeypatch):
+    chains = []
+    monkeypatch.setattr(Measurement, "repeat", lambda self, _: chains.append(len(self.costs())))
+    model = hybrid(nn.Sequential(Block(0), Block(0.03)), 2, split="time", sample=rows())
+    assert chains == [sum(map(len, names(model)))]  # the last chain alone
+    assert chains[0] > 2
 
 
 def test_a_name_inside_a_block_cuts_it_there():

@@ -1,8 +1,9 @@
 """How even the stages are that `split="time"` makes: the largest over the mean, planned and run.
 
-Planned is by the costs that the cut was made from; run is what a traced step then measured of each
-stage, in milliseconds of forward and backward, the median of several. With more stages than cores
-the stages' threads share these, so the run's figure is the noisier one.
+Planned is by the costs that the cut was made from. Alone and together are what traced steps then
+measured of each stage, in milliseconds of forward and backward, the median of several: of a single
+micro-batch, so that one stage after the other has the machine, and of a whole 1F1B step. With more
+stages than cores the stages' threads share these in the latter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,37 +57,69 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def unevenness(times: list[float]) -> str:
+def unevenness(times: Sequence[float]) -> float:
     """The largest over the mean."""
-    return f"{max(times) / statistics.mean(times):.3f}"
+    return max(times) / statistics.mean(times)
+
+
+def shown(values: Sequence[float], digits: int) -> str:
+    """The median and, in brackets, the smallest and the largest."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def stage_ms(
+    model: HybridModel, x: Tensor, targets: Tensor, loss_fn: Any, repeats: int
+) -> list[float]:
+    """Milliseconds of forward and backward of each stage in a step, the median of `repeats`."""
+    seen: list[list[float]] = []
+    for _ in range(1 + repeats):
+        trace = model.train_step(x, targets, loss_fn, trace=True).trace
+        assert trace is not None
+        spent = stage_times(trace.spans(), len(model.stages))
+        seen.append([stage.forward_ms + stage.backward_ms for stage in spent])
+    return [statistics.median(times) for times in zip(*seen[1:], strict=True)]
+
+
+def decide(make: Callable[[], Case], stages: int, repeats: int) -> tuple[float, ...]:
+    """One decision: the unevenness as planned, alone and together, and the seconds it took."""
+    torch.manual_seed(0)
+    net, x, targets, loss_fn = make()
+    world = World.from_env(stages, devices="cpu")
+    start = time.perf_counter()
+    model = HybridModel(net, world, chunks=CHUNKS, split="time", sample=x)
+    seconds = time.perf_counter() - start
+    plan = model.plan
+    planned = [stage.time_ms for stage in stage_costs(plan.costs, plan.counts, plan.held)]
+    together = stage_ms(model, x, targets, loss_fn, repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        plan.write(Path(folder) / "plan.yaml")
+        one = HybridModel(make()[0], world, split=f"{folder}/plan.yaml", sample=x)
+    few = slice(ROWS // CHUNKS)
+    alone = stage_ms(one, x[few], targets[few], loss_fn, repeats)
+    return *map(unevenness, (planned, alone, together)), seconds
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--decisions", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="steps after each")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cases = [(name, stages) for name in CASES for stages in options.stages]
+    found: dict[tuple[str, int], list[tuple[float, ...]]] = {case: [] for case in cases}
+    for _ in range(options.decisions):
+        for name, stages in cases:
+            found[name, stages].append(decide(CASES[name], stages, options.repeats))
     rows: list[list[object]] = []
-    for name, make in CASES.items():
-        for stages in options.stages:
-            torch.manual_seed(0)
-            net, x, targets, loss_fn = make()
-            world = World.from_env(stages, devices="cpu")
-            model = HybridModel(net, world, chunks=CHUNKS, split="time", sample=x)
-            plan = model.plan
-            planned = [s.time_ms for s in stage_costs(plan.costs, plan.counts, plan.held)]
-            seen: list[list[float]] = []
-            for _ in range(1 + options.repeats):
-                trace = model.train_step(x, targets, loss_fn, trace=True).trace
-                assert trace is not None
-                times = stage_times(trace.spans(), stages)
-                seen.append([time.forward_ms + time.backward_ms for time in times])
-            run = [statistics.median(stage) for stage in zip(*seen[1:], strict=True)]
-            rows.append([name, stages, len(plan.costs), unevenness(planned), unevenness(run)])
-    print_table(["", "stages", "layers", "planned", "run"], rows)
-    print(f"\nThe largest stage over the mean; {ROWS} rows, {CHUNKS} micro-batches, 1f1b.  ")
+    for (name, stages), decisions in found.items():
+        *evenness, seconds = zip(*decisions, strict=True)
+        rows.append([name, stages, *(shown(values, 3) for values in evenness), shown(seconds, 1)])
+    print_table(["", "stages", "planned", "alone", "together", "seconds"], rows)
+    print("\nThe largest stage over the mean, and how long a decision took; medians of")
+    print(f"{options.decisions} decisions; {ROWS} rows in {CHUNKS} micro-batches, 1f1b.  ")
     print_footer()
 
 
