@@ -172,13 +172,14 @@ class World:
     def close(self) -> None:
         """Leaves the process groups, at the end of a run that went well; the world is done with.
 
-        Returns when the threads that carried its messages have ended. One that still lets go of
-        the tensors of the last message while the interpreter ends would abort the process
-        (pytorch/pytorch#190489), and torchrun would count a run that is done as a failed one.
+        Returns when the threads of `broadcast`, `gather` and `on_main` have ended. One that still
+        lets go of the tensors of the last message while the interpreter ends would abort the
+        process (pytorch/pytorch#190489), and torchrun would count a run that is done as a failed
+        one. The threads that average gradients end with their model.
         """
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-            object.__setattr__(self, "setup_group", None)  # the last reference: its threads end
+            object.__setattr__(self, "setup_group", None)  # the last reference to it
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

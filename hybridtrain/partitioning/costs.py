@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,18 @@ from hybridtrain.pipeline.memory import address, count_saved
 from hybridtrain.pipeline.recompute import works_in_place
 from hybridtrain.skip import popped_by, shelf, stashed_by
 
-# How often layers are timed again, at most.
+# How often `Measurement.repeat` times each layer, at most.
 REPEATS = 10
 
-# A layer whose first run took longer than this, in milliseconds, needs no second one to tell that
-# it is large: what it warmed up is little of that.
+# When the first look at a chain has taken this many seconds, it is short with the slow layers: one
+# whose first run took longer than so many milliseconds has no second one.
+PATIENCE = 3.0
 SLOW_MS = 50.0
+
+# How many runs' results are kept on a CPU. A step keeps what it makes for a while; if each layer's
+# results were dropped at once, the C library would give the memory back to the system, and the next
+# layer's time would be that of getting it again, page by page.
+RECENT = 8
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class Measurement:
 
     It leaves no gradient and changes no buffer, no default generator and none of the inputs. The
     modules stay on `device`. Layers run in the mode they are in; if all are in evaluation mode
-    there is no backward. At first every layer is warmed up and, unless that was slow, timed once:
-    enough to see which ones are large. `repeat` makes the times better.
+    there is no backward. At first every layer is warmed up and timed once, or only the former if
+    all takes long: enough to see which ones are large. `repeat` makes the times better.
 
     Args:
         layers: the chain.
@@ -116,6 +123,7 @@ class Measurement:
         self._visit = visit or (lambda _: nullcontext())
         self._activation_bytes = [0] * len(layers)
         self._runs: list[_Run] = []
+        self._recent: deque[Any] = deque(maxlen=RECENT if device.type == "cpu" else 0)
         with self._undisturbed():
             self._first_pass(inputs, precision or nullcontext)
             self._crossing_ms = {
@@ -124,7 +132,7 @@ class Measurement:
             }
 
     def repeat(self, seconds: float) -> Measurement:
-        """Times the layers again, up to `REPEATS` times and for about `seconds`; returns itself.
+        """Times the layers again, once and, for about `seconds`, more often; returns itself.
 
         A round goes over all layers, one after the other: what disturbs the machine for a while
         disturbs a run or two of each, which the median leaves out.
@@ -133,10 +141,10 @@ class Measurement:
         with self._undisturbed():
             for _ in range(REPEATS):
                 for run in self._runs:
-                    if time.perf_counter() > deadline:
-                        return self
                     with self._visit(run.layer):
                         run.timed()
+                if time.perf_counter() > deadline:
+                    break
         return self
 
     def costs(self, *, state_per_parameter: int = 2) -> list[LayerCost]:
@@ -169,6 +177,7 @@ class Measurement:
         self, inputs: Any, precision: Callable[[], AbstractContextManager[object]]
     ) -> None:
         """Runs the chain, which shows what each layer is given, keeps and hands on."""
+        patient_until = time.perf_counter() + PATIENCE
         # copied, as rows of a batch are views of all of its memory
         value = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, copy=True), inputs)
         makers = {address(tensor): 0 for tensor in _tensors(value)}  # of what is handed on
@@ -181,10 +190,11 @@ class Measurement:
         }
         for index, layer in enumerate(self._layers):
             popped = {name: held[name] for name in popped_by(layer.module) if name in held}
-            run = _Run(layer, self._device, precision, value, popped)
+            run = _Run(layer, self._device, precision, value, popped, self._recent)
             with self._visit(layer):
                 value, stashed = run.warm_up()
-                if run.forward_ms[0] + run.backward_ms[0] < SLOW_MS:
+                slow = run.forward_ms[0] + run.backward_ms[0] > SLOW_MS
+                if not slow or time.perf_counter() < patient_until:
                     run.timed()
             held = {k: v for k, v in (held | stashed).items() if last_pop.get(k, 0) > index}
             for where, nbytes in run.saved.items():
@@ -208,6 +218,7 @@ class _Run:
     precision: Callable[[], AbstractContextManager[object]]
     value: Any
     popped: dict[str, Any]
+    recent: deque[Any]
     saved: dict[int, int] = field(default_factory=dict)
     crossing_bytes: int = 0
     forward_ms: list[float] = field(default_factory=list)
@@ -258,14 +269,15 @@ class _Run:
             (output, values), forward_ms = _clocked(forward, self.device)
             stashed = {name: values[name] for name in stashed_by(module)}
             roots = [tensor for tensor in _tensors((output, stashed)) if tensor.requires_grad]
-            backward_ms = 0.0
+            backward_ms, gradients = 0.0, ()
             if torch.is_grad_enabled() and roots:
                 ones = [torch.ones_like(root) for root in roots]
-                _, backward_ms = _clocked(
+                gradients, backward_ms = _clocked(
                     lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True), self.device
                 )
         self.forward_ms.append(forward_ms)
         self.backward_ms.append(backward_ms)
+        self.recent.append((output, gradients))
         return output, stashed
 
 

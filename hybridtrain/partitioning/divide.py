@@ -31,13 +31,14 @@ from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
 
-# A stage this much above the mean is not balanced; layers this large, as a share of the mean
-# stage, are looked into if that would help.
+# A stage this much above the mean is not balanced, or this much by times taken at a glance; layers
+# this large, as a share of the mean stage, are looked into if that would help.
 TOLERANCE = 0.05
+TOLERANCE_AT_A_GLANCE = 0.15
 LARGE_LAYER = 0.1
 
-# How often layers are opened and the cut is looked for anew.
-ROUNDS = 6
+# How often layers are opened and the cut is looked for anew, at most.
+OPENINGS = 5
 
 # How long the layers of a chain that is even enough at a glance are timed, in seconds.
 SECONDS = 3.0
@@ -196,11 +197,14 @@ class _Source:
         """What its layers cost without a run."""
         return count(chain.layers, state_per_parameter=self.ask.optimizer_state)
 
-    def costs(self, chain: Chain) -> Iterator[list[LayerCost]]:
-        """What its layers cost, as the split asks for it: at a glance, then more exactly."""
+    def costs(self, chain: Chain) -> Iterator[tuple[list[LayerCost], float]]:
+        """What its layers cost, as the split asks for it: at a glance, then more exactly.
+
+        With it, how far above the mean a stage may be by these costs.
+        """
         ask = self.ask
         if ask.goal is None:
-            yield self.counted(chain)
+            yield self.counted(chain), TOLERANCE
             return
         devices = ask.world.devices
         with _intra_op_threads(threads_a_lane(len(devices))):
@@ -212,19 +216,25 @@ class _Source:
                 precision=ask.precision,
                 visit=self._visit,
             )
-        yield measurement.costs(state_per_parameter=ask.optimizer_state)
+        costs = measurement.costs(state_per_parameter=ask.optimizer_state)
+        if ask.goal.memory_weight == 1:
+            yield costs, TOLERANCE  # times do not matter
+            return
+        yield costs, TOLERANCE_AT_A_GLANCE
         with _intra_op_threads(threads_a_lane(len(devices))):
             measurement.repeat(SECONDS)
-        yield measurement.costs(state_per_parameter=ask.optimizer_state)
+        yield measurement.costs(state_per_parameter=ask.optimizer_state), TOLERANCE
 
     @contextmanager
     def _visit(self, layer: Layer) -> Iterator[None]:
         """Has the layer's weights on the device where it is measured, and not all layers' there."""
         first, *others = self.ask.world.devices
         materialize(layer.module, first)
-        yield
-        if any(device != first for device in others):
-            layer.module.to("cpu")
+        try:
+            yield
+        finally:
+            if any(device != first for device in others):
+                layer.module.to("cpu")
 
 
 @contextmanager
@@ -275,9 +285,10 @@ def _decide_by_costs(source: _Source) -> Decision:
     ask = source.ask
     deeper: set[str] = set()
     best: Decision | None = None
-    for rounds_left in reversed(range(ROUNDS)):
+    for openings_left in reversed(range(1 + OPENINGS)):
         chain = source.chain(deeper)
-        for costs in source.costs(chain):
+        more: set[str] = set()
+        for costs, tolerance in source.costs(chain):
             tables = _tables(costs, chain, ask)
             counts: list[int] | None = None
             failure: SplitError | None = None
@@ -287,7 +298,8 @@ def _decide_by_costs(source: _Source) -> Decision:
                 failure = error
             else:
                 best = sorted(deeper), costs, counts
-            more = _too_large(source, chain, tables, counts) - deeper if rounds_left else set()
+            if openings_left:
+                more = _too_large(source, chain, tables, counts, tolerance) - deeper
             if more or failure:
                 break  # better times would not change that
         if not more:
@@ -300,7 +312,11 @@ def _decide_by_costs(source: _Source) -> Decision:
 
 
 def _too_large(
-    source: _Source, chain: Chain, tables: Sequence[Tensor], counts: Sequence[int] | None
+    source: _Source,
+    chain: Chain,
+    tables: Sequence[Tensor],
+    counts: Sequence[int] | None,
+    tolerance: float,
 ) -> set[str]:
     """The modules to look into for a better cut than `counts`, or for one at all."""
     ask = source.ask
@@ -309,8 +325,9 @@ def _too_large(
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
         largest = max(table[start, end].item() for table, (start, end) in stages)
-        if ask.split == "uniform" or largest <= (1 + TOLERANCE) * mean:
-            return set()  # a number of layers is even enough
+        # a number of layers is even enough
+        if ask.split == "uniform" or largest <= (1 + tolerance) * mean:
+            return set()
     return {
         path
         for layer, size in zip(chain.layers, sizes, strict=True)

@@ -10,5 +10,5 @@ WORKER = Path(__file__).parent / "workers" / "leaving.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_closed_world_leaves_no_thread_that_the_end_of_the_process_could_abort():
+def test_a_closed_world_has_ended_the_threads_of_its_messages():
     torchrun(2, WORKER)

@@ -2,6 +2,8 @@
 
 import copy
 import time
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -166,16 +168,58 @@ def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven():
     first, second = names(model)
     assert "20.first" in first
     assert "20.second" in second
-    even = nn.Sequential(*(Block(0.03) for _ in range(2)))
+    even = nn.Sequential(*(Block(0.05) for _ in range(2)))
     assert hybrid(even, 2, split="time", sample=rows()).plan.deeper == []
 
 
-def test_layers_that_are_to_be_looked_into_are_measured_at_a_glance_only(monkeypatch):
-    chains = []
-    monkeypatch.setattr(Measurement, "repeat", lambda self, _: chains.append(len(self.costs())))
+@pytest.fixture
+def careful(monkeypatch):
+    """The measurements that were repeated; all their layers then cost 7 ms forward."""
+    repeated = []
+    costs = Measurement.costs
+
+    def with_care(self, **options):
+        found = costs(self, **options)
+        return [replace(cost, forward_ms=7.0) for cost in found] if self in repeated else found
+
+    monkeypatch.setattr(Measurement, "repeat", lambda self, _: repeated.append(self))
+    monkeypatch.setattr(Measurement, "costs", with_care)
+    return repeated
+
+
+def test_only_a_chain_that_is_even_at_a_glance_is_timed_with_care_and_cut_by_that(careful):
+    net = nn.Sequential(Block(0), Block(0), Block(0.03), Slow(0))
+    model = hybrid(net, 2, split="time", sample=rows())
+    assert all(len(measurement.costs()) > len(net) for measurement in careful)
+    assert [cost.forward_ms for cost in model.plan.costs] == [7.0] * len(careful[-1].costs())
+
+
+def test_after_the_last_opening_the_layers_are_still_timed_with_care(careful, monkeypatch):
+    monkeypatch.setattr("hybridtrain.partitioning.divide.OPENINGS", 0)
     model = hybrid(nn.Sequential(Block(0), Block(0.03)), 2, split="time", sample=rows())
-    assert chains == [sum(map(len, names(model)))]  # the last chain alone
-    assert chains[0] > 2
+    assert model.plan.deeper == []
+    assert len(careful) == 1
+
+
+def test_a_split_by_memory_alone_times_nothing_with_care(careful):
+    hybrid(nn.Sequential(Block(0), Block(0)), 2, split="memory", sample=rows())
+    assert careful == []
+
+
+class Threads(nn.Linear):
+    seen: ClassVar[set[int]] = set()
+
+    def forward(self, x):
+        self.seen.add(torch.get_num_threads())
+        return super().forward(x)
+
+
+def test_layers_are_measured_with_the_intra_op_threads_of_a_stage():
+    torch.set_num_threads(4)
+    net = nn.Sequential(*(Threads(WIDTH, WIDTH) for _ in range(4)))
+    hybrid(net, 2, split="time", sample=rows())
+    assert Threads.seen == {2}
+    assert torch.get_num_threads() == 4
 
 
 def test_a_name_inside_a_block_cuts_it_there():
