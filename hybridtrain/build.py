@@ -225,11 +225,13 @@ def _split(config: Config, directory: RunDirectory) -> Any:
         return asked.split
     if config.resume is None or not CheckpointStore(directory.checkpoints).steps():
         return asked.split
-    before = directory.read_pipeline()
-    changed = [key for key, value in vars(asked).items() if before.get(key) != value]
-    if changed:
-        log.info("measured anew: pipeline.%s is not what it was in this run", changed[0])
-        return asked.split
+    before = directory.read_config()
+    for group, now in (("model", config.model), ("pipeline", vars(asked))):
+        then = before.get(group, {})
+        for key in [*now, *then]:
+            if now.get(key) != then.get(key):
+                log.info("measured anew: %s.%s is not what it was in this run", group, key)
+                return asked.split
     log.info("cut as in %s", directory.plan)
     return str(directory.plan)
 

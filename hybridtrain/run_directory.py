@@ -72,13 +72,12 @@ class RunDirectory:
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
 
-    def read_pipeline(self) -> dict[str, Any]:
-        """The group `pipeline` of what `write_config` wrote; empty if it did not."""
+    def read_config(self) -> dict[str, Any]:
+        """What `write_config` wrote; empty if it did not."""
         path = self.path / "config.yaml"
         if not path.exists():
             return {}
-        pipeline = OmegaConf.to_container(OmegaConf.load(path)).get("pipeline", {})  # type: ignore[union-attr]
-        return cast(dict[str, Any], pipeline)
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
 
     def write_plan(self, plan: Plan, proposed: bool = False) -> Path:
         """Writes how the model is divided; `pipeline.split` takes the file.

@@ -580,7 +580,7 @@ def test_every_recipe_trains_a_few_steps_on_small_data(
     assert "1 process x 2 stages" in said
 
 
-def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_has_changed(
+def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_or_the_model_has_changed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=balanced"]
@@ -588,3 +588,13 @@ def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_has_changed(
     assert "cut as in outputs/digits/plan.yaml" in succeed(capfd, *run, "trainer.steps=4")
     said = succeed(capfd, *run, "pipeline.memory_weight=0.9")
     assert "measured anew: pipeline.memory_weight is not what it was in this run" in said
+
+
+def test_another_model_in_the_same_run_directory_is_told_by_its_name_and_not_by_the_plan(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=time", "pipeline.nb_part=2"]
+    succeed(capfd, *run, "trainer.steps=2")
+    said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
+    assert "is of another model" in said
+    assert "choose another run_name" in said
