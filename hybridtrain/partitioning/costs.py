@@ -22,8 +22,8 @@ from hybridtrain.skip import popped_by, shelf, stashed_by
 # How often `Measurement.repeat` times each layer, at most.
 REPEATS = 10
 
-# When the first look at a chain has taken this many seconds, it is short with the slow layers: one
-# whose first run took longer than so many milliseconds has no second one.
+# A first look at a chain that has taken this many seconds already goes on with less care: a layer
+# whose warm-up took longer than so many milliseconds is not timed as well.
 PATIENCE = 3.0
 SLOW_MS = 50.0
 
@@ -131,8 +131,8 @@ class Measurement:
                 for nbytes in {run.crossing_bytes for run in self._runs}
             }
 
-    def repeat(self, seconds: float) -> Measurement:
-        """Times the layers again, once and, for about `seconds`, more often; returns itself.
+    def repeat(self, seconds: float) -> None:
+        """Times the layers again, once and, for about `seconds`, more often.
 
         A round goes over all layers, one after the other: what disturbs the machine for a while
         disturbs a run or two of each, which the median leaves out.
@@ -145,7 +145,6 @@ class Measurement:
                         run.timed()
                 if time.perf_counter() > deadline:
                     break
-        return self
 
     def costs(self, *, state_per_parameter: int = 2) -> list[LayerCost]:
         """What each layer costs, by the median of its times; the argument is that of `count`."""

@@ -580,7 +580,7 @@ def test_every_recipe_trains_a_few_steps_on_small_data(
     assert "1 process x 2 stages" in said
 
 
-def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_or_the_model_has_changed(
+def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_has_changed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=balanced"]
@@ -590,7 +590,7 @@ def test_a_plan_is_measured_anew_if_anything_of_the_pipeline_or_the_model_has_ch
     assert "measured anew: pipeline.memory_weight is not what it was in this run" in said
 
 
-def test_another_model_in_the_same_run_directory_is_told_by_its_name_and_not_by_the_plan(
+def test_another_model_is_told_that_the_run_is_not_its_own_and_not_that_the_plan_does_not_fit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=time", "pipeline.nb_part=2"]

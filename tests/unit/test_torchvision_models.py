@@ -20,6 +20,8 @@ from hybridtrain.losses import accuracy, cross_entropy, mse, nll
 from hybridtrain.models import torchvision_model, torchvision_models
 from hybridtrain.models.torchvision_models import shapes_only
 
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
 NAMES = list_models(module=torchvision.models)
 
 # The size that digits, 8x8, are resized to for one model of each family; None: they are not.
@@ -60,14 +62,6 @@ def shapes_for_digits(name, **changes):
 
 def digits(rows=4):
     return torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Names and weights --------------------------------------------------------------------------------

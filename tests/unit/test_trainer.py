@@ -22,18 +22,11 @@ from hybridtrain.losses import accuracy, cross_entropy
 from hybridtrain.optim import build_lr_schedule
 from hybridtrain.pipeline.random_state import Draws
 
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
 # In batches of 4 or 6 rows no micro-batch of these has one row, which BatchNorm refuses.
 ROWS = 28
 RAGGED = 22
-
-
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    # stages get fewer threads than the main thread has, and their number decides the order of sums
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plain_net():

@@ -8,7 +8,6 @@ import copy
 import gc
 
 import pytest
-import torch
 from zoo import (
     difference,
     torchvision_case,
@@ -55,12 +54,8 @@ TIED = {
 
 
 @pytest.fixture(autouse=True)
-def _one_intra_op_thread():
-    """Their number decides in which order a kernel adds up, and stages have fewer than others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _models_are_let_go(one_intra_op_thread):
     yield
-    torch.set_num_threads(before)
     gc.collect()
 
 
