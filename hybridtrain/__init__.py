@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridtrain.model import HybridModel, StepOutput
-    from hybridtrain.partitioning.marks import partition, set_partition
+    from hybridtrain.model import HybridModel, TrainStepResult
+    from hybridtrain.planning.marks import partition, set_partition
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer
     from hybridtrain.world import World
 
 __all__ = [
     "HybridModel",
-    "StepOutput",
+    "TrainStepResult",
     "Trainer",
     "World",
     "partition",
@@ -26,11 +26,11 @@ __all__ = [
 
 _HOME = {
     "HybridModel": "hybridtrain.model",
-    "StepOutput": "hybridtrain.model",
+    "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "World": "hybridtrain.world",
-    "partition": "hybridtrain.partitioning.marks",
-    "set_partition": "hybridtrain.partitioning.marks",
+    "partition": "hybridtrain.planning.marks",
+    "set_partition": "hybridtrain.planning.marks",
     "pop": "hybridtrain.skip",
     "stash": "hybridtrain.skip",
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridtrain.cli import main
+from hybridtrain.app.cli import main
 
 sys.exit(main())

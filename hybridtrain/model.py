@@ -13,27 +13,27 @@ from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.layers.chain import SampleNeeded
-from hybridtrain.partitioning.divide import Ask
-from hybridtrain.partitioning.plan import Plan
-from hybridtrain.partitioning.split import SplitSpec, check_split
-from hybridtrain.pipeline.batch_norm import Deferred
-from hybridtrain.pipeline.local_engine import Step
-from hybridtrain.pipeline.memory import resident_bytes
-from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
-from hybridtrain.pipeline.random_state import Draws, default_states
-from hybridtrain.pipeline.recompute import RecomputeSpec, recompute_policy
-from hybridtrain.pipeline.schedule import (
+from hybridtrain.graph.chain import ExampleInputsNeeded
+from hybridtrain.memory import resident_bytes
+from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
+from hybridtrain.pipeline.activation_checkpoint import CheckpointSpec, checkpoint_policy
+from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
+from hybridtrain.pipeline.engines.threads import Step
+from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.ties import remove_aliases
+from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.placement import Placement, PlacementOptions, place, requiring_grad
+from hybridtrain.planning.plan import Plan
+from hybridtrain.planning.planner import Ask
+from hybridtrain.planning.split_spec import SplitSpec, check_split
+from hybridtrain.schedule import (
     SCHEDULES,
     Schedule,
     forward_only,
     make_schedule,
-    peak_held,
+    peak_in_flight,
 )
-from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.ties import unshadow
-from hybridtrain.pipeline.trace import Trace
-from hybridtrain.placement import Placement, PlacementOptions, place, requiring_grad
 from hybridtrain.world import World
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -47,18 +47,18 @@ BATCH_NORM = ("micro_batch", "deferred")
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class TrainStepResult:
     """What a training step gives.
 
-    Attributes:
+    TraceGuards:
         loss: the mean over the rows of this replica's batch, 0-dim, on the last stage's device.
-        rows: how many rows those were.
+        samples: how many samples those were.
         trace: what ran when, if it was asked for.
     """
 
     loss: Tensor
-    rows: int
-    trace: Trace | None = None
+    samples: int
+    trace: Timeline | None = None
 
 
 class HybridModel:
@@ -69,7 +69,7 @@ class HybridModel:
 
     Args:
         net: any module. An `nn.Sequential` is cut between its elements (nested ones are
-            flattened); any other is traced, see `hybridtrain.layers.tracer`.
+            flattened); any other is traced, see `hybridtrain.graph.tracer`.
         world: the processes and devices; the stages are `world.nb_part`.
         chunks: micro-batches a batch is cut into along dim 0 (fewer if it has fewer rows).
         schedule: `1f1b` or `gpipe`.
@@ -93,13 +93,13 @@ class HybridModel:
         find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
         broadcast_buffers: as in DDP: every step begins with rank 0's buffers on all replicas. Off,
             running statistics are each replica's own until an evaluation.
-        sample: the inputs of a batch, as `train_step` takes them. Without, the model is divided at
+        example_inputs: the inputs of a batch, as `train_step` takes them. Without, the model is divided at
             the first batch if that is needed to measure or to trace it, as where its forward has
             optional arguments.
         memory_weight: for `split="balanced"`: 0 for time alone, 1 for memory alone.
         memory_limit_gib: what a device may hold, in GiB, for a split by measured costs.
         default_partition: for `split="manual"`: the stage of what is marked for none.
-        optimizer_state: tensors of a parameter's size that the optimizer keeps for it (AdamW 2),
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it (AdamW 2),
             for a split by memory.
 
     Raises:
@@ -114,7 +114,7 @@ class HybridModel:
         chunks: int = 1,
         schedule: str = "1f1b",
         split: SplitSpec = "uniform",
-        checkpoint: RecomputeSpec = "never",
+        checkpoint: CheckpointSpec = "never",
         stages_per_device: int = 1,
         max_inflight: int | None = None,
         batch_norm: str = "micro_batch",
@@ -124,11 +124,11 @@ class HybridModel:
         seed: int = 0,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
-        sample: Any = None,
+        example_inputs: Any = None,
         memory_weight: float = 0.2,
         memory_limit_gib: float | None = None,
         default_partition: int | None = None,
-        optimizer_state: int = 2,
+        optimizer_tensors_per_param: int = 2,
     ) -> None:
         _check("pipeline.schedule", schedule, SCHEDULES)
         _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
@@ -161,10 +161,10 @@ class HybridModel:
         self._stages_per_device = stages_per_device
         self._max_inflight = max_inflight
         self._autocast = AUTOCAST[precision]
-        self.draws = Draws(seed, world.rank)
-        unshadow(net)
-        recompute_policy(checkpoint, None)
-        self._deferred = Deferred(net) if batch_norm == "deferred" else None
+        self.rng = LayerRNG(seed, world.rank)
+        remove_aliases(net)
+        checkpoint_policy(checkpoint, None)
+        self._deferred = DeferredBatchNormStats(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._ask = Ask(
@@ -173,11 +173,11 @@ class HybridModel:
             stages_per_device=stages_per_device,
             schedule=schedule,
             chunks=chunks,
-            held=peak_held(self.schedule(chunks)),
+            in_flight=peak_in_flight(self.schedule(chunks)),
             memory_weight=memory_weight,
             memory_limit_gib=memory_limit_gib,
             default_partition=default_partition,
-            optimizer_state=optimizer_state,
+            optimizer_tensors_per_param=optimizer_tensors_per_param,
             precision=self.precision,
             recomputes=checkpoint in ("always", "except_last"),
         )
@@ -187,8 +187,8 @@ class HybridModel:
             "find_unused_parameters": find_unused_parameters,
         }
         self._placed: Placement | None = None
-        with suppress(SampleNeeded):
-            self._placed = self._place(sample)
+        with suppress(ExampleInputsNeeded):
+            self._placed = self._place(example_inputs)
 
     @property
     def stages(self) -> list[Stage]:
@@ -209,15 +209,17 @@ class HybridModel:
         if self._placed is None:
             raise ConfigError(
                 "the model is divided at its first batch, which is needed to measure or to trace "
-                "it: pass HybridModel(..., sample=<the inputs of a batch>) to have it divided now"
+                "it: pass HybridModel(..., example_inputs=<the inputs of a batch>) to have it divided now"
             )
         return self._placed
 
-    def _place(self, sample: Any) -> Placement:
+    def _place(self, example_inputs: Any) -> Placement:
         """Divides the model and brings its stages to their devices; a collective call."""
-        if sample is not None:
-            sample = split(sample, chunk_sizes(batch_size(sample), self.chunks))[0]
-        return place(self.net, self._ask, self.draws, sample, **self._options)
+        if example_inputs is not None:
+            example_inputs = split(
+                example_inputs, chunk_sizes(batch_size(example_inputs), self.chunks)
+            )[0]
+        return place(self.net, self._ask, self.rng, example_inputs, **self._options)
 
     def _place_by(self, inputs: Any) -> Placement:
         """The placement; the first batch may have to bring it about."""
@@ -249,7 +251,7 @@ class HybridModel:
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         trace: bool = False,
-    ) -> StepOutput:
+    ) -> TrainStepResult:
         """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
 
         With several replicas, all call it together, each with its own batch, and the gradients
@@ -288,7 +290,7 @@ class HybridModel:
             gradients[microbatch] = self._loss_gradient(share, loss.dtype)
             return loss if scale_loss is None else scale_loss(loss)
 
-        recorded = Trace(self.world.devices) if trace else None
+        recorded = Timeline(self.world.devices) if trace else None
         if requiring_grad(self.net, self.world) != placed.trained:
             raise ConfigError(
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
@@ -297,7 +299,7 @@ class HybridModel:
         if self._broadcast_buffers:
             self.sync_buffers()
         placed.refresh()
-        self.draws.active = self.net.training
+        self.rng.active = self.net.training
         with torch.enable_grad(), self.precision():
             step = Step(
                 lanes=self.schedule(len(sizes)).lanes,
@@ -308,14 +310,14 @@ class HybridModel:
                 reduce=sync,
                 trace=recorded,
             )
-        before = default_states(self._gpus)
+        before = default_generator_states(self._gpus)
         with self._statistics():
             placed.engine.run(step)
-        self.draws.end_step(drew=default_states(self._gpus) != before)
+        self.rng.end_step(drew=default_generator_states(self._gpus) != before)
         for stage in self.stages:
             for alias in stage.aliases:
-                alias.fold()
-        return StepOutput(
+                alias.accumulate_into_owner()
+        return TrainStepResult(
             _weighted_mean([x for x in losses if x is not None], sizes), rows, recorded
         )
 
@@ -335,7 +337,7 @@ class HybridModel:
             return None
 
         placed.refresh()
-        self.draws.active = self.net.training
+        self.rng.active = self.net.training
         with torch.no_grad(), self.precision():
             step = Step(
                 lanes=forward_only(self.world.nb_part, len(sizes), self._stages_per_device),
@@ -343,17 +345,17 @@ class HybridModel:
                 head=head,
                 recompute=[False] * len(sizes),
             )
-        before = default_states(self._gpus)
+        before = default_generator_states(self._gpus)
         with self._statistics():
             placed.engine.run(step)
         if self.net.training:
-            self.draws.end_step(drew=default_states(self._gpus) != before)
+            self.rng.end_step(drew=default_generator_states(self._gpus) != before)
         return merge(outputs)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
         if mode and not self.net.training:
-            self.draws.watch_again()
+            self.rng.redetect()
         self.net.train(mode)
         return self
 
@@ -398,7 +400,7 @@ class HybridModel:
         On a GPU the allocator's own peak. On a CPU a count: parameters, gradients, buffers, and
         the activations of one micro-batch times as many as the schedule holds.
         """
-        held = peak_held(self.schedule(self.chunks))
+        held = peak_in_flight(self.schedule(self.chunks))
         return [
             torch.cuda.max_memory_allocated(stage.device)
             if stage.device.type == "cuda"

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.deferred import materialize_rest
-from hybridtrain.layers.recording import Attributes
-from hybridtrain.layers.segment import Segment
-from hybridtrain.partitioning.divide import Ask, divide
-from hybridtrain.partitioning.plan import Plan
+from hybridtrain.graph.mode_graphs import TraceGuards
+from hybridtrain.graph.segment import Segment
+from hybridtrain.pipeline.activation_checkpoint import (
+    CheckpointPolicy,
+    CheckpointSpec,
+    checkpoint_policy,
+)
 from hybridtrain.pipeline.assemble import build_stages
-from hybridtrain.pipeline.local_engine import LocalEngine
-from hybridtrain.pipeline.random_state import Draws
-from hybridtrain.pipeline.recompute import RecomputePolicy, RecomputeSpec, recompute_policy
+from hybridtrain.pipeline.engines.threads import LocalEngine
+from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.planning.plan import Plan
+from hybridtrain.planning.planner import Ask, divide
 from hybridtrain.world import World
 
 
@@ -25,7 +29,7 @@ from hybridtrain.world import World
 class Placement:
     """The stages of a model, and how they came to be so.
 
-    Attributes:
+    TraceGuards:
         stages: the stages.
         plan: how they were decided on.
         attributes: what they have taken from the model's modules once and for all.
@@ -37,9 +41,9 @@ class Placement:
 
     stages: list[Stage]
     plan: Plan
-    attributes: Attributes
+    attributes: TraceGuards
     copies: list[tuple[Tensor, Tensor]]
-    policy: RecomputePolicy
+    policy: CheckpointPolicy
     engine: LocalEngine
     trained: list[bool]
 
@@ -60,7 +64,7 @@ class Placement:
 class PlacementOptions(TypedDict):
     """What of `HybridModel`'s arguments `place` takes."""
 
-    checkpoint: RecomputeSpec
+    checkpoint: CheckpointSpec
     compile: bool
     find_unused_parameters: bool
 
@@ -69,10 +73,10 @@ class PlacementOptions(TypedDict):
 def place(
     net: nn.Module,
     ask: Ask,
-    draws: Draws,
-    sample: Any,
+    draws: LayerRNG,
+    example_inputs: Any,
     *,
-    checkpoint: RecomputeSpec,
+    checkpoint: CheckpointSpec,
     compile: bool,
     find_unused_parameters: bool,
 ) -> Placement:
@@ -82,17 +86,17 @@ def place(
         net: any module.
         ask: what it is divided for, and where.
         draws: what seeds the random draws of its layers.
-        sample: the inputs of a micro-batch, or None.
+        example_inputs: the inputs of a micro-batch, or None.
         checkpoint, compile, find_unused_parameters: as for `HybridModel`.
 
     Raises:
-        SampleNeeded: `sample` is None, and needed.
+        ExampleInputsNeeded: `example_inputs` is None, and needed.
         SplitError, ConfigError: an argument does not fit.
     """
-    division = divide(net, ask, sample)
+    division = divide(net, ask, example_inputs)
     layers = [layer for part in division.parts for layer in part]
-    policy = recompute_policy(checkpoint, [layer.name for layer in layers])
-    draws.guard_all = policy != RecomputePolicy()
+    policy = checkpoint_policy(checkpoint, [layer.name for layer in layers])
+    draws.guard_all = policy != CheckpointPolicy()
     draws.set_units(division.units)
     stages = build_stages(net, division.parts, ask.world, draws, policy, find_unused_parameters)
     _share_rest(net, stages, ask.world)

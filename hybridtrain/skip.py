@@ -79,8 +79,8 @@ def take(name: str) -> Any:
 
 
 @contextmanager
-def shelf(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Gives this thread a shelf with `values` on it; the layers inside add to it.
+def skip_scope(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Gives this thread a skip_scope with `values` on it; the layers inside add to it.
 
     With None they may not: nothing is declared.
     """

@@ -17,11 +17,11 @@ from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.evaluate import evaluate
+from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LossFn
-from hybridtrain.measure import Measured
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Monitors, Throughput
+from hybridtrain.run_stats import RunStats
 
 
 class Trainer:
@@ -49,7 +49,7 @@ class Trainer:
         timeline_every: steps between two timelines; None: only at the end.
         monitor: whom to tell; None: nobody.
 
-    Attributes:
+    TraceGuards:
         step: optimizer steps done.
         samples: rows trained on so far, over all replicas.
         epoch, batch: the next batch.
@@ -102,7 +102,7 @@ class Trainer:
         self.samples = 0
         self.epoch = 0
         self.batch = 0
-        self._measured = Measured(model)
+        self._measured = RunStats(model)
         self._last_eval: tuple[int, dict[str, float]] | None = None
         self._checkpoint: Path | None = None
         self._checkpoint_step: int | None = None
@@ -256,12 +256,12 @@ class Trainer:
                 batch.inputs,
                 batch.targets,
                 self.loss_fn,
-                weight=batch.rows * self.world.size / total,
+                weight=batch.samples * self.world.size / total,
                 sync=last,
                 scale_loss=None if self.scaler is None else self.scaler.scale,
                 trace=trace and last,
             )
-            self._measured.add(out.loss, batch.rows, out.trace)
+            self._measured.add(out.loss, batch.samples, out.trace)
 
     def _clip(self, needed: bool) -> torch.Tensor | None:
         if self.scaler is not None:

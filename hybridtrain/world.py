@@ -47,7 +47,7 @@ class Launch:
 class World:
     """This process among the others.
 
-    Attributes:
+    TraceGuards:
         launcher: `torchrun`, `slurm` or `single`.
         rank: the number of this process; the replica of the model that it holds.
         size: the number of processes, and so of replicas.

@@ -1,1 +1,1 @@
-"""Whole runs, as YAML; shipped in the package as `hybridtrain.recipes`."""
+"""SingleLayer runs, as YAML; shipped in the package as `hybridtrain.recipes`."""

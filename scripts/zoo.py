@@ -53,7 +53,7 @@ TOLERANCE = 1e-5
 class Result:
     """What was found of one model; the lists have an entry for each number of stages.
 
-    Attributes:
+    TraceGuards:
         parameters: their number.
         layers: between which it can be cut at first.
         traced: how these were found.

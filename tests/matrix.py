@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, World
-from hybridtrain.layers.layer import layers_of
+from hybridtrain.graph.layer import layers_of
+from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.models import transformer
-from hybridtrain.pipeline.microbatch import chunk_sizes
-from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.skip import pop, stash
 
 STEPS = 3
@@ -255,7 +255,7 @@ class Unsplit:
         self.net = net
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         self._case, self._cell = case, cell
-        self._draws = [Draws(SEED, r) for r in range(replicas)]
+        self._draws = [LayerRNG(SEED, r) for r in range(replicas)]
 
     def gradients(self, batches: list[list[tuple[Any, Tensor]]], scale: float) -> list[Any]:
         total = sum(len(targets) for own in batches for _, targets in own)
@@ -274,7 +274,7 @@ class Unsplit:
         return losses
 
     def _train_step(
-        self, inputs: Any, targets: Tensor, draws: Draws, total: int, scale: float
+        self, inputs: Any, targets: Tensor, draws: LayerRNG, total: int, scale: float
     ) -> Tensor:
         sizes = chunk_sizes(len(targets), self._cell.chunks)
         rows = len(targets)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from hybridtrain import HybridModel, World
-from hybridtrain.layers.segment import Segment
+from hybridtrain.graph.segment import Segment
 
 # A batch of five rows in two micro-batches: these rows each.
 ROWS = (3, 2)
@@ -211,7 +211,7 @@ def train_in_stages(
         World.from_env(nb_part=stages, devices="cpu"),
         chunks=len(ROWS),
         split=split,
-        sample=case.inputs,
+        example_inputs=case.inputs,
     )
     model.train()
     model.train_step(case.inputs, case.targets, record.loss)

@@ -57,7 +57,7 @@ def writers(
         torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file)
 
     def write_state(file: BinaryIO) -> None:
-        state = {**run, "draws_step": model.draws.step, "torch": torch.__version__}
+        state = {**run, "draws_step": model.rng.step, "torch": torch.__version__}
         file.write(json.dumps(state, indent=1).encode())
 
     return {"model.pt": write_model, "optimizer.pt": write_optimizer, "state.json": write_state}
@@ -93,7 +93,7 @@ def restore(
     _load_weights(model, weights)
     if optimizer is not None:
         load_optimizer_by_name(model, optimizer, moments)
-    model.draws.step = state["draws_step"]
+    model.rng.step = state["draws_step"]
     return state
 
 

@@ -10,11 +10,11 @@ from hybridtrain.data.digits import digits
 from hybridtrain.data.imdb import imdb
 from hybridtrain.data.mnist import mnist
 from hybridtrain.data.python_source import python_source
-from hybridtrain.data.splits import DataSplits, TensorRows, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 
 __all__ = [
     "DataSplits",
-    "TensorRows",
+    "InMemoryDataset",
     "already_batched",
     "digits",
     "imdb",

@@ -6,7 +6,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from hybridtrain.data.splits import DataSplits, TensorRows, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 
 _FILE = "digits.csv.gz"
@@ -53,8 +53,8 @@ def digits() -> DataSplits:
         held_out[of_class[4::5]] = True
 
     return DataSplits(
-        train=TensorRows(images[~held_out], labels[~held_out]),
-        eval=TensorRows(images[held_out], labels[held_out]),
+        train=InMemoryDataset(images[~held_out], labels[~held_out]),
+        eval=InMemoryDataset(images[held_out], labels[held_out]),
         collate=already_batched,
         facts={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )

@@ -28,7 +28,7 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, TensorRows, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 from hybridtrain.data.text import (
     LABELS,
     EncodedReviews,
@@ -124,8 +124,10 @@ def tokens_and_mask(stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tokens.long(), torch.arange(tokens.shape[1]) >= lengths.unsqueeze(1)
 
 
-def _rows(reviews: EncodedReviews) -> TensorRows:
-    return TensorRows((reviews.tokens, reviews.lengths), reviews.labels, prepare=tokens_and_mask)
+def _rows(reviews: EncodedReviews) -> InMemoryDataset:
+    return InMemoryDataset(
+        (reviews.tokens, reviews.lengths), reviews.labels, prepare=tokens_and_mask
+    )
 
 
 # From the network to the folder ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hybridtrain.data.splits import TensorRows
+from hybridtrain.data.splits import InMemoryDataset
 from hybridtrain.errors import DataError
 from hybridtrain.world import World
 
@@ -31,10 +31,10 @@ _CPU = torch.device("cpu")
 class Batch:
     """One replica's share of a global batch.
 
-    Attributes:
+    TraceGuards:
         inputs: a pytree of tensors with the rows in dim 0.
         targets: likewise.
-        rows: how many rows of the share count. 0 where a global batch has fewer rows than there
+        samples: how many rows of the share count. 0 where a global batch has fewer rows than there
             are replicas: then one row that must count for nothing stands in, because every
             replica has to take part in the step.
         total: the rows of the global batch.
@@ -42,7 +42,7 @@ class Batch:
 
     inputs: Any
     targets: Any
-    rows: int
+    samples: int
     total: int
 
 
@@ -50,7 +50,7 @@ class Batch:
 class LoaderOptions:
     """How batches are fetched.
 
-    Attributes:
+    TraceGuards:
         workers: processes that fetch batches; 0: a thread of this process.
         timeout_s: how long to wait for a worker before it is an error.
         collate: from a list of items to a batch; None: torch's default.
@@ -65,7 +65,7 @@ class LoaderOptions:
     ) -> Generator[Any, None, None]:
         """Yields the `batches`, lists of row numbers, of `dataset`, fetched ahead of time."""
         device = world.devices[0]
-        if isinstance(dataset, TensorRows) and dataset.immediate and device.type == "cpu":
+        if isinstance(dataset, InMemoryDataset) and dataset.immediate and device.type == "cpu":
             return (dataset.__getitems__(rows) for rows in batches)
         # its workers' seeds come from here, not from the default generator
         generator = torch.Generator()
@@ -109,15 +109,15 @@ class TrainLoader:
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.rows = len(dataset)  # type: ignore[arg-type]
+        self.samples = len(dataset)  # type: ignore[arg-type]
         self._world = world
         self._seed = seed
         self._options = options
-        full, rest = divmod(self.rows, batch_size)
+        full, rest = divmod(self.samples, batch_size)
         self.batches_per_epoch = full + (rest > 0 and not drop_last)
         if self.batches_per_epoch == 0:
             raise DataError(
-                f"the training data has {self.rows} rows, less than one batch of "
+                f"the training data has {self.samples} rows, less than one batch of "
                 f"data.batch_size={batch_size}: lower it, or set data.drop_last=false"
             )
 
@@ -142,7 +142,7 @@ class _Plan:
 
     def shares(self) -> Iterator[tuple[slice, int]]:
         """For each batch, this replica's part of the global batch, and the rows of the whole."""
-        size, rows, world = self.loader.batch_size, self.loader.rows, self.loader._world
+        size, rows, world = self.loader.batch_size, self.loader.samples, self.loader._world
         batch = self.batch
         while True:
             for start in range(batch, self.loader.batches_per_epoch):
@@ -152,11 +152,11 @@ class _Plan:
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, batch = self.epoch, self.batch
-        order = permutation(self.loader.rows, self.loader._seed, epoch)
+        order = permutation(self.loader.samples, self.loader._seed, epoch)
         for share, total in self.shares():
             if batch == self.loader.batches_per_epoch:
                 epoch, batch = epoch + 1, 0
-                order = permutation(self.loader.rows, self.loader._seed, epoch)
+                order = permutation(self.loader.samples, self.loader._seed, epoch)
             start = batch * self.loader.batch_size
             rows = order[start : start + total][share]
             yield (rows if len(rows) else order[start : start + 1]).tolist()

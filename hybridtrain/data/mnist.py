@@ -5,7 +5,7 @@ from urllib.error import URLError
 
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, TensorRows, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 
 _SIDE = 28
@@ -54,7 +54,7 @@ def normalised(pixels: Tensor) -> Tensor:
     return pixels.unsqueeze(1).float().div_(255).sub_(_MEAN).div_(_STD)
 
 
-def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> TensorRows:
+def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemoryDataset:
     # A second of imports: only a run on MNIST pays for it.
     from torchvision.datasets import MNIST
 
@@ -73,7 +73,7 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> Tensor
         raise DataError(_damaged(raw, found))
     if not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
         raise DataError(_damaged(raw, "a label outside 0..9"))
-    return TensorRows(images, labels, prepare=normalised)
+    return InMemoryDataset(images, labels, prepare=normalised)
 
 
 def _all_present(raw: Path) -> bool:

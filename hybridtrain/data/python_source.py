@@ -69,7 +69,7 @@ def python_source(
 
     Items are `(x, y)`, both int64 of shape (seq_len,) with values 0..255: the bytes of a window,
     and the byte that follows each of them. The files are taken in the order of their paths, every
-    20th of them held out for evaluation, the rest for training; each half is joined to one text,
+    20th of them held out for evaluation, the rest for training; each half is joined into one text,
     cut after `max_bytes` and `eval_bytes` (null: no bound).
 
     The text is that of the interpreter: the processes of one run must run the same release of

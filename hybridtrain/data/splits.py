@@ -34,7 +34,7 @@ class DataSplits:
     A key of the model's config that is null takes the fact of the same name."""
 
 
-class TensorRows(Dataset[Any]):
+class InMemoryDataset(Dataset[Any]):
     """Rows of tensors held in memory, gathered a whole batch at a time.
 
     `inputs` and `targets` are tensors, or pytrees of tensors, that agree in their first

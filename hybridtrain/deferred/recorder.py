@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
     computed from nothing but them. In an operation with deferred tensors they are copied, since
     they may change afterwards.
 
-    Attributes:
+    TraceGuards:
         failure: why the constructor cannot be deferred, if that has turned out.
     """
 

@@ -56,7 +56,7 @@ class Window:
 class Operation:
     """One entry of the tape.
 
-    Attributes:
+    TraceGuards:
         number: its place on the tape.
         func: what is called.
         args: its arguments, with windows for tensors.
@@ -151,7 +151,7 @@ def replay(wanted: Iterable[Operation], known: Contents) -> Contents:
 class Deferred:
     """What is known of memory that is not there yet.
 
-    Attributes:
+    TraceGuards:
         memory: which.
         last: the operation that wrote to it last, if any did.
         placed: the real memory, once there is some, by device.

@@ -83,7 +83,7 @@ def torchvision_model(
 class _OnImages(nn.Module):
     """What a class of torchvision's is extended by: before and after its own forward.
 
-    Attributes:
+    TraceGuards:
         grey: whether images have one channel.
         side: pixels a side that images are resized to; None: they are as they should be.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from hybridtrain.pipeline.schedule import Span, bubble_fraction
+from hybridtrain.schedule import Span, bubble_fraction
 
 Lanes = Sequence[Sequence[Span]]
 

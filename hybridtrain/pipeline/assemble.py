@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hybridtrain.layers.layer import Layer
+from hybridtrain.graph.layer import Layer
+from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy, works_in_place
+from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.links import links_between
-from hybridtrain.pipeline.random_state import Draws
-from hybridtrain.pipeline.recompute import RecomputePolicy, works_in_place
-from hybridtrain.pipeline.replica import replicate
+from hybridtrain.pipeline.reducer import replicate
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.ties import shared_slots
+from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.world import World
 
 
@@ -20,8 +20,8 @@ def build_stages(
     net: nn.Module,
     parts: Sequence[Sequence[Layer]],
     world: World,
-    draws: Draws,
-    recompute: RecomputePolicy,
+    draws: LayerRNG,
+    recompute: CheckpointPolicy,
     find_unused_parameters: bool,
 ) -> list[Stage]:
     """A stage for each of `parts`; stage `s` is on device `s % world.nb_part`.
@@ -40,11 +40,11 @@ def build_stages(
         SplitError: values that the parts share cannot be shared so.
     """
     links = links_between(parts)
-    slots = shared_slots([[layer.module for layer in part] for part in parts])
+    slots = tied_uses([[layer.module for layer in part] for part in parts])
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     devices = [world.devices[index % world.nb_part] for index in range(len(parts))]
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
-    keeps_apart = in_place and recompute != RecomputePolicy()
+    keeps_apart = in_place and recompute != CheckpointPolicy()
     stages: list[Stage] = []
     first = 0
     for index, part in enumerate(parts):

@@ -2,7 +2,7 @@
 
 A batch norm in a pipeline normalises each micro-batch with its own statistics, as the unsplit
 model does under gradient accumulation, and by default moves its running statistics at each of
-them. `Deferred` collects the mean and variance over all micro-batches of a step and moves them
+them. `DeferredBatchNormStats` collects the mean and variance over all micro-batches of a step and moves them
 once, as if the mini-batch had come whole (the idea is torchgpipe's DeferredBatchNorm). What counts
 are the rows that really came, so that a short batch is right too.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridtrain.pipeline.recompute import is_recomputing
+from hybridtrain.pipeline.activation_checkpoint import is_recomputing
 
 
-class Deferred:
+class DeferredBatchNormStats:
     """The running statistics of the batch norms in `net`, moved once a step."""
 
     def __init__(self, net: nn.Module) -> None:

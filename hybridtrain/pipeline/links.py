@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridtrain.errors import SplitError
-from hybridtrain.layers.layer import Layer
+from hybridtrain.graph.layer import Layer
 from hybridtrain.skip import popped_by, stashed_by
 
-MAIN = ""
+PRIMARY_OUTPUT = ""
 """The name of the value that each layer gets from the one before it."""
 
 
@@ -32,7 +32,7 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
         SplitError: a value is stashed twice, never popped, or popped before it is stashed.
     """
     names: dict[tuple[int, int], list[str]] = {
-        (index, index + 1): [MAIN] for index in range(len(stages) - 1)
+        (index, index + 1): [PRIMARY_OUTPUT] for index in range(len(stages) - 1)
     }
     home: dict[str, tuple[int, str]] = {}
     popped: set[str] = set()

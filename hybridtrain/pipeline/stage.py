@@ -12,16 +12,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hybridtrain.errors import SplitError, UserError
-from hybridtrain.layers.layer import Layer
+from hybridtrain.graph.layer import Layer
+from hybridtrain.memory import count_saved
 from hybridtrain.pipeline import ties
-from hybridtrain.pipeline.links import MAIN, Link
-from hybridtrain.pipeline.memory import count_saved
-from hybridtrain.pipeline.pytree import hides_tensors, leaves_of, map_tensors
-from hybridtrain.pipeline.random_state import Draws
-from hybridtrain.pipeline.recompute import recomputed, works_in_place
-from hybridtrain.pipeline.replica import FrozenReplica, Replica
+from hybridtrain.pipeline.activation_checkpoint import recomputed, works_in_place
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
+from hybridtrain.pipeline.reducer import FrozenStageReducer, StageReducer
 from hybridtrain.pipeline.transfer import move
-from hybridtrain.skip import pop, popped_by, shelf, stash, stashed_by
+from hybridtrain.pytree import hides_tensors, leaves_of, map_tensors
+from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
 
 # What the last stage does with a micro-batch's output: `head(microbatch, output)` returns the
 # scalar that the backward starts from or, in a forward-only pass, what the caller wants.
@@ -47,7 +47,7 @@ _WAYS_OUT = {
     ),
     "Guard failed": (
         "torch.export has recorded the model for other sizes: its forward decides by them, so give "
-        "batches of the sizes of the first one, or of HybridModel(..., sample=...)"
+        "batches of the sizes of the first one, or of HybridModel(..., example_inputs=...)"
     ),
 }
 
@@ -60,7 +60,7 @@ class Stage:
     Values come in as another stage sent them: detached, with `requires_grad` as at the sender.
     They begin a graph of this stage's own, so that its backward is a call of its own too.
 
-    Attributes:
+    TraceGuards:
         index: its place in the pipeline.
         layers: what it runs.
         device: where.
@@ -78,9 +78,9 @@ class Stage:
         layers: Sequence[Layer],
         first: int,
         devices: Sequence[torch.device],
-        draws: Draws,
+        draws: LayerRNG,
         links: Sequence[Link] = (),
-        slots: Sequence[ties.Slot] = (),
+        slots: Sequence[ties.TiedUse] = (),
         recompute: frozenset[int] = frozenset(),
         names: Mapping[int, str] | None = None,
         values: bool = True,
@@ -95,7 +95,7 @@ class Stage:
         self.aliases = ties.place(self.module, device, slots, values)
         for number, alias in enumerate(self.aliases):
             self.module.register_parameter(f"alias_{number}", alias.alias)
-        self.replica: Replica | FrozenReplica | None = None
+        self.replica: StageReducer | FrozenStageReducer | None = None
         self.saved_bytes: int | None = None
         self._first = first
         # what is computed once more must not be changed in place by a later layer or stage
@@ -111,7 +111,7 @@ class Stage:
         # last bits: stage 0 copies them only if its first layer may change them
         first_layer = layers[0].module
         self._copies_to_recompute = works_in_place(self.module if index else first_layer)
-        self._received = [link.names for link in self.incoming] or [(MAIN,)]
+        self._received = [link.names for link in self.incoming] or [(PRIMARY_OUTPUT,)]
         self._sends_copies = any(devices[link.target] != device for link in self.outgoing)
         self._held: dict[int, tuple[Sequence[Sequence[Root]], list[list[_Arrival]]]] = {}
         self._other_layouts: bool | None = None
@@ -144,7 +144,7 @@ class Stage:
             received, own = self._receive(message)
             skipped.update(zip(names, received, strict=True))
             arrivals.append(own)
-        value = skipped.pop(MAIN)
+        value = skipped.pop(PRIMARY_OUTPUT)
         if self.saved_bytes is None and torch.is_grad_enabled():
             # the rows of a batch are a view: their own bytes count, not the batch's
             given = [x for x in tree_leaves((value, skipped)) if isinstance(x, Tensor)]
@@ -156,7 +156,7 @@ class Stage:
         if head is not None:
             output = head(microbatch, output)
         sent_over = [
-            tuple(output if name == MAIN else skipped[name] for name in link.names)
+            tuple(output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names)
             for link in self.outgoing
         ]
         for message in sent_over:
@@ -247,7 +247,7 @@ class Stage:
         """A function of its arguments: skipping values go in and come out."""
         if not self._skips:
             return self._run_layers(microbatch, value), skipped
-        with shelf(skipped) as values:
+        with skip_scope(skipped) as values:
             value = self._run_layers(microbatch, value)
         return value, values
 
@@ -277,7 +277,7 @@ class Stage:
 
     def _recomputed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            with shelf(popped) as values:
+            with skip_scope(popped) as values:
                 return self._call(microbatch, index, layer, value), values
 
         # what a module in the layer stashes for another one in it is not there yet

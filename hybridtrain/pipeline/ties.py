@@ -24,7 +24,7 @@ from hybridtrain.deferred import materialize
 
 
 @dataclass(frozen=True)
-class Slot:
+class TiedUse:
     """Where a stage uses a parameter whose home is an earlier stage."""
 
     module: nn.Module
@@ -45,7 +45,7 @@ class Alias:
             with torch.no_grad():
                 self.alias.copy_(self.parameter, non_blocking=True)
 
-    def fold(self) -> None:
+    def accumulate_into_owner(self) -> None:
         """Moves the alias's gradient into the parameter's."""
         gradient = self.alias.grad
         if gradient is None:
@@ -59,19 +59,19 @@ class Alias:
         self.alias.grad = None
 
 
-def shared_slots(stages: Sequence[Sequence[nn.Module]]) -> list[list[Slot]]:
+def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
     """For each stage, where it uses parameters whose home is an earlier one."""
     home: dict[int, int] = {}
-    slots: list[list[Slot]] = [[] for _ in stages]
+    slots: list[list[TiedUse]] = [[] for _ in stages]
     for index, layers in enumerate(stages):
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
             for name, parameter in module._parameters.items():
                 if parameter is not None and home.setdefault(id(parameter), index) != index:
-                    slots[index].append(Slot(module, name, parameter))
+                    slots[index].append(TiedUse(module, name, parameter))
     return slots
 
 
-def unshadow(net: nn.Module) -> None:
+def remove_aliases(net: nn.Module) -> None:
     """Removes the aliases that an earlier pipeline has put into the layers of `net`."""
     for module in net.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -81,7 +81,7 @@ def unshadow(net: nn.Module) -> None:
 
 
 def place(
-    module: nn.Module, device: torch.device, slots: Sequence[Slot], values: bool = True
+    module: nn.Module, device: torch.device, slots: Sequence[TiedUse], values: bool = True
 ) -> list[Alias]:
     """Brings `module` to `device`, but for the parameters in `slots`, which get aliases there.
 

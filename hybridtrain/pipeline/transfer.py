@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.pipeline.pytree import map_tensors
+from hybridtrain.pytree import map_tensors
 
 
-class Parcel(NamedTuple):
+class Transfer(NamedTuple):
     """What travels over a link: the values, and the event that says they have arrived."""
 
     values: Any
     arrived: torch.cuda.Event | None = None
 
 
-def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
+def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
     """Begins to move the tensors in `values` (a pytree), on the sender's thread."""
     if source == target:
-        return Parcel(values)
+        return Transfer(values)
     if source.type != "cuda" or target.type != "cuda":
-        return Parcel(map_tensors(lambda tensor: move(tensor, target), values))
+        return Transfer(map_tensors(lambda tensor: move(tensor, target), values))
     outbound, inbound = _side_stream(source, "out"), _side_stream(target, "in")
     outbound.wait_stream(torch.cuda.current_stream(source))
 
@@ -42,10 +42,10 @@ def send(values: Any, source: torch.device, target: torch.device) -> Parcel:
 
     with torch.cuda.stream(outbound), torch.cuda.stream(inbound):
         moved = map_tensors(copy, values)
-        return Parcel(moved, inbound.record_event())
+        return Transfer(moved, inbound.record_event())
 
 
-def receive(parcel: Parcel, device: torch.device) -> Any:
+def receive(parcel: Transfer, device: torch.device) -> Any:
     """The values, usable on the current stream of `device`."""
     if parcel.arrived is not None:
         stream = torch.cuda.current_stream(device)
@@ -62,7 +62,7 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return moved.requires_grad_() if tensor.requires_grad else moved
 
 
-def share_streams(devices: Iterable[torch.device], before: bool) -> None:
+def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
     """Orders the work of the stages' threads with that of the caller, who may use other streams.
 
     The threads work on the default streams. `before` a step these wait for what the caller has

@@ -10,9 +10,9 @@ import yaml
 from cli_launch import single
 from omegaconf import OmegaConf
 
-from hybridtrain.cli import main
-from hybridtrain.compose import compose_config, to_yaml
-from hybridtrain.config import Config
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config, to_yaml
+from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

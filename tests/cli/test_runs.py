@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from small_data import write_imdb, write_mnist
 
 from hybridtrain import models
-from hybridtrain.cli import main
-from hybridtrain.compose import compose_config
-from hybridtrain.config import Config
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config
+from hybridtrain.app.config import Config
 from hybridtrain.model import HybridModel
 
 LAST = "step_00000006"

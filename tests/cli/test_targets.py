@@ -10,11 +10,11 @@ import pytest
 from cli_launch import SMALL
 from torch import nn
 
-from hybridtrain import targets
-from hybridtrain.cli import main
-from hybridtrain.compose import compose_config
+from hybridtrain.app import instantiate
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config
+from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.errors import ConfigError
-from hybridtrain.optim import build_lr_schedule, build_optimizer
 
 # A package of a user's own, which leaves a file behind when it is imported.
 MY_NETS = """
@@ -64,7 +64,7 @@ def refusal(call: Callable[[], object]) -> str:
         ("model", "torch.nn.init.torch.load"),
         ("model", "torch.nn.modules.module.torch.hub.load"),
         ("model", "torch.optim.AdamW"),
-        ("model", "hybridtrain.cli.main"),
+        ("model", "hybridtrain.app.cli.main"),
         ("model", "hybridtrain.models.basicnet.__globals__"),
         ("data", "hybridtrain.data.digits.__builtins__"),
         ("data", "pathlib.Path"),
@@ -77,12 +77,12 @@ def refusal(call: Callable[[], object]) -> str:
     ],
 )
 def test_a_target_that_is_not_what_its_key_is_for_is_refused(key: str, path: object) -> None:
-    assert f"{key}._target_={path}" in refusal(lambda: targets.resolve(key, path))
+    assert f"{key}._target_={path}" in refusal(lambda: instantiate.resolve(key, path))
 
 
 def test_a_refused_target_is_not_called() -> None:
     config = {"_target_": "os.system", "command": "touch called"}
-    message = refusal(lambda: targets.build("model", config))
+    message = refusal(lambda: instantiate.build("model", config))
     assert "allow_targets=[its.name]" in message
     assert not Path("called").exists()
 
@@ -93,11 +93,11 @@ def test_a_nested_target_is_a_value_like_any_other(
     monkeypatch.syspath_prepend(".")
     nested = {"_target_": "os.system", "command": "touch called"}
     config = {"_target_": f"{my_nets}.nothing", "a": nested, "b": [nested]}
-    assert targets.build("model", config, [my_nets]) == {"a": nested, "b": [nested]}
+    assert instantiate.build("model", config, [my_nets]) == {"a": nested, "b": [nested]}
     overrides = ["+model.a={_target_:os.system,command:'touch called'}", "+model._partial_=true"]
     composed = compose_config(["model=basicnet", *overrides]).model
     assert composed["a"] == nested
-    message = refusal(lambda: targets.build("model", composed))
+    message = refusal(lambda: instantiate.build("model", composed))
     assert re.match("model.(a|_partial_): there is no such key", message)
     assert not Path("called").exists()
 
@@ -129,7 +129,7 @@ def test_a_target_of_the_right_kind_is_what_optim_and_lr_schedule_want(
     ],
 )
 def test_a_typo_in_a_target_says_what_was_meant(key: str, path: str, meant: str) -> None:
-    assert meant in refusal(lambda: targets.resolve(key, path))
+    assert meant in refusal(lambda: instantiate.resolve(key, path))
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ def test_null_is_filled_from_the_facts_of_the_data_and_nothing_else_is(
     monkeypatch.syspath_prepend(".")
     config = {"_target_": f"{my_nets}.nothing", "a": None, "b": 2, "c": None, "d": 0, "e": False}
     facts = {"a": 10, "b": 20, "d": 40, "e": 50, "unasked": 60}
-    made = targets.build("model", config, [my_nets], facts=facts)
+    made = instantiate.build("model", config, [my_nets], facts=facts)
     assert made == {"a": 10, "b": 2, "c": None, "d": 0, "e": False}
 
 
 def test_a_null_that_the_target_does_not_take_is_left_out() -> None:
     config = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
     inherited = {"num_classes": None, "image_size": None}
-    net = targets.build("model", config | inherited, facts={"num_classes": 10})
+    net = instantiate.build("model", config | inherited, facts={"num_classes": 10})
     assert isinstance(net, nn.Linear)
     with pytest.raises(ConfigError, match=r"model\.image_size: there is no such key"):
-        targets.build("model", config | {"image_size": 8})
+        instantiate.build("model", config | {"image_size": 8})
 
 
 def test_a_package_of_the_users_own_runs_only_if_it_is_allowed(

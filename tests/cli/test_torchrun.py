@@ -14,7 +14,7 @@ import torch
 import yaml
 from cli_launch import SMALL, environment, torchrun
 
-from hybridtrain.cli import main
+from hybridtrain.app.cli import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false"]
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.balance import best_cut, sums_of_runs
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import Goal, cut_by_costs, stage_costs, stage_tables
-from hybridtrain.pipeline.schedule import gpipe, one_forward_one_backward, peak_held
+from hybridtrain.planning.balance import best_cut, range_sums
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.objective import Objective, cut_by_costs, stage_costs, stage_tables
+from hybridtrain.schedule import gpipe, one_forward_one_backward, peak_in_flight
 
 INFINITY = float("inf")
 GIB = 2**30
@@ -21,7 +21,7 @@ GIB = 2**30
 
 def balance(costs, parts):
     """The best cut of layers that cost the same in every part."""
-    return best_cut([sums_of_runs(costs)] * parts)
+    return best_cut([range_sums(costs)] * parts)
 
 
 def every_cut(n, parts):
@@ -122,7 +122,7 @@ class Chain:
     def __init__(self, seed):
         draw = random.Random(seed)
         n, stages = draw.randint(1, 9), draw.randint(1, 5)
-        self.held = [draw.randint(1, 6) for _ in range(stages)]
+        self.in_flight = [draw.randint(1, 6) for _ in range(stages)]
         rows = [
             {
                 "forward_ms": draw.randint(0, 9),
@@ -139,7 +139,7 @@ class Chain:
             (
                 "weight_bytes",
                 sum(
-                    row["weight_bytes"] + row["activation_bytes"] * sum(self.held) // stages
+                    row["weight_bytes"] + row["activation_bytes"] * sum(self.in_flight) // stages
                     for row in rows
                 ),
             ),
@@ -147,8 +147,8 @@ class Chain:
             draw.choice(rows)[key] += 2 ** total.bit_length() - total
             setattr(self, f"whole_{key}", 2 ** total.bit_length())
         self.costs = [LayerCost(f"l{i}", 1, **row) for i, row in enumerate(rows)]
-        self.joined = {i for i in range(1, n) if draw.random() < draw.choice([0, 0.2])}
-        self.goal = Goal(
+        self.no_cut_before = {i for i in range(1, n) if draw.random() < draw.choice([0, 0.2])}
+        self.goal = Objective(
             memory_weight=draw.choice([0, 0.25, 0.5, 1]),
             memory_limit=draw.choice([None, self.whole_weight_bytes * draw.uniform(0.2, 2)]),
             stages_per_device=draw.choice([1, 1, 2]),
@@ -162,7 +162,7 @@ class Chain:
     def memory(self, stage, start, end):
         kept = sum(c.activation_bytes for c in self.costs[start:end])
         kept += self.costs[start - 1].crossing_bytes if start else 0
-        return sum(c.weight_bytes for c in self.costs[start:end]) + self.held[stage] * kept
+        return sum(c.weight_bytes for c in self.costs[start:end]) + self.in_flight[stage] * kept
 
     def rank(self, counts):
         weight = Fraction(self.goal.memory_weight)
@@ -178,7 +178,7 @@ class Chain:
         limit = self.goal.memory_limit
         if limit is None:
             limit = INFINITY
-        return not self.joined & {start for start, _ in runs} and all(
+        return not self.no_cut_before & {start for start, _ in runs} and all(
             self.memory(stage, *run) * self.goal.stages_per_device <= limit
             for stage, run in enumerate(runs)
         )
@@ -187,12 +187,12 @@ class Chain:
 @pytest.mark.parametrize("seed", range(200))
 def test_no_cut_of_a_random_chain_is_better_in_time_and_memory(seed):
     chain = Chain(seed)
-    possible = [c for c in every_cut(len(chain.costs), len(chain.held)) if chain.may_be(c)]
+    possible = [c for c in every_cut(len(chain.costs), len(chain.in_flight)) if chain.may_be(c)]
     if not possible:
         with pytest.raises(SplitError):
-            cut_by_costs(chain.costs, chain.held, chain.goal, chain.joined)
+            cut_by_costs(chain.costs, chain.in_flight, chain.goal, chain.no_cut_before)
         return
-    counts = cut_by_costs(chain.costs, chain.held, chain.goal, chain.joined)
+    counts = cut_by_costs(chain.costs, chain.in_flight, chain.goal, chain.no_cut_before)
     assert counts in possible
     assert chain.rank(counts) == min(map(chain.rank, possible))
 
@@ -200,9 +200,9 @@ def test_no_cut_of_a_random_chain_is_better_in_time_and_memory(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_printed_of_a_stage_is_what_the_cut_was_made_by(seed):
     chain = Chain(seed)
-    for counts in every_cut(len(chain.costs), len(chain.held)):
+    for counts in every_cut(len(chain.costs), len(chain.in_flight)):
         runs = bounds_of(counts)
-        stages = stage_costs(chain.costs, counts, chain.held)
+        stages = stage_costs(chain.costs, counts, chain.in_flight)
         step = sum(chain.time(*run) for run in runs)
         for index, (stage, run) in enumerate(zip(stages, runs, strict=True)):
             assert stage.time_ms == chain.time(*run)
@@ -214,20 +214,25 @@ def test_what_is_printed_of_a_stage_is_what_the_cut_was_made_by(seed):
 
 def test_a_stage_that_keeps_more_micro_batches_gets_fewer_layers():
     layers = [LayerCost(f"l{i}", forward_ms=1, activation_bytes=100) for i in range(24)]
-    held = peak_held(one_forward_one_backward(4, 8))
-    assert held == (4, 3, 2, 1)
-    counts = cut_by_costs(layers, held, Goal(memory_weight=1))
+    in_flight = peak_in_flight(one_forward_one_backward(4, 8))
+    assert in_flight == (4, 3, 2, 1)
+    counts = cut_by_costs(layers, in_flight, Objective(memory_weight=1))
     assert counts == sorted(counts)
     assert counts[0] < 6 < counts[-1]
-    assert cut_by_costs(layers, held, Goal()) == [6, 6, 6, 6]
-    assert cut_by_costs(layers, peak_held(gpipe(4, 8)), Goal(memory_weight=1)) == [6, 6, 6, 6]
+    assert cut_by_costs(layers, in_flight, Objective()) == [6, 6, 6, 6]
+    assert cut_by_costs(layers, peak_in_flight(gpipe(4, 8)), Objective(memory_weight=1)) == [
+        6,
+        6,
+        6,
+        6,
+    ]
 
 
 def test_a_limit_moves_layers_from_a_full_stage_to_one_with_room():
     layers = [LayerCost(f"l{i}", forward_ms=1, activation_bytes=100) for i in range(8)]
-    assert cut_by_costs(layers, [2, 1], Goal()) == [4, 4]
-    assert cut_by_costs(layers, [2, 1], Goal(memory_limit=600)) == [3, 5]
-    assert cut_by_costs(layers, [2, 1], Goal(memory_limit=1200, stages_per_device=2)) == [3, 5]
+    assert cut_by_costs(layers, [2, 1], Objective()) == [4, 4]
+    assert cut_by_costs(layers, [2, 1], Objective(memory_limit=600)) == [3, 5]
+    assert cut_by_costs(layers, [2, 1], Objective(memory_limit=1200, stages_per_device=2)) == [3, 5]
 
 
 def test_the_cut_avoids_a_dear_crossing_and_the_models_ends_cross_nothing():
@@ -236,8 +241,8 @@ def test_the_cut_avoids_a_dear_crossing_and_the_models_ends_cross_nothing():
             LayerCost(f"l{i}", forward_ms=4, crossing_ms=ms) for i, ms in enumerate(crossing_ms)
         ]
 
-    assert cut_by_costs(layers(0, 0, 0, 0), [1, 1], Goal()) == [2, 2]
-    assert cut_by_costs(layers(0, 9, 9, 99), [1, 1], Goal()) == [1, 3]
+    assert cut_by_costs(layers(0, 0, 0, 0), [1, 1], Objective()) == [2, 2]
+    assert cut_by_costs(layers(0, 9, 9, 99), [1, 1], Objective()) == [1, 3]
     assert stage_costs(layers(0, 9, 9, 99), [4], [1])[0].crossing_ms == 0
     assert [s.crossing_ms for s in stage_costs(layers(1, 9, 9, 99), [1, 3], [1, 1])] == [2, 2]
 
@@ -245,31 +250,31 @@ def test_the_cut_avoids_a_dear_crossing_and_the_models_ends_cross_nothing():
 @pytest.mark.parametrize("weight", [0, 0.5, 1])
 def test_layers_without_costs_are_spread_evenly(weight):
     nothing = [LayerCost(f"l{i}") for i in range(6)]
-    assert cut_by_costs(nothing, [1, 1, 1], Goal(memory_weight=weight)) == [2, 2, 2]
+    assert cut_by_costs(nothing, [1, 1, 1], Objective(memory_weight=weight)) == [2, 2, 2]
     assert [stage.share for stage in stage_costs(nothing, [3, 3], [1, 1])] == [0, 0]
 
 
 def test_stages_that_hold_different_amounts_have_tables_of_their_own():
     layers = [LayerCost(f"l{i}", activation_bytes=10) for i in range(3)]
-    first, second = stage_tables(layers, [3, 1], Goal(memory_weight=1))
+    first, second = stage_tables(layers, [3, 1], Objective(memory_weight=1))
     assert first[0, 2] == 3 * second[0, 2] == 1.0
 
 
 def test_too_few_layers_or_places_to_cut_are_told_in_numbers():
     layers = [LayerCost(f"l{i}") for i in range(4)]
     with pytest.raises(SplitError, match=r"4 layers cannot be cut into 5 stages: .* to 4 or less"):
-        cut_by_costs(layers, [1] * 5, Goal())
+        cut_by_costs(layers, [1] * 5, Objective())
     message = r"4 layers, of which 2 cannot begin a stage .* into 3 stages: .* to 2 or less"
     with pytest.raises(SplitError, match=message):
-        cut_by_costs(layers, [1] * 3, Goal(), joined=[1, 3])
-    assert cut_by_costs(layers, [1] * 2, Goal(), joined=[1, 3]) == [2, 2]
+        cut_by_costs(layers, [1] * 3, Objective(), no_cut_before=[1, 3])
+    assert cut_by_costs(layers, [1] * 2, Objective(), no_cut_before=[1, 3]) == [2, 2]
 
 
 @pytest.mark.parametrize("per_device", [1, 2])
 def test_a_limit_that_no_cut_keeps_says_the_limit_that_one_does(per_device):
     # even in memory, not in time
     layers = [LayerCost(f"l{i}", forward_ms=i**2, weight_bytes=GIB // 3) for i in range(8)]
-    limit = Goal(memory_limit=0.9 * GIB * per_device, stages_per_device=per_device)
+    limit = Objective(memory_limit=0.9 * GIB * per_device, stages_per_device=per_device)
     with pytest.raises(SplitError) as caught:
         cut_by_costs(layers, [1, 1], limit)
     message = str(caught.value)
@@ -282,7 +287,7 @@ def test_a_limit_that_no_cut_keeps_says_the_limit_that_one_does(per_device):
     assert ("0.9 GiB for each of a device's 2 stages" in message) == (per_device == 2)
     enough = float(re.search(r"Set pipeline\.memory_limit_gib to ([\d.]+) GiB", message)[1])
     assert enough == pytest.approx(1.334 * per_device, abs=0.002)
-    goal = Goal(memory_limit=enough * GIB, stages_per_device=per_device)
+    goal = Objective(memory_limit=enough * GIB, stages_per_device=per_device)
     assert cut_by_costs(layers, [1, 1], goal) == [4, 4]
 
 
@@ -295,15 +300,15 @@ def test_a_layer_above_the_limit_is_named_with_what_it_needs_where_it_can_stand(
     # the first layer is in the first stage, which keeps three micro-batches; the last in the last
     message = r"'embed' alone needs 2\.5 GiB with 3 micro-batches alive.*memory_limit_gib=2"
     with pytest.raises(SplitError, match=message):
-        cut_by_costs(layers, [3, 2, 1], Goal(memory_limit=2 * GIB))
+        cut_by_costs(layers, [3, 2, 1], Objective(memory_limit=2 * GIB))
     message = r"'head' alone needs 0\.75 GiB with 1 micro-batch alive.*memory_limit_gib=0\.5"
     with pytest.raises(SplitError, match=message):
-        cut_by_costs(layers[1:], [3, 2, 1], Goal(memory_limit=GIB / 2))
+        cut_by_costs(layers[1:], [3, 2, 1], Objective(memory_limit=GIB / 2))
     message = r"'head' alone needs 1\.75 GiB with 3 micro-batches alive"
     with pytest.raises(SplitError, match=message):
-        cut_by_costs(layers[-3:], [1, 2, 3], Goal(memory_limit=GIB))
+        cut_by_costs(layers[-3:], [1, 2, 3], Objective(memory_limit=GIB))
 
 
 def test_a_weight_of_memory_outside_0_to_1_is_refused():
     with pytest.raises(SplitError, match=r"between 0 .* and 1 .* not at 1\.5"):
-        Goal(memory_weight=1.5)
+        Objective(memory_weight=1.5)

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import SplitError
-from hybridtrain.layers.layer import Layer, layers_of
-from hybridtrain.partitioning.by_hand import counts_by_marks, counts_by_patterns
-from hybridtrain.partitioning.marks import (
+from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.planning.by_hand import counts_by_marks, counts_by_patterns
+from hybridtrain.planning.marks import (
     has_marks,
     marked_stage,
-    mixed,
     partition,
     set_partition,
+    spans_stages,
 )
 
 
@@ -145,7 +145,7 @@ def test_tied_modules_have_one_mark_and_tied_parameters_those_of_their_modules()
         net.decoder = nn.Sequential(net.embed, nn.Linear(2, 2))
         net.head.weight = net.embed.weight
     assert marked_stage(net, "decoder.0", None) == marked_stage(net, "embed", None) == 0
-    assert mixed(net.decoder)
+    assert spans_stages(net.decoder)
     layers = [Layer("embed", net.embed), Layer("head", net.head)]
     assert counts_by_marks(net, layers, 2, None) == [1, 1]
 
@@ -234,31 +234,31 @@ def test_has_marks_looks_at_every_depth():
 
 def test_mixed_is_what_has_state_or_marks_for_several_stages():
     net = Grouped()
-    assert mixed(net)
-    assert not mixed(net.decoder)
-    assert not mixed(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert spans_stages(net)
+    assert not spans_stages(net.decoder)
+    assert not spans_stages(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
     with partition(0):
         container = nn.Sequential()
         with partition(1):
             container.append(nn.Linear(2, 2))
-    assert not mixed(container), "a container without parameters is nowhere itself"
+    assert not spans_stages(container), "a container without parameters is nowhere itself"
     container.scale = nn.Parameter(torch.ones(2))
-    assert mixed(container), "its own parameters are"
+    assert spans_stages(container), "its own parameters are"
 
     wrapped = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
     set_partition(wrapped[1], 1)
-    assert not mixed(wrapped), "what has neither state nor mark goes anywhere"
+    assert not spans_stages(wrapped), "what has neither state nor mark goes anywhere"
     set_partition(wrapped[0], 0)
-    assert mixed(wrapped), "a mark is meant, also without state"
+    assert spans_stages(wrapped), "a mark is meant, also without state"
 
 
 def test_mixed_takes_a_default_for_state_without_a_mark():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     set_partition(net[1], 1)
-    assert mixed(net)
-    assert mixed(net, default=0)
-    assert not mixed(net, default=1)
+    assert spans_stages(net)
+    assert spans_stages(net, default=0)
+    assert not spans_stages(net, default=1)
 
 
 def chain(*stages):

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain import HybridModel, World
 from hybridtrain.deferred import construct
 from hybridtrain.errors import BatchError, ConfigError, SplitError
-from hybridtrain.layers.chain import Chains
-from hybridtrain.pipeline.microbatch import chunk_sizes, split
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.microbatch import chunk_sizes, split
 
 WIDTH, ROWS, CHUNKS = 6, 7, 3
 
@@ -109,8 +109,8 @@ class TwoInputs(nn.Module):
         self.left, self.right, self.both = linear(), linear(), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, left, right, *, scale=1.0, mask=None):
-        joined = torch.cat([self.left(left), self.right(right)], dim=1)
-        out = self.both(joined) * scale
+        both_sides = torch.cat([self.left(left), self.right(right)], dim=1)
+        out = self.both(both_sides) * scale
         return out if mask is None else out * mask
 
 
@@ -205,7 +205,7 @@ def test_every_place_to_cut_gives_the_same(cut):
     ids=["positions", "keywords", "more keywords"],
 )
 def test_several_inputs_by_position_or_keyword(inputs):
-    assert_same(TwoInputs(), inputs, 2, sample=inputs)
+    assert_same(TwoInputs(), inputs, 2, example_inputs=inputs)
 
 
 def test_keywords_may_come_in_any_order():
@@ -499,10 +499,10 @@ def test_what_a_graph_would_lose_in_the_model_itself_is_given_up_and_named(body,
     net = Body(body, calls=0)
     net.c.register_buffer("table", torch.ones(WIDTH))
     if says is None:  # torch.export can follow these
-        assert_same(net, rows(), 2, sample=rows())
+        assert_same(net, rows(), 2, example_inputs=rows())
         return
     with pytest.raises(SplitError, match=rf"Body cannot be traced.*{says}"):
-        hybrid(net, 2, sample=rows())
+        hybrid(net, 2, example_inputs=rows())
     assert vars(net)["calls"] == 0
 
 
@@ -531,8 +531,8 @@ def moving_mean(net, x):
 )
 def test_what_is_changed_in_place_stays_in_one_stage_with_what_it_is_part_of(net):
     assert_same(net(), rows(), 2)
-    chain = Chains(Body(in_place_through_a_view)).chain()
-    assert chain.joined == {1}
+    chain = ChainBuilder(Body(in_place_through_a_view)).chain()
+    assert chain.no_cut_before == {1}
     with pytest.raises(SplitError, match=r"no cut between 'a' and 'b': .* changed in place"):
         hybrid(Body(moving_mean, mean=torch.zeros(WIDTH)), 3, split=[1, 1, 1])
 
@@ -630,7 +630,7 @@ def sequences(length=5) -> Tensor:
 
 def test_torch_export_follows_where_torch_fx_cannot(capfd):
     sample = {"x": sequences(), "mask": (sequences()[..., 0] > 0).float()}
-    model = assert_same(Shapes(), sample, 2, sample=sample)
+    model = assert_same(Shapes(), sample, 2, example_inputs=sample)
     assert names(model) == ["first", "second", "drop"]
     assert capfd.readouterr() == ("", "")
 
@@ -638,7 +638,7 @@ def test_torch_export_follows_where_torch_fx_cannot(capfd):
 def test_exported_models_take_other_numbers_of_rows_and_lengths():
     net = Shapes()
     whole = copy.deepcopy(net).eval()
-    model = hybrid(net, 2, sample=sequences()).eval()
+    model = hybrid(net, 2, example_inputs=sequences()).eval()
     for given in (sequences()[:1], sequences()[:4], sequences(3), sequences(9)):
         torch.testing.assert_close(model(given)["out"], whole(given)["out"])
 
@@ -646,7 +646,7 @@ def test_exported_models_take_other_numbers_of_rows_and_lengths():
 def test_a_model_that_needs_a_batch_to_be_traced_waits_for_it_with_its_parameters():
     net = Shapes()
     model = hybrid(net, 2)
-    with pytest.raises(ConfigError, match=r"divided at its first batch.*sample="):
+    with pytest.raises(ConfigError, match=r"divided at its first batch.*example_inputs="):
         _ = model.stages
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = net.first.weight.clone()
@@ -674,12 +674,12 @@ class Decides(nn.Module):
 def test_control_flow_in_the_model_itself_is_named_with_its_line():
     message = r"Decides cannot be traced.*test_chain\.py:\d+: `if x\.sum\(\) > 0:`.*submodule"
     with pytest.raises(SplitError, match=message):
-        hybrid(Decides(), 2, sample=rows())
-    assert_same(Decides(), rows(), 1, sample=rows())
+        hybrid(Decides(), 2, example_inputs=rows())
+    assert_same(Decides(), rows(), 1, example_inputs=rows())
 
 
 def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
-    model = hybrid(TwoInputs(), 2, sample=(rows(0), rows(1)))
+    model = hybrid(TwoInputs(), 2, example_inputs=(rows(0), rows(1)))
     message = "TwoInputs was traced with left, right, and this batch gives left, right, mask: .*sam"
     with pytest.raises(BatchError, match=message):
         model({"left": rows(0), "right": rows(1), "mask": rows(2)})
@@ -687,7 +687,7 @@ def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
         with pytest.raises(BatchError, match=r"TwoInputs\.forward\(left, right.* cannot be called"):
             model(wrong)
     sample = {"left": rows(0), "right": rows(1), "scale": 0.5}
-    model = hybrid(TwoInputs(), 2, sample=sample)
+    model = hybrid(TwoInputs(), 2, example_inputs=sample)
     with pytest.raises(BatchError, match=r"traced with scale=0\.5, and this batch gives scale=2"):
         model(sample | {"scale": 2})
 
@@ -760,11 +760,11 @@ def test_a_dataclass_may_cross_a_cut():
 
 
 def test_a_chain_is_cut_as_such_and_another_model_by_what_its_forward_calls():
-    chain = Chains(nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()))).chain()
+    chain = ChainBuilder(nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()))).chain()
     assert [layer.name for layer in chain.layers] == ["0", "1.0", "1.1"]
-    chain = Chains(Wrapped()).chain()
+    chain = ChainBuilder(Wrapped()).chain()
     assert [layer.name for layer in chain.layers][:4] == ["a", "b", "c", "rest.0"]
-    finer = Chains(Wrapped()).chain({"c"})
+    finer = ChainBuilder(Wrapped()).chain({"c"})
     assert [layer.name for layer in finer.layers][:6] == [
         "a", "b", "c.first", "c.drop", "c.second", "c.drop@2",
     ]  # fmt: skip

@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, World
+from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
-from hybridtrain.data.splits import TensorRows, already_batched
+from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.evaluate import evaluate
-from hybridtrain.optim import build_lr_schedule
+from hybridtrain.evaluation import evaluate
 from hybridtrain.trainer import Trainer
 
 ROWS = LoaderOptions(collate=already_batched)
@@ -150,7 +150,7 @@ def test_a_recomputed_layer_that_begins_to_draw_draws_the_same_twice():
 def test_the_loss_of_an_evaluation_in_half_precision_is_taken_as_in_training():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 7))
-    data = TensorRows(torch.randn(12, 4), torch.randint(0, 7, (12,)))
+    data = InMemoryDataset(torch.randn(12, 4), torch.randint(0, 7, (12,)))
     model = wrap(net, 2, precision="bf16")
     loader = EvalLoader(data, 12, model.world, options=ROWS)
     found = evaluate(model, loader, F.cross_entropy, {})["loss"]
@@ -187,7 +187,7 @@ def trainer(lr, batch_size=4, weight_decay=0.0, store=None, **length):
         model,
         optimizer,
         F.mse_loss,
-        TrainLoader(TensorRows(*batch(16)), batch_size, model.world, options=ROWS),
+        TrainLoader(InMemoryDataset(*batch(16)), batch_size, model.world, options=ROWS),
         lr_schedule=build_lr_schedule(config, optimizer, 8),
         store=store,
         **length,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.layers.layer import Layer, layers_of
-from hybridtrain.partitioning.costs import REPEATS, SLOW_MS, Measurement, count
+from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.planning.costs import REPEATS, SLOW_MS, LayerProfiler, count
 from hybridtrain.skip import pop, stash
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def images():
 
 def measured(net, inputs, seconds=None, **options):
     """The costs at a glance, or with `seconds` of care."""
-    measurement = Measurement(layers_of(net), inputs, CPU, **options)
+    measurement = LayerProfiler(layers_of(net), inputs, CPU, **options)
     if seconds is not None:
         measurement.repeat(seconds)
     return measurement.costs()
@@ -112,9 +112,9 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     layer.bias.requires_grad_(False)
     chain = layers_of(nn.Sequential(layer))
     assert count(chain)[0].weight_bytes == 15 * 16 + 5 * 4
-    assert count(chain, state_per_parameter=0)[0].weight_bytes == 15 * 8 + 5 * 4
-    measurement = Measurement(chain, torch.randn(1, 3), CPU)
-    assert measurement.costs(state_per_parameter=1)[0].weight_bytes == 15 * 12 + 5 * 4
+    assert count(chain, optimizer_tensors_per_param=0)[0].weight_bytes == 15 * 8 + 5 * 4
+    measurement = LayerProfiler(chain, torch.randn(1, 3), CPU)
+    assert measurement.costs(optimizer_tensors_per_param=1)[0].weight_bytes == 15 * 12 + 5 * 4
 
 
 def test_what_layers_share_counts_in_the_first_of_them():
@@ -286,12 +286,12 @@ class SlowAtFirst(Seen):
 def test_a_first_run_counts_only_while_there_is_no_other(monkeypatch):
     def glance():
         net = nn.Sequential(Seen(), SlowAtFirst(), Seen())
-        return net, Measurement(layers_of(net), torch.randn(1), CPU)
+        return net, LayerProfiler(layers_of(net), torch.randn(1), CPU)
 
     net, measurement = glance()
     assert [len(layer.inputs) for layer in net] == [2, 2, 2]
     assert measurement.costs()[1].forward_ms < SLOW_MS
-    monkeypatch.setattr("hybridtrain.partitioning.costs.PATIENCE", 0.0)
+    monkeypatch.setattr("hybridtrain.planning.costs.FIRST_PASS_BUDGET_S", 0.0)
     net, measurement = glance()
     assert [len(layer.inputs) for layer in net] == [2, 1, 2]
     assert measurement.costs()[1].forward_ms > SLOW_MS

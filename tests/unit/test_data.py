@@ -15,7 +15,7 @@ from small_data import write_imdb, write_mnist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from hybridtrain.data import TensorRows, already_batched, digits, imdb, mnist, python_source
+from hybridtrain.data import InMemoryDataset, already_batched, digits, imdb, mnist, python_source
 from hybridtrain.errors import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -78,7 +78,9 @@ def test_an_index_out_of_range_ends_the_iteration(name, tmp_path):
 
 
 def test_rows_of_a_pytree_are_prepared_a_batch_at_a_time():
-    rows = TensorRows({"a": torch.arange(6)}, torch.arange(6) * 10, prepare=lambda x: (x["a"], 1))
+    rows = InMemoryDataset(
+        {"a": torch.arange(6)}, torch.arange(6) * 10, prepare=lambda x: (x["a"], 1)
+    )
     inputs, targets = rows.__getitems__([4, 2])
     assert same(inputs[0], torch.tensor([4, 2]))
     assert same(targets, torch.tensor([40, 20]))
@@ -86,11 +88,11 @@ def test_rows_of_a_pytree_are_prepared_a_batch_at_a_time():
 
 def test_rows_that_do_not_agree_in_number_are_refused():
     with pytest.raises(DataError, match=r"equally many rows, found \[3, 4\]"):
-        TensorRows(torch.zeros(3), torch.zeros(4))
+        InMemoryDataset(torch.zeros(3), torch.zeros(4))
 
 
 def test_collate_stacks_the_items_of_a_wrapper_that_hides_the_batched_path():
-    rows = TensorRows(torch.arange(4), torch.arange(4))
+    rows = InMemoryDataset(torch.arange(4), torch.arange(4))
 
     class Wrapper(torch.utils.data.Dataset):
         def __len__(self):

@@ -79,7 +79,7 @@ class Initialised(nn.Module):
         with torch.no_grad():
             for way, weight in zip(ways, self.weights, strict=True):
                 way(weight)
-        self.draws = [
+        self.rng = [
             *(torch.randperm(20), torch.randint(0, 5, (7,)), torch.rand(3) > 0.5),
             *(torch.multinomial(torch.ones(5), 3), torch.poisson(torch.full((5,), 4.0))),
             *(torch.dropout(torch.ones(40), 0.5, True), torch.randn(20, dtype=torch.bfloat16)),
@@ -303,7 +303,7 @@ def test_without_values_a_replica_has_memory_only_but_for_what_is_not_sent_to_it
     assert_same(plain.grid, net.grid)
 
 
-class Draws(TorchDispatchMode):
+class LayerRNG(TorchDispatchMode):
     """Counts the random operations."""
 
     number = 0
@@ -316,7 +316,7 @@ class Draws(TorchDispatchMode):
 @pytest.mark.parametrize("values", [True, False])
 def test_what_is_overwritten_or_sent_is_not_drawn_again(values):
     net = seeded_and_deferred(MODELS["gpt"])  # nn.Linear draws, and gpt then draws otherwise
-    with Draws() as draws:
+    with LayerRNG() as draws:
         materialize(net, CPU, values)
     assert draws.number == values * sum(p.dim() == 2 for p in net.parameters())
 

@@ -13,10 +13,10 @@ from torch import nn
 from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.deferred import construct
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.layers.chain import Chains
-from hybridtrain.partitioning.costs import Measurement
-from hybridtrain.partitioning.objective import stage_costs
-from hybridtrain.partitioning.plan import Plan, table
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.planning.costs import LayerProfiler
+from hybridtrain.planning.objective import stage_costs
+from hybridtrain.planning.plan import Plan, table
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -84,7 +84,7 @@ def test_every_split_trains_as_the_whole_model(split):
 
 def test_time_makes_the_slowest_stage_as_fast_as_can_be():
     net = Net(0.02, 0, 0, 0, 0.01, 0.01)
-    model = hybrid(net, 2, split="time", sample=rows())
+    model = hybrid(net, 2, split="time", example_inputs=rows())
     assert names(model)[0][-1] in ("layers.0", "layers.1", "layers.2", "layers.3")
     assert {"layers.4", "layers.5"} <= set(names(model)[1])
 
@@ -92,9 +92,9 @@ def test_time_makes_the_slowest_stage_as_fast_as_can_be():
 def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
     net = nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
     world, sample = World.from_env(nb_part=3), torch.randn(64, 1, 256)
-    model = HybridModel(net, world, chunks=8, split="memory", sample=sample)
+    model = HybridModel(net, world, chunks=8, split="memory", example_inputs=sample)
     counts = [len(stage) for stage in names(model)]
-    assert model.plan.held == [3, 2, 1]
+    assert model.plan.in_flight == [3, 2, 1]
     assert counts == sorted(counts)
     assert counts[0] < counts[2]
 
@@ -108,8 +108,10 @@ def test_a_recomputed_stage_counts_what_it_was_sent_and_one_micro_batch():
     assert recomputed.recomputes
     assert max(
         s.memory_bytes
-        for s in stage_costs(recomputed.costs, recomputed.counts, recomputed.held, recomputes=True)
-    ) < max(s.memory_bytes for s in stage_costs(kept.costs, kept.counts, kept.held))
+        for s in stage_costs(
+            recomputed.costs, recomputed.counts, recomputed.in_flight, recomputes=True
+        )
+    ) < max(s.memory_bytes for s in stage_costs(kept.costs, kept.counts, kept.in_flight))
 
 
 @pytest.mark.parametrize("split", [3, None, [1.5, 2], [["a"], ["b", 3]], {"a": 3}], ids=str)
@@ -122,16 +124,16 @@ def test_a_memory_limit_moves_layers_or_says_what_would_fit():
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     net.append(nn.Linear(64, 4096))
     sample = torch.randn(4, 64)
-    by_time = hybrid(copy.deepcopy(net), 2, split="time", sample=sample)
+    by_time = hybrid(copy.deepcopy(net), 2, split="time", example_inputs=sample)
     sizes = [sum(cost.weight_bytes for cost in stage) for stage in by_time.plan.stages]
     limit = (max(sizes) * 0.2) / 2**30
     with pytest.raises(SplitError, match=r"layer '4' alone needs .* pipeline\.memory_limit_gib="):
-        hybrid(net, 2, split="time", sample=sample, memory_limit_gib=limit)
+        hybrid(net, 2, split="time", example_inputs=sample, memory_limit_gib=limit)
 
 
 def test_a_split_by_costs_without_a_sample_is_made_at_the_first_batch():
     model = hybrid(Net(0.01, 0, 0, 0.01), 2, split="time")
-    with pytest.raises(ConfigError, match="sample="):
+    with pytest.raises(ConfigError, match="example_inputs="):
         names(model)
     model.train_step(rows(), None, lambda out, _: out.mean())
     assert {"layers.3"} <= set(names(model)[1])
@@ -142,7 +144,7 @@ def test_measuring_leaves_no_trace():
     net[0].weight.grad = torch.ones(WIDTH, WIDTH)
     before = copy.deepcopy(net.state_dict())
     state = torch.get_rng_state()
-    hybrid(net, 2, split="time", sample=rows())
+    hybrid(net, 2, split="time", example_inputs=rows())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(net[0].weight.grad, torch.ones(WIDTH, WIDTH))
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
@@ -163,46 +165,46 @@ class Block(nn.Module):
 def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven():
     small = [Block(0) for _ in range(20)]
     net = nn.Sequential(*small, Block(0.02), *copy.deepcopy(small))
-    model = hybrid(net, 2, split="time", sample=rows())
-    assert "20" in model.plan.deeper
+    model = hybrid(net, 2, split="time", example_inputs=rows())
+    assert "20" in model.plan.expand
     first, second = names(model)
     assert "20.first" in first
     assert "20.second" in second
     even = nn.Sequential(*(Block(0.05) for _ in range(2)))
-    assert hybrid(even, 2, split="time", sample=rows()).plan.deeper == []
+    assert hybrid(even, 2, split="time", example_inputs=rows()).plan.expand == []
 
 
 @pytest.fixture
 def careful(monkeypatch):
     """The measurements that were repeated; all their layers then cost 7 ms forward."""
     repeated = []
-    costs = Measurement.costs
+    costs = LayerProfiler.costs
 
     def with_care(self, **options):
         found = costs(self, **options)
         return [replace(cost, forward_ms=7.0) for cost in found] if self in repeated else found
 
-    monkeypatch.setattr(Measurement, "repeat", lambda self, _: repeated.append(self))
-    monkeypatch.setattr(Measurement, "costs", with_care)
+    monkeypatch.setattr(LayerProfiler, "repeat", lambda self, _: repeated.append(self))
+    monkeypatch.setattr(LayerProfiler, "costs", with_care)
     return repeated
 
 
 def test_only_a_chain_that_is_even_at_a_glance_is_timed_with_care_and_cut_by_that(careful):
     net = nn.Sequential(Block(0), Block(0), Block(0.03), Slow(0))
-    model = hybrid(net, 2, split="time", sample=rows())
+    model = hybrid(net, 2, split="time", example_inputs=rows())
     assert all(len(measurement.costs()) > len(net) for measurement in careful)
     assert [cost.forward_ms for cost in model.plan.costs] == [7.0] * len(careful[-1].costs())
 
 
 def test_after_the_last_opening_the_layers_are_still_timed_with_care(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.partitioning.divide.OPENINGS", 0)
-    model = hybrid(nn.Sequential(Block(0), Block(0.03)), 2, split="time", sample=rows())
-    assert model.plan.deeper == []
+    monkeypatch.setattr("hybridtrain.planning.planner.MAX_EXPANSIONS", 0)
+    model = hybrid(nn.Sequential(Block(0), Block(0.03)), 2, split="time", example_inputs=rows())
+    assert model.plan.expand == []
     assert len(careful) == 1
 
 
 def test_a_split_by_memory_alone_times_nothing_with_care(careful):
-    hybrid(nn.Sequential(Block(0), Block(0)), 2, split="memory", sample=rows())
+    hybrid(nn.Sequential(Block(0), Block(0)), 2, split="memory", example_inputs=rows())
     assert careful == []
 
 
@@ -217,7 +219,7 @@ class Threads(nn.Linear):
 def test_layers_are_measured_with_the_intra_op_threads_of_a_stage():
     torch.set_num_threads(4)
     net = nn.Sequential(*(Threads(WIDTH, WIDTH) for _ in range(4)))
-    hybrid(net, 2, split="time", sample=rows())
+    hybrid(net, 2, split="time", example_inputs=rows())
     assert Threads.seen == {2}
     assert torch.get_num_threads() == 4
 
@@ -288,8 +290,8 @@ def test_a_module_placed_in_two_partitions_is_cut_inside():
 
 def test_a_plan_cuts_the_model_again_where_it_was_cut(tmp_path):
     net = nn.Sequential(*(Block(0) for _ in range(20)), Block(0.02))
-    model = hybrid(net, 2, split="time", sample=rows())
-    assert model.plan.deeper
+    model = hybrid(net, 2, split="time", example_inputs=rows())
+    assert model.plan.expand
     model.plan.write(tmp_path / "plan.yaml")
     again = hybrid(copy.deepcopy(net), 2, split=str(tmp_path / "plan.yaml"))
     assert names(again) == names(model)
@@ -316,7 +318,7 @@ def test_the_split_does_not_change_the_initial_weights(split):
     torch.manual_seed(5)
     deferred = construct(lambda: Net(0, 0, 0))
     assert all(parameter.device.type == "meta" for parameter in deferred.parameters())
-    model = hybrid(deferred, 2, split=split, sample=rows())
+    model = hybrid(deferred, 2, split=split, example_inputs=rows())
     assert torch.equal(torch.get_rng_state(), after)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -345,5 +347,5 @@ def test_too_few_layers_says_why_there_are_not_more():
         r"body could not be looked into: .*test_divide\.py:\d+: `return .* if x\.sum\(\) > 0"
     )
     with pytest.raises(SplitError, match=message):
-        hybrid(Outside(), 2, sample=rows())
-    assert [layer.name for layer in Chains(Net(0)).chain().layers] == ["layers.0", "last"]
+        hybrid(Outside(), 2, example_inputs=rows())
+    assert [layer.name for layer in ChainBuilder(Net(0)).chain().layers] == ["layers.0", "last"]

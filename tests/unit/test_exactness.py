@@ -246,7 +246,7 @@ def test_steps_equal_the_unsplit_model_on_the_same_micro_batches(
         outputs, loss_fn = recording()
         out = model.train_step(inputs, targets, loss_fn)
 
-        assert out.rows == rows
+        assert out.samples == rows
         # the same losses, weighted in float32 here and in Python's double precision there
         assert float(out.loss) == pytest.approx(expected_loss, rel=1e-6), what
         assert len(outputs) == len(expected)
@@ -321,7 +321,7 @@ def masks_of(steps=2, chunks=2, layers=2, seed=0, rank=0, start=0, nb_part=1, dr
     alone = world(nb_part)
     replica = World("single", rank, 1, 0, alone.devices, "gloo", 60.0, None)
     model = HybridModel(net, replica, chunks=chunks, schedule="gpipe", seed=seed)
-    model.draws.step = start
+    model.rng.step = start
     for _ in range(steps):
         model.train_step(torch.ones(chunks, 1), None, lambda output, _: output.mean())
     return {

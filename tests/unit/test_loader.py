@@ -62,7 +62,7 @@ def take(loader, count, epoch=0, batch=0):
 def counted(batch):
     """The rows of a share that count."""
     assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
-    return batch.inputs.tolist()[: batch.rows]
+    return batch.inputs.tolist()[: batch.samples]
 
 
 @given(ROWS, st.integers(1, 12), SIZES, st.booleans(), st.integers(0, 3))
@@ -81,10 +81,10 @@ def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
     for step in range(steps):
         union = [row for share in shares for row in counted(share[step])]
         assert union == counted(expected[step]), step
-        assert sum(share[step].rows for share in shares) == expected[step].total
+        assert sum(share[step].samples for share in shares) == expected[step].total
         for share in shares:
-            assert share[step].total == expected[step].total == expected[step].rows
-            assert len(share[step].inputs) == max(1, share[step].rows)
+            assert share[step].total == expected[step].total == expected[step].samples
+            assert len(share[step].inputs) == max(1, share[step].samples)
 
 
 @given(ROWS, st.integers(1, 12), st.booleans(), st.integers(0, 2))
@@ -106,10 +106,10 @@ def test_an_epoch_is_every_row_once(rows, batch_size, drop_last, epoch):
 def test_where_a_batch_has_fewer_rows_than_there_are_replicas_a_row_stands_in_that_counts_0():
     # 9 rows in batches of 4: the last global batch has one row, for 4 replicas
     last = [take(loader(9, 4, rank, 4), 3)[2] for rank in range(4)]
-    assert [share.rows for share in last] == [1, 0, 0, 0]
+    assert [share.samples for share in last] == [1, 0, 0, 0]
     assert [share.total for share in last] == [1, 1, 1, 1]
     assert all(len(share.inputs) == len(share.targets) == 1 for share in last)
-    assert sum(share.rows / share.total for share in last) == 1
+    assert sum(share.samples / share.total for share in last) == 1
 
 
 @given(ROWS, st.integers(1, 9), st.integers(0, 3), SIZES, st.data())
@@ -123,7 +123,7 @@ def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
     full = take(each, skipped + 5)
     for a, b in zip(take(each, 5, epoch, batch), full[skipped:], strict=True):
         assert torch.equal(a.inputs, b.inputs)
-        assert (a.rows, a.total) == (b.rows, b.total)
+        assert (a.samples, a.total) == (b.samples, b.total)
 
 
 def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
@@ -217,7 +217,7 @@ def test_workers_bring_the_same_batches():
     fetched = take(loader(10, 4, 1, 2, options=LoaderOptions(workers=2)), 7)
     for a, b in zip(plain, fetched, strict=True):
         assert torch.equal(a.inputs, b.inputs)
-        assert (a.rows, a.total) == (b.rows, b.total)
+        assert (a.samples, a.total) == (b.samples, b.total)
 
 
 def prefetchers():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.pipeline.schedule import peak_held
+from hybridtrain.schedule import peak_in_flight
 
 CHUNKS = [4, 8, 16, 32]
 WIDTH = 4
@@ -86,7 +86,7 @@ def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
     for chunks in (4, 16):
         net, model = probed(devices, chunks, v, schedule=schedule)
         step(model)
-        expected = list(peak_held(model.schedule(chunks)))
+        expected = list(peak_in_flight(model.schedule(chunks)))
         assert [max(layer.held) for layer in net] == expected
         assert [max(layer.alive) for layer in net] == expected
 
@@ -101,7 +101,7 @@ def test_no_more_than_max_inflight_are_held_anywhere(limit, devices, v, schedule
         for layer in net:
             assert max(layer.held) <= limit
             assert max(layer.alive) <= limit
-        assert max(net[0].held) == min(limit, peak_held(model.schedule(chunks))[0])
+        assert max(net[0].held) == min(limit, peak_in_flight(model.schedule(chunks))[0])
 
 
 def test_a_short_batch_holds_no_more_than_its_rows():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from hybridtrain.errors import BatchError
-from hybridtrain.pipeline.microbatch import batch_size, chunk_sizes, merge, split
+from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 
 
 def batch_of(rows):

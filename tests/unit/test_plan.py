@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.plan import Plan, counts_for, table
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.plan import Plan, counts_for, table
 
 MIB = 2**20
 
@@ -27,9 +27,9 @@ def plan(*stages, **others):
             "nb_part": len(stages),
             "stages_per_device": 1,
             "recomputes": False,
-            "deeper": ["blocks.0"],
+            "expand": ["blocks.0"],
             "stages": stages,
-            "held": list(range(len(stages), 0, -1)),
+            "in_flight": list(range(len(stages), 0, -1)),
             "devices": [f"cuda:{index}" for index in range(len(stages))],
         }
         | others
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "0", "1.0", "on", "null", "1e3", "a: b", "a, [b] {c}", "né"])
 def test_every_name_of_a_layer_survives_the_file(tmp_path, name):
-    written = plan([cost(name)], deeper=[], model=name, split="[3, 4]")
+    written = plan([cost(name)], expand=[], model=name, split="[3, 4]")
     written.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == written
 
@@ -132,10 +132,22 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("chunks", "many", r"plan\.yaml: chunks='many' must be a whole number"),
         ("chunks", True, "must be a whole number"),
         ("stages", None, "stages=None must be a list"),
-        ("stages", [3], "stage 0 is no part of a plan, which has the keys device, held, layers"),
-        ("stages", [{"device": "cpu", "held": 1, "layers": []}], "stage 0 has no layers"),
-        ("stages", [{"device": "cpu", "held": 1, "layers": ["a"]}], "stage 0, layer 0 is no part"),
-        ("stages", [{"device": "cpu", "held": 1.5, "layers": []}], "held=1.5 must be a whole"),
+        (
+            "stages",
+            [3],
+            "stage 0 is no part of a plan, which has the keys device, in_flight, layers",
+        ),
+        ("stages", [{"device": "cpu", "in_flight": 1, "layers": []}], "stage 0 has no layers"),
+        (
+            "stages",
+            [{"device": "cpu", "in_flight": 1, "layers": ["a"]}],
+            "stage 0, layer 0 is no part",
+        ),
+        (
+            "stages",
+            [{"device": "cpu", "in_flight": 1.5, "layers": []}],
+            "in_flight=1.5 must be a whole",
+        ),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_with_its_place(tmp_path, key, value, message):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError
-from hybridtrain.pipeline.recompute import recompute_policy
+from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 
 CHUNKS, WIDTH = 4, 6
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
@@ -63,7 +63,7 @@ NAMES = ["embed", "blocks.0", "blocks.1", "blocks.10", "blocks2.0", "head"]
     ids=str,
 )
 def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, whole):
-    policy = recompute_policy(spec, NAMES)
+    policy = checkpoint_policy(spec, NAMES)
     assert [policy.whole_stage(i, 4) for i in range(4)] == whole
     assert policy.whole_stage(0, 1) is (spec == "always")
 
@@ -89,7 +89,7 @@ def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, who
     ids=str,
 )
 def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, layers):
-    assert recompute_policy(spec, NAMES).layers == layers
+    assert checkpoint_policy(spec, NAMES).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, laye
 )
 def test_another_policy_is_refused_with_what_there_is(spec, message):
     with pytest.raises(ConfigError, match=message):
-        recompute_policy(spec, NAMES)
+        checkpoint_policy(spec, NAMES)
     with pytest.raises(ConfigError):
         hybrid(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), checkpoint=spec)
 

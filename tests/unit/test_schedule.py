@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import ScheduleError
-from hybridtrain.pipeline.schedule import (
+from hybridtrain.schedule import (
     SCHEDULES,
     Action,
     Schedule,
     bubble_fraction,
     forward_only,
     make_schedule,
-    peak_held,
+    peak_in_flight,
     simulate,
     validate,
 )
@@ -56,8 +56,8 @@ def test_every_stage_takes_every_microbatch_once_and_in_order(name):
 def test_gpipe_holds_all_microbatches_and_1f1b_at_most_the_stages_to_come():
     for stages in range(1, 9):
         for chunks in range(1, 41):
-            assert peak_held(SCHEDULES["gpipe"](stages, chunks)) == (chunks,) * stages
-            assert peak_held(SCHEDULES["1f1b"](stages, chunks)) == tuple(
+            assert peak_in_flight(SCHEDULES["gpipe"](stages, chunks)) == (chunks,) * stages
+            assert peak_in_flight(SCHEDULES["1f1b"](stages, chunks)) == tuple(
                 min(chunks, stages - s) for s in range(stages)
             )
 
@@ -205,7 +205,7 @@ def test_several_stages_on_one_device_are_a_valid_schedule():
     )
     shared = changed(gpipe, lanes)
     validate(shared)
-    assert peak_held(shared) == (3, 3, 3, 3)
+    assert peak_in_flight(shared) == (3, 3, 3, 3)
 
 
 @given(schedule_with_an_action(), st.sampled_from(["f", "b", "W", "FB", ""]), st.booleans())
@@ -258,10 +258,10 @@ def test_an_interleaved_device_holds_what_its_warm_up_needs_and_no_more(v):
             group = -(-chunks // max(1, chunks // devices))
             schedule = SCHEDULES["1f1b"](devices, chunks, v)
             for d, lane in enumerate(schedule.lanes):
-                held = peak = 0
+                in_flight = peak = 0
                 for action in lane:
-                    held += 1 if action.kind == "F" else -1
-                    peak = max(peak, held)
+                    in_flight += 1 if action.kind == "F" else -1
+                    peak = max(peak, in_flight)
                 warm_up = 1 + 2 * (devices - 1 - d) + (v - 1) * group
                 assert peak == min(v * chunks, warm_up), (devices, chunks, d)
 
@@ -279,7 +279,7 @@ def test_with_one_stage_a_device_both_schedules_have_the_same_known_bubble():
 def test_no_more_microbatches_than_max_inflight_are_alive(name, devices, chunks, v, k):
     schedule = make_schedule(name, devices, chunks, v, k)
     # counted over all stages: begun on stage 0 and not finished there
-    assert peak_held(schedule)[0] == max(peak_held(schedule)) <= min(k, chunks)
+    assert peak_in_flight(schedule)[0] == max(peak_in_flight(schedule)) <= min(k, chunks)
     validate(schedule)
     assert {a for lane in schedule.lanes for a in lane} == {
         a for lane in SCHEDULES[name](devices, chunks, v).lanes for a in lane
@@ -289,7 +289,7 @@ def test_no_more_microbatches_than_max_inflight_are_alive(name, devices, chunks,
 @given(NAMES, STAGES, CHUNKS, PER_DEVICE)
 def test_a_max_inflight_that_does_not_bind_changes_nothing(name, devices, chunks, v):
     free = SCHEDULES[name](devices, chunks, v)
-    assert make_schedule(name, devices, chunks, v, peak_held(free)[0]) == free
+    assert make_schedule(name, devices, chunks, v, peak_in_flight(free)[0]) == free
     assert make_schedule(name, devices, chunks, v) == free
 
 

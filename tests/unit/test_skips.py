@@ -10,8 +10,8 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.layers.layer import layers_of
-from hybridtrain.pipeline.links import MAIN, Link, links_between
+from hybridtrain.graph.layer import layers_of
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, links_between
 from hybridtrain.skip import pop, stash
 
 ROWS, CHUNKS, WIDTH = 10, 4, 6
@@ -191,7 +191,7 @@ def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
     )
     ends = {(link.source, link.target): link.names for s in model.stages for link in s.outgoing}
     assert [ends[key] for key in ends if "a" in ends[key]] == [
-        (MAIN, "a") if skipped == 0 else ("a",)
+        (PRIMARY_OUTPUT, "a") if skipped == 0 else ("a",)
     ]
     assert (0, skipped + 1) in ends
 
@@ -228,7 +228,7 @@ def test_a_value_goes_straight_and_not_through_the_stages_between():
     net = chain(0, 6)
     layers = layers_of(net)
     assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
-        Link(0, 1, (MAIN,)), Link(0, 3, ("a",)), Link(1, 2, (MAIN,)), Link(2, 3, (MAIN,)),
+        Link(0, 1, (PRIMARY_OUTPUT,)), Link(0, 3, ("a",)), Link(1, 2, (PRIMARY_OUTPUT,)), Link(2, 3, (PRIMARY_OUTPUT,)),
     ]  # fmt: skip
 
     seen = []

@@ -8,9 +8,9 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.layers.layer import Layer, layers_of
-from hybridtrain.partitioning.divide import Ask, divide
-from hybridtrain.partitioning.split import split_layers
+from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.planning.planner import Ask, divide
+from hybridtrain.planning.split_spec import split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 
@@ -184,7 +184,7 @@ def test_the_uses_of_one_layer_stay_in_one_stage(where):
             nn.Sequential(*uses, nn.Linear(2, 2), nn.Linear(2, 2)),
             World.from_env(nb_part=2),
             split=split,
-            sample=torch.zeros(1, 2),
+            example_inputs=torch.zeros(1, 2),
         )
         assert len(model.stages[0].layers) >= 3
     with pytest.raises(SplitError, match=r"'0' to '(1\.1|2)' stay together, since they use one"):

@@ -17,7 +17,7 @@ from hybridtrain.data.loader import TrainLoader
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import chrome_trace, draw
 from hybridtrain.monitor.timeline_files import TimelineFiles
-from hybridtrain.pipeline.schedule import Action, Span, bubble_fraction, make_schedule, simulate
+from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
 
 FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}
 BACKWARD = {(161, 217, 155), (116, 196, 118), (65, 171, 93), (35, 139, 69)}

@@ -15,7 +15,7 @@ from torchvision.models.inception import InceptionOutputs
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError
-from hybridtrain.layers.chain import Chains
+from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.losses import accuracy, cross_entropy, mse, nll
 from hybridtrain.models import torchvision_model, torchvision_models
 from hybridtrain.models.torchvision_models import shapes_only
@@ -216,9 +216,9 @@ def test_an_output_without_logits_is_one_message():
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "swin_t", "vit_b_16"])
 def test_a_model_is_a_chain_of_layers_under_torchvisions_names(name):
     net = shapes_for_digits(name)
-    chain = Chains(net).chain()
+    chain = ChainBuilder(net).chain()
     assert len(chain.layers) > 10
-    assert not chain.whole
+    assert not chain.unexpanded
     held = {id(p) for layer in chain.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in net.parameters()}
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.evaluate import evaluate
+from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy, cross_entropy
-from hybridtrain.optim import build_lr_schedule
-from hybridtrain.pipeline.random_state import Draws
+from hybridtrain.pipeline.layer_rng import LayerRNG
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -120,9 +120,9 @@ def moments(trainer):
 def assert_same_run(ours, theirs):
     assert_same(ours.model.state_dict(), theirs.model.state_dict(), "weights and buffers")
     assert_same(moments(ours), moments(theirs), "optimizer")
-    assert (ours.step, ours.samples, ours.epoch, ours.batch) == (
+    assert (ours.step, ours.rows, ours.epoch, ours.batch) == (
         theirs.step,
-        theirs.samples,
+        theirs.rows,
         theirs.epoch,
         theirs.batch,
     )
@@ -139,7 +139,7 @@ def test_accumulating_k_batches_equals_one_k_times_larger(accumulate):
     for each in (small, large):
         each.fit()
     assert small.step == large.step == 2 * -(-RAGGED // (4 * accumulate))
-    assert small.samples == large.samples == 2 * RAGGED
+    assert small.rows == large.rows == 2 * RAGGED
     for name, value in large.model.state_dict().items():
         # the same sums over the same rows in another order, after several AdamW steps
         torch.testing.assert_close(
@@ -480,12 +480,12 @@ def test_evaluation_counts_every_sample_once(rows, chunks):
 def test_evaluation_leaves_the_mode_the_draws_and_the_state_as_they_were(mode):
     ours = trainer(rich_net())
     ours.model.train(mode)
-    ours.model.draws.step = 5
+    ours.model.rng.step = 5
     before = copy.deepcopy(ours.model.state_dict())
     evaluate(ours.model, ours.evaluation, cross_entropy, {})
     assert ours.model.training is mode
     assert all(module.training is mode for module in ours.model.net.modules())
-    assert ours.model.draws.step == 5
+    assert ours.model.rng.step == 5
     assert_same(ours.model.state_dict(), before, "state")
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
@@ -527,7 +527,7 @@ def test_an_exception_in_a_step_closes_the_monitor_and_leaves_no_thread():
 
 
 def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
-    draws = Draws(0, 0)
+    draws = LayerRNG(0, 0)
     drawn = set()
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step

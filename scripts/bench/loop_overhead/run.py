@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import interleave, optional, print_footer, print_table, shown
 
 from hybridtrain.data.loader import LoaderOptions, TrainLoader, permutation
-from hybridtrain.data.splits import TensorRows, already_batched
+from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.model import HybridModel
 from hybridtrain.trainer import Trainer
 from hybridtrain.world import World
@@ -93,7 +93,7 @@ class Batches:
 class Run:
     """The data of a run, and the network that it trains."""
 
-    data: TensorRows
+    data: InMemoryDataset
     steps: int
     net: nn.Sequential
 
@@ -286,7 +286,7 @@ def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     rows = options.steps * ROWS
-    data = TensorRows(
+    data = InMemoryDataset(
         torch.randn(rows, WIDTH, generator=generator),
         torch.randint(CLASSES, (rows,), generator=generator),
     )

@@ -41,7 +41,7 @@ WIDTH = 4
 class Sleeps:
     """How long a stage sleeps.
 
-    Attributes:
+    TraceGuards:
         early: how much too late `time.sleep` wakes up, at best.
         forward: of a forward's 5 ms, the part that PyTorch takes.
         backward: likewise.

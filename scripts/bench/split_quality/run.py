@@ -28,8 +28,8 @@ from common import print_footer, print_table
 from hybridtrain.losses import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.partitioning.objective import stage_costs
-from hybridtrain.pipeline.trace import stage_times
+from hybridtrain.pipeline.timeline import stage_times
+from hybridtrain.planning.objective import stage_costs
 from hybridtrain.world import World
 
 ROWS, CHUNKS, PIXELS = 8, 4, 96
@@ -87,14 +87,14 @@ def decide(make: Callable[[], Case], stages: int, repeats: int) -> tuple[float, 
     net, x, targets, loss_fn = make()
     world = World.from_env(stages, devices="cpu")
     start = time.perf_counter()
-    model = HybridModel(net, world, chunks=CHUNKS, split="time", sample=x)
+    model = HybridModel(net, world, chunks=CHUNKS, split="time", example_inputs=x)
     seconds = time.perf_counter() - start
     plan = model.plan
-    planned = [stage.time_ms for stage in stage_costs(plan.costs, plan.counts, plan.held)]
+    planned = [stage.time_ms for stage in stage_costs(plan.costs, plan.counts, plan.in_flight)]
     together = stage_ms(model, x, targets, loss_fn, repeats)
     with tempfile.TemporaryDirectory() as folder:
         plan.write(Path(folder) / "plan.yaml")
-        one = HybridModel(make()[0], world, split=f"{folder}/plan.yaml", sample=x)
+        one = HybridModel(make()[0], world, split=f"{folder}/plan.yaml", example_inputs=x)
     few = slice(ROWS // CHUNKS)
     alone = stage_ms(one, x[few], targets[few], loss_fn, repeats)
     return *map(unevenness, (planned, alone, together)), seconds

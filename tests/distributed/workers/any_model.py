@@ -98,7 +98,7 @@ def _(world):
 def _(world):
     torch.manual_seed(0)
     net = Net(world.rank)
-    model = hybrid(net, split="time", sample=batch(world.rank))
+    model = hybrid(net, split="time", example_inputs=batch(world.rank))
     counts = world.gather([len(stage.layers) for stage in model.stages])
     assert counts == [counts[0]] * world.size
     plans = world.gather(model.plan)
@@ -139,7 +139,7 @@ def _(world):
             return super().forward(x, mask) if x.sum() > 0 else {}
 
     with pytest.raises(UserError, match=r"Decides cannot be traced.*x\.sum\(\) > 0"):
-        hybrid(Decides(), sample=batch(world.rank))
+        hybrid(Decides(), example_inputs=batch(world.rank))
     with pytest.raises(UserError, match=r"no layer 'blocks\.9'"):
         hybrid(Net(), split=["blocks.9"])
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import UserError
-from hybridtrain.evaluate import evaluate
+from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy
 
 cells = Cells()
@@ -100,7 +100,7 @@ def one_step(nb_part, schedule, checkpoint):
                 out = step(model, batch, rows)
                 assert_close(grads(ours), grads(plain), what)
                 assert_same_on_all_ranks(world, grads(ours), what)
-                total = world.sum(torch.stack([out.loss * out.rows]))[0]
+                total = world.sum(torch.stack([out.loss * out.samples]))[0]
                 torch.testing.assert_close(total / sum(rows), loss.detach())
 
     return check

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import accuracy, cross_entropy
-from hybridtrain.optim import build_lr_schedule
 
 STEPS = 10
 COSINE = {

@@ -1,0 +1,1 @@
+"""The command line and what it builds: configs, runs and their directories."""

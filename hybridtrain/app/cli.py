@@ -1,0 +1,148 @@
+"""The command line: `python -m hybridtrain [train|plan|evaluate|export] [overrides...]`.
+
+The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
+through `hydra.main`: on several ranks that writes one log and one `.hydra` folder from all of
+them, and gives a restarted run a new directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from hybridtrain.app.compose import (
+    CONFIG_MODULE,
+    compose_config,
+    own_recipe,
+    register,
+    sweep_choices,
+)
+from hybridtrain.app.config import Config
+from hybridtrain.errors import ConfigError, UserError
+
+COMMANDS = ("train", "plan", "evaluate", "export")
+
+# torchrun ends the other ranks within a fraction of a second once rank 0 has failed.
+_WAIT_FOR_RANK_0_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
+    try:
+        return _dispatch(command, arguments)
+    except UserError as error:
+        return _report(error)
+    except Exception as error:
+        _record_for_torchrun(error)
+        return _report(error)
+
+
+def _dispatch(command: str, arguments: list[str]) -> int:
+    from hydra._internal.utils import get_args_parser
+
+    parsed = get_args_parser().parse_args(arguments)
+    if parsed.multirun:
+        return _sweep(command, parsed.overrides, parsed.config_dir)
+    if parsed.cfg or parsed.info:
+        compose_config(parsed.overrides, parsed.config_dir)  # for the one-line errors
+    if parsed.cfg or parsed.info or parsed.help or parsed.hydra_help or parsed.shell_completion:
+        return _show(arguments)
+    unknown = [word for word in parsed.overrides if "=" not in word and not word.startswith("~")]
+    if unknown and unknown[0] == parsed.overrides[0]:
+        raise ConfigError(
+            f"there is no command {unknown[0]!r}; there are: {', '.join(COMMANDS)} (and overrides "
+            f"look like key=value)"
+        )
+    config = compose_config(parsed.overrides, parsed.config_dir)
+    run(command, config, parsed.overrides)
+    return 0
+
+
+def run(command: str, config: Config, overrides: Sequence[str]) -> None:
+    """Runs a command on a composed config."""
+    if config.allow_targets and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the user's own packages, as `python -m` finds them
+    from hybridtrain.app import build  # here, because torch takes a second to import
+
+    if command == "train":
+        build.train(config, overrides)
+    elif command == "plan":
+        build.plan_run(config)
+    elif command == "evaluate":
+        build.evaluate_run(config)
+    else:
+        build.export_run(config)
+
+
+def _show(arguments: Sequence[str]) -> int:
+    """`--cfg job`, `--help` and the like, which are Hydra's own; rank 0 shows them."""
+    if _rank() == 0:
+        _hydra_main(lambda config: None, [own_recipe(argument) for argument in arguments])
+    return 0
+
+
+def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> int:
+    """`--multirun`: one process runs every combination, one after the other."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        raise ConfigError(
+            "--multirun does not work under torchrun or srun: every process would sweep by itself. "
+            "Start one torchrun for each combination, from a shell loop or an array of jobs"
+        )
+    choices = sweep_choices(overrides)
+    swept = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
+    runs = [(choice, compose_config(choice, config_dir)) for choice in choices]
+    for number, (choice, config) in enumerate(runs):
+        # named after the values, so that another sweep does not go on with these runs
+        values = [value for value, varies in zip(choice, swept, strict=True) if varies]
+        config.run_name = "-".join([str(config.run_name), *values]).replace("/", "_")
+        print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
+        run(command, config, choice)
+    return 0
+
+
+def _hydra_main(job: Callable[[object], None], arguments: Sequence[str]) -> None:
+    import hydra
+
+    register()
+    sys.argv[1:] = arguments
+    hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(
+        job
+    )()
+
+
+def _report(error: BaseException) -> int:
+    """Prints an error once, not once a rank, and returns the exit code.
+
+    All ranks mostly fail at the same thing. Rank 0 speaks at once; the others wait to be ended
+    by the launcher, and speak only if that does not happen, because then the error is theirs.
+    """
+    if _rank() != 0:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    if isinstance(error, UserError):
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        print(f"error: {error}{notes}", file=sys.stderr, flush=True)
+        return 2
+    import traceback
+
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    return 1
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Leaves the error where torchrun looks for the root cause of a failed run."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and "torch" in sys.modules:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

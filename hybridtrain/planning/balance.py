@@ -1,0 +1,93 @@
+"""Where to cut a chain so that its most expensive part is as cheap as it can be.
+
+The linear partition problem (Skiena, The Algorithm Design Manual, 8.5), solved exactly, and for
+any cost of a part: it need not grow with the part, since what crosses a cut may be cheap here and
+dear there. Dynamic programming over the parts, O(parts * layers^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INFINITY = float("inf")
+
+# Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
+ROUNDING = 1 + 1e-12
+
+
+def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
+    """How many consecutive layers each part gets; none is empty.
+
+    The cost of the most expensive part is minimal. Among the cuts that reach this minimum, the
+    one with the smallest sum of squared costs is taken, then the one with the most even counts,
+    so that the other parts are even too. What differs by rounding alone (`ROUNDING`) ties.
+
+    Args:
+        costs: for each part a table of (layers + 1, layers + 1): `costs[part][start][end]` is its
+            cost, 0 or more, if it holds the layers from `start` up to but without `end`;
+            infinity where it may not. Entries with `end <= start` are not looked at.
+
+    Returns:
+        None if every cut has a part that may not be.
+    """
+    tables = [_of_runs(torch.as_tensor(table, dtype=torch.float64)) for table in costs]
+    ends = torch.arange(len(tables[0]))
+
+    start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
+    start_only[0] = 0
+
+    # limit[end] is the smallest possible maximum over the first `end` layers
+    limit = start_only
+    for table in tables:
+        limit = torch.maximum(limit[:, None], table).amin(0)
+    if limit[-1] == INFINITY:
+        return None
+
+    # squares[end] and evenness[end] are the sums of squared costs and counts of the best way to
+    # cut the first `end` layers into the parts so far; starts[part][end] is where its last begins
+    squares = start_only
+    evenness = torch.zeros_like(ends)
+    starts: list[Tensor] = []
+    for table in tables:
+        cost = torch.where(table <= limit[-1] * ROUNDING, table, INFINITY)
+        by_start = squares[:, None] + cost.square()
+        squares = by_start.amin(0)
+        counts = evenness[:, None] + (ends - ends[:, None]).square()
+        counts[by_start > squares * ROUNDING] = torch.iinfo(counts.dtype).max
+        evenness = counts.amin(0)
+        starts.append(torch.where(counts == evenness, ends[:, None], -1).amax(0))
+
+    counts_of_parts: list[int] = []
+    end = len(ends) - 1
+    for start_of in reversed(starts):
+        start = int(start_of[end])
+        counts_of_parts.append(end - start)
+        end = start
+    return counts_of_parts[::-1]
+
+
+def range_sums(values: Sequence[float]) -> Tensor:
+    """The sum of `values[start:end]` at `[start, end]`, float64."""
+    totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
+    return totals - totals[:, None]
+
+
+def too_few_layers(layers: int, stages: int, no_cut_before: int = 0) -> str:
+    """The message for a model of which too few layers can begin a stage; `no_cut_before` cannot."""
+    model = f"a model of {layers} layer{'s' * (layers != 1)}"
+    if no_cut_before:
+        model += (
+            f", of which {no_cut_before} cannot begin a stage (a module is used before and after),"
+        )
+    return (
+        f"{model} cannot be cut into {stages} stages: lower pipeline.nb_part (or "
+        f"pipeline.stages_per_device) to {layers - no_cut_before} or less"
+    )
+
+
+def _of_runs(table: Tensor) -> Tensor:
+    """The table with infinity for runs without layers."""
+    return torch.where(torch.ones_like(table, dtype=torch.bool).triu(1), table, INFINITY)

@@ -1,0 +1,179 @@
+"""Marks on modules that say on which stage they are to be.
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with partition(0):
+                self.encoder = Encoder()
+            with partition(1):
+                self.decoder = Decoder()
+
+A mark is an attribute of the instance, so that copies and pickles keep it; `state_dict` does not
+have it. A module without one is where the nearest module around it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridtrain.errors import SplitError
+
+_MARK = "_pipeline_stage"
+
+
+class _Here(threading.local):
+    """The partition that this thread is in."""
+
+    stage: int | None = None
+
+
+class _Marking:
+    """While any thread is in a `partition`, modules are marked as they come into being.
+
+    PyTorch's registration hooks see where a module is put, not where it is made: they would mark
+    a module from outside that is assigned inside, and miss one from inside that is assigned
+    later. Every new module passes through `nn.Module.__init__`, and every copied or unpickled one
+    through `__setstate__`; these two are wrapped until the last thread has left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                for name in ("__init__", "__setstate__"):
+                    self._originals[name] = getattr(nn.Module, name)
+                    setattr(nn.Module, name, _then_mark(self._originals[name]))
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0:
+                for name, original in self._originals.items():
+                    setattr(nn.Module, name, original)
+
+
+_here = _Here()
+_marking = _Marking()
+
+
+def _then_mark(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        if _here.stage is not None:
+            self.__dict__[_MARK] = _here.stage
+
+    return wrapped
+
+
+@contextmanager
+def partition(stage: int) -> Iterator[None]:
+    """Marks the modules that this thread makes inside, also by copying, for `stage`.
+
+    Of nested partitions the innermost counts.
+
+    Raises:
+        SplitError: `stage` is no stage's index.
+    """
+    _check_index(stage)
+    before = _here.stage
+    with _marking:
+        _here.stage = stage
+        try:
+            yield
+        finally:
+            _here.stage = before
+
+
+def set_partition(module: nn.Module, stage: int) -> None:
+    """Marks `module` for `stage`, with what is in it; parts that are marked otherwise stay.
+
+    Raises:
+        SplitError: `stage` is no stage's index.
+    """
+    _check_index(stage)
+    before = _mark(module)
+    if before is not None:
+        # made in one partition, all parts have a mark of their own
+        for part in module.modules():
+            if _mark(part) == before:
+                part.__dict__[_MARK] = stage
+    module.__dict__[_MARK] = stage
+
+
+def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
+    """The mark of the module that `net` has as `name`, or else of the nearest one around it.
+
+    A name that `net` does not have, such as that of an operation in a module's forward, counts as
+    being in the nearest module that it does have.
+    """
+    module: object = net
+    stage: int | None = _mark(net, default)
+    for part in strip_call_index(name).split(".") if name else ():
+        module = getattr(module, part, None)
+        stage = _mark(module, stage)
+    return stage
+
+
+def has_marks(net: nn.Module) -> bool:
+    """Whether any module in `net` has a mark."""
+    return any(_mark(module) is not None for module in net.modules())
+
+
+def spans_stages(module: nn.Module, default: int | None = None) -> bool:
+    """Whether what is in `module` belongs to different stages, so that it must be cut inside.
+
+    A container without parameters belongs to none itself.
+
+    Args:
+        module: any module.
+        default: the stage of parameters and buffers without a mark; None is one of its own.
+    """
+    wanted = {
+        default if mark is None else mark
+        for part, mark in marks_in(module)
+        if own_state(part) or (mark is not None and not any(part.children()))
+    }
+    return len(wanted) > 1
+
+
+def _mark(module: object, default: Any = None) -> Any:
+    # not from the instance's dictionary: a compiled module looks it up in what it wraps
+    return getattr(module, _MARK, default)
+
+
+def _check_index(stage: object) -> None:
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+        raise SplitError(f"partition {stage!r}: give the index of a stage, 0 for the first")
+
+
+def own_state(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers that `module` holds itself."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def marks_in(
+    module: nn.Module, around: int | None = None
+) -> Iterator[tuple[nn.Module, int | None]]:
+    """The modules in `module`, it among them, each with its mark or that of the nearest around."""
+    mark = _mark(module, around)
+    yield module, mark
+    for child in module.children():
+        yield from marks_in(child, mark)
+
+
+def strip_call_index(name: str) -> str:
+    """The name of a layer without the number of its use: `decoder` for `decoder@2`."""
+    return re.sub(r"@\d+$", "", name)
