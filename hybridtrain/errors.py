@@ -1,14 +1,19 @@
-"""What can be wrong with what a user asked for.
+"""Exceptions for mistakes in a user's request.
 
-Each room of the library raises its own type, at the place where the fact is known. The message
-says what is wrong, which key, layer or file it concerns, and what to do about it. The command
-line prints such a message as it is, without a traceback; every other exception is a bug of this
-project or of the user's code and keeps its traceback.
+Each package raises its own type where the fact is known. The message says what is wrong, which
+argument, layer or file it concerns, and how to fix it. Messages name arguments as Python has them
+(`chunks=`); the command line puts the config key in their place (`pipeline.chunks=`) and prints the
+message without a traceback. Every other exception is a bug, and keeps its traceback.
 """
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake in what was asked for, told in one message that names the way out."""
+    """A mistake in a user's request, reported in one message that says how to fix it."""
 
 
 class ConfigError(UserError):
@@ -37,3 +42,15 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit the model."""
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the known name that `name` is most probably a typo of, or None."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
+    """Returns "did you mean 'x'?", or a list of the known names if none is close."""
+    known = list(known)
+    close = closest(name, known)
+    return f"did you mean {close!r}?" if close else f"the {kind} are: {', '.join(known)}"

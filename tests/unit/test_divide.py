@@ -102,7 +102,7 @@ def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
 def test_a_recomputed_stage_counts_what_it_was_sent_and_one_micro_batch():
     net = nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
     world, sample = World.from_env(nb_part=3), torch.randn(64, 1, 256)
-    options = {"chunks": 8, "split": "memory", "sample": sample}
+    options = {"chunks": 8, "split": "memory", "example_inputs": sample}
     kept = HybridModel(copy.deepcopy(net), world, **options).plan
     recomputed = HybridModel(net, world, checkpoint="always", **options).plan
     assert recomputed.recomputes

@@ -68,7 +68,7 @@ def test_a_person_can_read_the_file(tmp_path):
     assert text.startswith("#")
     assert "pipeline.split=" in text.split("\nmodel:")[0]
     assert "model: Transformer\nsplit: time\nschedule: 1f1b\nchunks: 8\n" in text
-    assert "\ndeeper: [blocks.0]\n" in text
+    assert "\nexpand: [blocks.0]\n" in text
     lines = [line.strip() for line in text.splitlines() if "name:" in line]
     assert len(lines) == 3  # a layer's costs stand on one line
     assert lines[1].startswith("- {name: blocks.11.attention.")

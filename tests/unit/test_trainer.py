@@ -120,9 +120,9 @@ def moments(trainer):
 def assert_same_run(ours, theirs):
     assert_same(ours.model.state_dict(), theirs.model.state_dict(), "weights and buffers")
     assert_same(moments(ours), moments(theirs), "optimizer")
-    assert (ours.step, ours.rows, ours.epoch, ours.batch) == (
+    assert (ours.step, ours.samples, ours.epoch, ours.batch) == (
         theirs.step,
-        theirs.rows,
+        theirs.samples,
         theirs.epoch,
         theirs.batch,
     )
@@ -139,7 +139,7 @@ def test_accumulating_k_batches_equals_one_k_times_larger(accumulate):
     for each in (small, large):
         each.fit()
     assert small.step == large.step == 2 * -(-RAGGED // (4 * accumulate))
-    assert small.rows == large.rows == 2 * RAGGED
+    assert small.samples == large.samples == 2 * RAGGED
     for name, value in large.model.state_dict().items():
         # the same sums over the same rows in another order, after several AdamW steps
         torch.testing.assert_close(

@@ -1,0 +1,126 @@
+"""The settings of a pipeline, in one frozen object that every level reads.
+
+`HybridModel(net, world, PipelineOptions(chunks=8))` and its short form `HybridModel(net, world,
+chunks=8)` are the same. The command line fills one from its config groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.schedule import SCHEDULES
+
+SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
+CheckpointSpec = str | Sequence[str] | Mapping[str, int]
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+BATCH_NORM_MODES = ("micro_batch", "deferred")
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is cut into stages and how these run.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the argument.
+        SplitError: `split` or `memory_weight` is not understood.
+    """
+
+    chunks: int = 1
+    """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
+    schedule: str = "1f1b"
+    """`1f1b` or `gpipe`."""
+    split: SplitSpec = "uniform"
+    """Which layers go to which stage. By what the largest stage should be small in: `uniform`
+    (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is
+    measured to cost). `manual`: as marked by `partition` and `set_partition`. Or the path of a plan
+    (`.yaml`), or a list of layer counts, cut points, layer names or name patterns."""
+    checkpoint: CheckpointSpec = "never"
+    """Activation checkpointing, what is recomputed in the backward instead of kept: `never`; whole
+    stages for all micro-batches `except_last` or `always`; `{"every": k}` for every kth layer; or
+    a list of layer names."""
+    stages_per_device: int = 1
+    """Stages that each device runs; more than one interleaves them."""
+    max_inflight: int | None = None
+    """Micro-batches that may be in flight at one time; None: the schedule decides."""
+    batch_norm: str = "micro_batch"
+    """When running statistics are updated: at each `micro_batch`, as in the unsplit model under
+    gradient accumulation, or `deferred` to once a step."""
+    sync_batch_norm: bool = False
+    """Normalise over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
+    precision: str = "fp32"
+    """`fp32`, or `bf16` or `fp16` for autocast; fp16 needs `scale_loss` in `train_step`."""
+    compile: bool = False
+    """Compile each layer with `torch.compile`."""
+    seed: int = 0
+    """The seed of random layers such as dropout."""
+    find_unused_parameters: bool = False
+    """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
+    broadcast_buffers: bool = True
+    """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas. When
+    off, running statistics are each replica's own until an evaluation."""
+    memory_weight: float = 0.2
+    """For `split="balanced"`: 0 balances time alone, 1 memory alone."""
+    memory_limit_gib: float | None = None
+    """For a split by measured costs: what a device may hold, in GiB."""
+    default_partition: int | None = None
+    """For `split="manual"`: the stage of layers without a mark."""
+    optimizer_tensors_per_param: int = 2
+    """For a split by memory: tensors of a parameter's size that the optimizer keeps for it (AdamW
+    keeps 2)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("schedule", self.schedule, list(SCHEDULES))
+        _check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
+        _check_choice("precision", self.precision, PRECISIONS)
+        for name in ("chunks", "stages_per_device", "max_inflight"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+        if not 0 <= self.memory_weight <= 1:
+            raise SplitError(
+                f"memory_weight={self.memory_weight} must lie between 0 (time alone) and 1 (memory "
+                f"alone)"
+            )
+        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
+            raise ConfigError(f"memory_limit_gib={self.memory_limit_gib} must be positive")
+        if (self.default_partition or 0) < 0:
+            raise ConfigError("default_partition= must be the index of a stage")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed} must fit in 64 bits")
+        _check_split(self.split)
+        _check_checkpoint(self.checkpoint)
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value} is unknown; choose one of: {', '.join(allowed)}")
+
+
+def _check_split(split: Any) -> None:
+    def fits(item: Any) -> bool:
+        inner = item if isinstance(item, list | tuple) else [item]
+        return type(item) is int or all(isinstance(name, str) for name in inner)
+
+    if not isinstance(split, str) and not (isinstance(split, Sequence) and all(map(fits, split))):
+        raise SplitError(
+            f"split={split!r}: use a name, the path of a plan, or a list of layer counts, cut "
+            f"points, layer names or name patterns"
+        )
+
+
+def _check_checkpoint(spec: Any) -> None:
+    if isinstance(spec, str):
+        if spec not in CHECKPOINT_MODES:
+            raise ConfigError(
+                f"checkpoint={spec} is unknown: use {', '.join(CHECKPOINT_MODES)}, {{every: k}} or "
+                f"a list of layer names"
+            )
+    elif isinstance(spec, Mapping):
+        every = spec.get("every")
+        if set(spec) != {"every"} or type(every) is not int or every < 1:
+            raise ConfigError(f"checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more")
