@@ -1,244 +1,127 @@
-"""HybridModel: the user's module, cut into stages, placed, and kept equal over the replicas."""
+"""HybridModel: the user's module as a pipeline of stages, kept equal over the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
-from torch.utils._pytree import tree_map_only
+from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.graph.chain import ExampleInputsNeeded
-from hybridtrain.memory import resident_bytes
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
-from hybridtrain.pipeline.activation_checkpoint import CheckpointSpec, checkpoint_policy
-from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
-from hybridtrain.pipeline.engines.threads import Step
-from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
+from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.placement import Placement, PlacementOptions, place, requiring_grad
-from hybridtrain.planning.plan import Plan
-from hybridtrain.planning.planner import Ask
-from hybridtrain.planning.split_spec import SplitSpec, check_split
-from hybridtrain.schedule import (
-    SCHEDULES,
-    Schedule,
-    forward_only,
-    make_schedule,
-    peak_in_flight,
-)
+from hybridtrain.planning import Plan, layers_of_plan, plan_chain
+from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
 
-LossFn = Callable[[Any, Any], Tensor]
-
-AUTOCAST: dict[str, torch.dtype | None] = {
-    "fp32": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-BATCH_NORM = ("micro_batch", "deferred")
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """What a training step gives.
+    """Result of a training step.
 
-    TraceGuards:
-        loss: the mean over the rows of this replica's batch, 0-dim, on the last stage's device.
-        samples: how many samples those were.
-        trace: what ran when, if it was asked for.
+    Attributes:
+        loss: the mean over the samples of this replica's batch, a 0-dim tensor on the last stage's
+            device; NaN in a process that does not have the last stage.
+        samples: the number of samples in this replica's batch.
+        timeline: the measured times of its actions, if they were asked for.
     """
 
     loss: Tensor
     samples: int
-    trace: Timeline | None = None
+    timeline: Timeline | None = None
 
 
 class HybridModel:
-    """Trains `net` as a pipeline over this process's devices, in step with the other replicas.
+    """Trains `net` as a pipeline of stages, together with the other replicas.
 
-    `net` stays the user's own module: its layers are moved to the stages' devices where they are,
-    and parameters, states and checkpoints go by its names, whatever the split.
+    `net` stays the user's module: its layers are moved to the stages' devices where they are, and
+    parameters, states and checkpoints go by its names, whatever the split.
 
     Args:
         net: any module. An `nn.Sequential` is cut between its elements (nested ones are
-            flattened); any other is traced, see `hybridtrain.graph.tracer`.
-        world: the processes and devices; the stages are `world.nb_part`.
-        chunks: micro-batches a batch is cut into along dim 0 (fewer if it has fewer rows).
-        schedule: `1f1b` or `gpipe`.
-        split: which layers go to which stage, the largest stage as small as can be: `uniform` (by
-            number of layers), `size` (by parameters), `time` or `memory` (by what each layer is
-            measured to cost), `balanced` (by both); `manual`: as marked by `partition` and
-            `set_partition`; the path of a plan (`.yaml`); or layer counts, cut points, names or
-            name patterns, see `split_layers`.
-        checkpoint: what is recomputed in the backward instead of kept: `never`, whole stages for
-            all micro-batches `except_last` or `always`, `{"every": k}` for every kth layer, or a
-            list of layers' names.
-        stages_per_device: how many stages each device has in turn; more than one interleaves them.
-        max_inflight: how many micro-batches may be alive at one time; None: as the schedule has it.
-        batch_norm: when running statistics move: at each `micro_batch`, as in the unsplit model
-            under gradient accumulation, or `deferred` to once a step.
-        sync_batch_norm: normalise over the replicas' micro-batches too (GPUs only, as in PyTorch).
-        precision: `fp32`, or `bf16` or `fp16` for autocast; fp16 wants `scale_loss` in
-            `train_step`.
-        compile: compile each layer.
-        seed: where the draws of layers such as dropout start from.
-        find_unused_parameters: as in DDP: look, in each step, for parameters without a gradient.
-        broadcast_buffers: as in DDP: every step begins with rank 0's buffers on all replicas. Off,
-            running statistics are each replica's own until an evaluation.
-        example_inputs: the inputs of a batch, as `train_step` takes them. Without, the model is divided at
-            the first batch if that is needed to measure or to trace it, as where its forward has
-            optional arguments.
-        memory_weight: for `split="balanced"`: 0 for time alone, 1 for memory alone.
-        memory_limit_gib: what a device may hold, in GiB, for a split by measured costs.
-        default_partition: for `split="manual"`: the stage of what is marked for none.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it (AdamW 2),
-            for a split by memory.
+            flattened); any other module is traced, see `hybridtrain.graph`.
+        world: the processes and devices; `world.nb_part` devices make one pipeline.
+        options: how the model is cut and run; see `PipelineOptions`.
+        example_inputs: the inputs of a batch, as `train_step` takes them; needed to measure layers
+            and to trace models whose forward has optional arguments or that torch.fx cannot trace.
+        **settings: fields of `options` to change: `HybridModel(net, world, chunks=8)`.
+
+    Attributes:
+        net: the module.
+        world: the processes.
+        options: the settings.
+        pipeline: the stages that this process owns.
 
     Raises:
-        SplitError, ScheduleError, ConfigError: an argument does not fit.
+        SplitError, ScheduleError, ConfigError: an argument does not fit, or `example_inputs` are
+            needed.
     """
 
     def __init__(
         self,
         net: nn.Module,
         world: World,
+        options: PipelineOptions | None = None,
         *,
-        chunks: int = 1,
-        schedule: str = "1f1b",
-        split: SplitSpec = "uniform",
-        checkpoint: CheckpointSpec = "never",
-        stages_per_device: int = 1,
-        max_inflight: int | None = None,
-        batch_norm: str = "micro_batch",
-        sync_batch_norm: bool = False,
-        precision: str = "fp32",
-        compile: bool = False,
-        seed: int = 0,
-        find_unused_parameters: bool = False,
-        broadcast_buffers: bool = True,
         example_inputs: Any = None,
-        memory_weight: float = 0.2,
-        memory_limit_gib: float | None = None,
-        default_partition: int | None = None,
-        optimizer_tensors_per_param: int = 2,
+        **settings: Any,
     ) -> None:
-        _check("pipeline.schedule", schedule, SCHEDULES)
-        _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
-        _check("trainer.precision", precision, AUTOCAST)
-        check_split(split)
-        if chunks < 1:
-            raise ConfigError(
-                f"pipeline.chunks={chunks} must be a positive number of micro-batches"
-            )
-        for key, value in (
-            ("stages_per_device", stages_per_device),
-            ("max_inflight", max_inflight),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"pipeline.{key}={value} must be at least 1")
-        if sync_batch_norm and world.size > 1:
-            if world.devices[0].type != "cuda":
-                raise ConfigError("pipeline.sync_batch_norm=true needs GPUs: PyTorch's is for them")
-            if len(set(world.devices)) < world.nb_part:
-                raise ConfigError(
-                    "pipeline.sync_batch_norm=true needs a GPU of its own for every stage: NCCL's "
-                    "collectives of two stages on one GPU may wait for one another"
-                )
-            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        self.options = options = with_settings(options or PipelineOptions(), settings)
+        if options.sync_batch_norm:
+            net = _with_sync_batch_norm(net, world)
         self.net = net
         self.world = world
-        self.chunks = chunks
-        self._broadcast_buffers = broadcast_buffers
-        self._schedule_name = schedule
-        self._stages_per_device = stages_per_device
-        self._max_inflight = max_inflight
-        self._autocast = AUTOCAST[precision]
-        self.rng = LayerRNG(seed, world.rank)
+        self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         remove_aliases(net)
-        checkpoint_policy(checkpoint, None)
-        self._deferred = DeferredBatchNormStats(net) if batch_norm == "deferred" else None
-        self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
-        self._ask = Ask(
-            split=split,
-            world=world,
-            stages_per_device=stages_per_device,
-            schedule=schedule,
-            chunks=chunks,
-            in_flight=peak_in_flight(self.schedule(chunks)),
-            memory_weight=memory_weight,
-            memory_limit_gib=memory_limit_gib,
-            default_partition=default_partition,
-            optimizer_tensors_per_param=optimizer_tensors_per_param,
-            precision=self.precision,
-            recomputes=checkpoint in ("always", "except_last"),
+        if example_inputs is not None:
+            sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
+            example_inputs = split(example_inputs, sizes)[0]
+        chains = ChainBuilder(net, example_inputs, self.autocast)
+        plan = world.broadcast(
+            world.on_main(lambda: plan_chain(chains, options, world.cluster, self.autocast))
         )
-        self._options: PlacementOptions = {
-            "checkpoint": checkpoint,
-            "compile": compile,
-            "find_unused_parameters": find_unused_parameters,
-        }
-        self._placed: Placement | None = None
-        with suppress(ExampleInputsNeeded):
-            self._placed = self._place(example_inputs)
+        assert plan is not None
+        self.pipeline = Pipeline(net, plan, layers_of_plan(chains, plan), world, options)
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, in the order of the pipeline.
-
-        Raises:
-            ConfigError: the model waits for its first batch to be divided.
-        """
-        return self._in_place.stages
+        """The stages of this process, in the order of the pipeline."""
+        return self.pipeline.stages
 
     @property
     def plan(self) -> Plan:
-        """How the model is divided, and from what costs."""
-        return self._in_place.plan
+        """How the model is divided, and from which costs."""
+        return self.pipeline.plan
 
     @property
-    def _in_place(self) -> Placement:
-        if self._placed is None:
-            raise ConfigError(
-                "the model is divided at its first batch, which is needed to measure or to trace "
-                "it: pass HybridModel(..., example_inputs=<the inputs of a batch>) to have it divided now"
-            )
-        return self._placed
-
-    def _place(self, example_inputs: Any) -> Placement:
-        """Divides the model and brings its stages to their devices; a collective call."""
-        if example_inputs is not None:
-            example_inputs = split(
-                example_inputs, chunk_sizes(batch_size(example_inputs), self.chunks)
-            )[0]
-        return place(self.net, self._ask, self.rng, example_inputs, **self._options)
-
-    def _place_by(self, inputs: Any) -> Placement:
-        """The placement; the first batch may have to bring it about."""
-        if self._placed is None:
-            if inputs is None:
-                raise BatchError(
-                    "the inputs of the first batch, which the model is traced by, are None"
-                )
-            self._placed = self._place(inputs)
-        return self._placed
+    def rng(self) -> LayerRNG:
+        """Seeds the random operations of the layers; its `step` belongs into a checkpoint."""
+        return self.pipeline.rng
 
     def schedule(self, chunks: int) -> Schedule:
-        """The table that a step of `chunks` micro-batches follows."""
+        """Returns the schedule of a training step of `chunks` micro-batches."""
+        options = self.options
         return make_schedule(
-            self._schedule_name,
+            options.schedule,
             self.world.nb_part,
             chunks,
-            self._stages_per_device,
-            self._max_inflight,
+            options.stages_per_device,
+            options.max_inflight,
         )
 
     def train_step(
@@ -250,107 +133,99 @@ class HybridModel:
         weight: float = 1.0,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
-        trace: bool = False,
+        timeline: bool = False,
     ) -> TrainStepResult:
         """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
 
         With several replicas, all call it together, each with its own batch, and the gradients
-        become the mean over the replicas of what each would have had alone.
+        become the mean over the replicas of what each would have alone.
 
         Args:
-            inputs: a pytree of tensors with the rows in dim 0; what the first layer is given.
+            inputs: a pytree of tensors with the batch in dim 0; what the first layer is given.
             targets: likewise; None if `loss_fn` needs none.
             loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
-                over its rows. Micro-batches count by their rows.
-            weight: what the gradient is multiplied by. A replica that has `rows` of the `total`
-                rows of a step passes `rows * replicas / total` when these differ among replicas.
-            sync: False to add up gradients without averaging them over the replicas yet; the
-                last `train_step` before the optimizer must have it True.
-            scale_loss: applied to what the backward starts from, such as `GradScaler.scale`.
-            trace: record what ran when.
+                over its samples. Micro-batches are weighted by their samples.
+            weight: multiplies the gradient. A replica that has `n` of the `total` samples of a step
+                passes `n * replicas / total` when these differ among replicas.
+            sync: False to accumulate gradients without averaging them over the replicas yet; the
+                last `train_step` before the optimizer's must have it True.
+            scale_loss: applied to the loss where the backward starts, such as `GradScaler.scale`.
+            timeline: record the start and end of every action.
 
         Raises:
             BatchError: the batch is empty or its parts do not fit together.
-            Exception: what a layer or `loss_fn` raised, as itself, with a note that names the
-                layer, the stage and the micro-batch. Gradients are incomplete then.
+            Exception: an exception of a layer or of `loss_fn`, with a note that names the layer,
+                the stage and the micro-batch. Gradients are incomplete then.
         """
-        rows = batch_size(inputs, targets)
-        sizes = chunk_sizes(rows, self.chunks)
-        placed = self._place_by(inputs)
-        target_parts = split(self.to_last(targets), sizes)
-        losses: list[Tensor | None] = [None] * len(sizes)
-        gradients: list[Tensor | None] = [None] * len(sizes)
+        samples = batch_size(inputs, targets)
+        sizes = chunk_sizes(samples, self.options.chunks)
+        input_parts = split(inputs, sizes)
+        target_parts = split(self.pipeline.to_output_device(targets), sizes)
 
-        def head(microbatch: int, output: Any) -> Tensor:
+        def head(microbatch: int, output: Any) -> HeadOutput:
             loss = loss_fn(output, target_parts[microbatch])
             if not isinstance(loss, Tensor) or loss.dim():
                 raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
-            losses[microbatch] = loss.detach()
-            share = weight * sizes[microbatch] / rows
-            gradients[microbatch] = self._loss_gradient(share, loss.dtype)
-            return loss if scale_loss is None else scale_loss(loss)
+            gradient = self._loss_gradient(weight * sizes[microbatch] / samples, loss)
+            root = loss if scale_loss is None else scale_loss(loss)
+            return HeadOutput(loss.detach(), root, gradient)
 
-        recorded = Timeline(self.world.devices) if trace else None
-        if requiring_grad(self.net, self.world) != placed.trained:
-            raise ConfigError(
-                "requires_grad of a parameter has changed since HybridModel was made, and the "
-                "replicas would not average its gradient: freeze first, or make a new HybridModel"
-            )
-        if self._broadcast_buffers:
-            self.sync_buffers()
-        placed.refresh()
-        self.rng.active = self.net.training
-        with torch.enable_grad(), self.precision():
-            step = Step(
-                lanes=self.schedule(len(sizes)).lanes,
-                inputs=split(inputs, sizes),
-                head=head,
-                recompute=[placed.policy.whole_stage(i, len(sizes)) for i in range(len(sizes))],
-                loss_gradients=gradients,
+        recorded = Timeline(self.world.devices) if timeline else None
+        with torch.enable_grad(), self.autocast():
+            losses = self.pipeline.train(
+                self.schedule(len(sizes)),
+                input_parts.__getitem__,
+                head,
                 reduce=sync,
-                trace=recorded,
+                timeline=recorded,
             )
-        before = default_generator_states(self._gpus)
-        with self._statistics():
-            placed.engine.run(step)
-        self.rng.end_step(drew=default_generator_states(self._gpus) != before)
-        for stage in self.stages:
-            for alias in stage.aliases:
-                alias.accumulate_into_owner()
-        return TrainStepResult(
-            _weighted_mean([x for x in losses if x is not None], sizes), rows, recorded
-        )
+        return TrainStepResult(_weighted_mean(losses, sizes), samples, recorded)
 
-    def __call__(self, inputs: Any) -> Any:
-        """The model's output for a batch, pipelined, on the last stage's device.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output for a batch, pipelined, on the last stage's device.
 
-        It carries no graph; `train_step` is what trains. In `train()` mode dropout is active and
-        running statistics move, as in any module.
+        Called as the module is, or with the inputs of a batch as `train_step` takes them. The output
+        carries no graph. In `train()` mode dropout is active and running statistics are updated, as
+        in any module.
         """
-        rows = batch_size(inputs)
-        sizes = chunk_sizes(rows, self.chunks)
-        placed = self._place_by(inputs)
-        outputs: list[Any] = [None] * len(sizes)
+        inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
+        if args and kwargs:
+            raise BatchError("pass the inputs all by position or all by keyword")
+        outputs = self.map_outputs(inputs, None, lambda output, _: output)
+        return merge(outputs) if outputs else None
 
-        def head(microbatch: int, output: Any) -> Any:
-            outputs[microbatch] = output
-            return None
+    def map_outputs(
+        self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Runs a forward, and `function(output, targets)` of each micro-batch at the last stage.
 
-        placed.refresh()
-        self.rng.active = self.net.training
-        with torch.no_grad(), self.precision():
-            step = Step(
-                lanes=forward_only(self.world.nb_part, len(sizes), self._stages_per_device),
-                inputs=split(inputs, sizes),
-                head=head,
-                recompute=[False] * len(sizes),
-            )
-        before = default_generator_states(self._gpus)
-        with self._statistics():
-            placed.engine.run(step)
-        if self.net.training:
-            self.rng.end_step(drew=default_generator_states(self._gpus) != before)
-        return merge(outputs)
+        Args:
+            inputs: the inputs of a batch.
+            targets: a pytree of tensors with the batch in dim 0, or None.
+            function: called under `no_grad` and this model's autocast.
+
+        Returns:
+            the results by micro-batch; an empty list in a process without the last stage.
+        """
+        sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
+        input_parts = split(inputs, sizes)
+        target_parts = split(self.pipeline.to_output_device(targets), sizes)
+
+        def head(microbatch: int, output: Any) -> HeadOutput:
+            return HeadOutput(function(output, target_parts[microbatch]))
+
+        schedule = forward_only(
+            self.world.nb_part, len(sizes), self.options.stages_per_device
+        )
+        with torch.no_grad(), self.autocast():
+            return self.pipeline.forward(schedule, input_parts.__getitem__, head)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Returns the autocast context of `precision`; none for fp32, so the caller's own counts."""
+        dtype = _AUTOCAST[self.options.precision]
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.world.devices[0].type, dtype=dtype, cache_enabled=False)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
@@ -369,82 +244,95 @@ class HybridModel:
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of `net`, for an optimizer."""
+        """Returns the parameters of `net`, for an optimizer."""
         return self.net.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The parameters of `net` under its own names."""
+        """Returns the parameters of `net` under its names."""
         return self.net.named_parameters()
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
         self.net.zero_grad(set_to_none=True)
 
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the gradients of all stages, a 0-dim tensor."""
+        return self.pipeline.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        return self.pipeline.clip_grad_norm_(max_norm)
+
+    def reduce_loss(self, sums: Tensor) -> Tensor:
+        """Returns the sum over the replicas of `sums`, which are known at the last stage."""
+        return self.pipeline.sum_over_replicas(sums)
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of `net` under its own names; `net.load_state_dict` takes it."""
-        return self.net.state_dict()
+        """Returns the state of `net` under its names; `net.load_state_dict` takes it."""
+        return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads a state of `net`, of this or any other split. All replicas must load the same."""
-        return self.net.load_state_dict(state, strict=strict)
+        return self.pipeline.load_state_dict(state, strict)
 
     def sync_buffers(self) -> None:
-        """Copies rank 0's buffers to all replicas, as DDP does before each forward."""
-        for stage in self.stages:
-            if stage.replica is not None:
-                stage.replica.sync_buffers()
+        """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
+        self.pipeline.sync_buffers()
 
     def memory_bytes(self) -> list[int]:
-        """The most memory each stage held so far, in bytes.
+        """Returns the peak memory of each stage so far, in bytes; see `Pipeline.memory_bytes`."""
+        return self.pipeline.memory_bytes()
 
-        On a GPU the allocator's own peak. On a CPU a count: parameters, gradients, buffers, and
-        the activations of one micro-batch times as many as the schedule holds.
-        """
-        held = peak_in_flight(self.schedule(self.chunks))
-        return [
-            torch.cuda.max_memory_allocated(stage.device)
-            if stage.device.type == "cuda"
-            else resident_bytes(stage.module) + held[stage.index] * (stage.saved_bytes or 0)
-            for stage in self.stages
-        ]
+    def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Returns for each stage its layers, parameters and peak memory."""
+        return self.pipeline.stage_summaries(optimizer)
 
-    def to_last(self, targets: Any) -> Any:
-        """`targets` on the device where the outputs are."""
-        device = self.stages[-1].device
-        if targets is None or (type(targets) is Tensor and targets.device == device):
-            return targets
-        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), targets)
+    def __repr__(self) -> str:
+        stages = ", ".join(f"{len(entry.layers)} layers" for entry in self.plan.stages)
+        return f"HybridModel({type(self.net).__name__}: {stages}; {self.options})"
 
-    def _loss_gradient(self, share: float, dtype: torch.dtype) -> Tensor:
-        """What the backward of a micro-batch starts from; made once for each share and dtype."""
-        key = share, dtype
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "a HybridModel has threads and process groups and cannot be copied: copy the module, "
+            "copy.deepcopy(model.net), and make a new HybridModel of the copy"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a HybridModel has threads and process groups and cannot be pickled: save "
+            "model.state_dict(), or pickle model.net"
+        )
+
+    def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:
+        """Returns the gradient of a micro-batch's loss, made once for each share and dtype."""
+        key = share, loss.dtype, loss.device
         if key not in self._loss_gradients:
             if len(self._loss_gradients) == 64:  # shares that change from step to step
                 self._loss_gradients.clear()
-            device = self.stages[-1].device
-            self._loss_gradients[key] = torch.full((), share, dtype=dtype, device=device)
+            self._loss_gradients[key] = torch.full_like(loss, share, requires_grad=False)
         return self._loss_gradients[key]
 
-    def _statistics(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._deferred is None else self._deferred.step()
 
-    def precision(self) -> AbstractContextManager[object]:
-        """The autocast that this model computes under, for a loss outside of `train_step`."""
-        if self._autocast is None:
-            return nullcontext()  # and so the caller's own autocast, if any
-        device_type = self.world.devices[0].type
-        return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
+def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
+    if world.replicas == 1:
+        return net
+    if world.devices[0].type != "cuda":
+        raise ConfigError("sync_batch_norm=true requires CUDA devices")
+    if len(set(world.devices)) < len(world.devices):
+        raise ConfigError(
+            "sync_batch_norm=true needs a GPU for every stage: NCCL's collectives of two stages on "
+            "one GPU may wait for one another"
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    return converted
 
 
 def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
+    if not losses:
+        return torch.tensor(float("nan"))
     if len(losses) == 1:
         return losses[0]
     stacked = torch.stack(losses)
     stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
     weights = stacked.new_tensor([float(size) for size in sizes])
     return (stacked * weights).sum() / sum(sizes)
-
-
-def _check(key: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value} is unknown; there are: {', '.join(allowed)}")

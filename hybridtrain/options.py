@@ -7,14 +7,16 @@ chunks=8)` are the same. The command line fills one from its config groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, SplitError, did_you_mean
 from hybridtrain.schedule import SCHEDULES
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 CheckpointSpec = str | Sequence[str] | Mapping[str, int]
+
+Options = TypeVar("Options", bound=Any)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
@@ -94,6 +96,19 @@ class PipelineOptions:
             raise ConfigError(f"seed={self.seed} must fit in 64 bits")
         _check_split(self.split)
         _check_checkpoint(self.checkpoint)
+
+
+def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
+    """Returns a copy of the dataclass `options` with some fields changed.
+
+    Raises:
+        TypeError: there is no such field.
+    """
+    known = [one.name for one in fields(options)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"unknown setting {name}=: {did_you_mean(name, known, 'settings')}")
+    return replace(options, **settings) if settings else options
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -103,11 +103,9 @@ def in_blocks(builder: Builder, size: int, devices: int, chunks: int, v: int) ->
     return Schedule(part.name, devices * v, chunks, tuple(map(tuple, lanes)))
 
 
-def forward_only(
-    devices: int, chunks: int, stages_per_device: int = 1
-) -> tuple[tuple[Action, ...], ...]:
-    """The lanes of an evaluation: every micro-batch once through all stages."""
-    return tuple(
+def forward_only(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
+    """Every micro-batch once through all stages, as in an evaluation; no backwards."""
+    lanes = tuple(
         tuple(
             Action("F", s, i)
             for group in _even(chunks, max(1, chunks // devices))
@@ -116,6 +114,7 @@ def forward_only(
         )
         for own in _stages_of_devices(devices, stages_per_device)
     )
+    return Schedule("forward_only", devices * stages_per_device, chunks, lanes)
 
 
 def _stages_of_devices(devices: int, stages_per_device: int) -> list[range]:

@@ -1,11 +1,16 @@
-"""Who am I: ranks, devices and process groups, from torchrun, from Slurm, or on one's own.
+"""The processes of a run: ranks, replicas, devices and process groups.
 
-Every process owns `nb_part` devices and one replica of the model. 3 nodes of 4 GPUs with nb_part=2
-are 6 processes, 2 on each node:
+A replica is one copy of the model. Today each process is one replica and owns the `nb_part` devices
+of its pipeline. 3 nodes of 4 GPUs with nb_part=2 are 6 processes, 2 on each node:
 
     node 0                  node 1                  node 2
     rank 0: cuda:0 cuda:1   rank 2: cuda:0 cuda:1   rank 4: cuda:0 cuda:1
     rank 1: cuda:2 cuda:3   rank 3: cuda:2 cuda:3   rank 5: cuda:2 cuda:3
+
+Nothing outside this module takes a process for a replica. Code asks for what it means: `replica` and
+`replicas` (whose data, which dropout masks), `is_main` (who writes), `cluster` (which process of a
+replica owns which stage), and one of three sets of processes: all of them, those of this pipeline,
+and those that have the same stage in other replicas.
 """
 
 from __future__ import annotations
@@ -13,14 +18,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtrain.cluster import Cluster
 from hybridtrain.errors import UserError, WorldError
 
 T = TypeVar("T")
@@ -33,7 +39,7 @@ _SETUP_TIMEOUT = timedelta(hours=24)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. `init_method` is None for a process on its own."""
+    """The launcher's facts about this process; `init_method` is None for a single process."""
 
     launcher: str
     rank: int
@@ -43,28 +49,32 @@ class Launch:
     init_method: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class World:
     """This process among the others.
 
-    TraceGuards:
+    Attributes:
         launcher: `torchrun`, `slurm` or `single`.
-        rank: the number of this process; the replica of the model that it holds.
-        size: the number of processes, and so of replicas.
+        rank: the number of this process.
+        size: the number of processes.
         local_rank: the number of this process on its node.
-        devices: the `nb_part` devices of its stages, in order.
-        backend: `gloo` or `nccl`; what the gradients travel through.
-        timeout_s: how long a collective may take before it is an error.
+        devices: the devices of this process, in the order of its stages.
+        backend: `gloo` or `nccl`, for gradients and values.
+        timeout_s: seconds that a collective may take before it is an error.
+        engine: the name of the engine that executes pipelines.
+        processes_per_replica: processes that share a pipeline, with consecutive ranks.
     """
 
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    devices: tuple[torch.device, ...]
-    backend: str
-    timeout_s: float
-    setup_group: dist.ProcessGroup | None
+    launcher: str = "single"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),)
+    backend: str = "gloo"
+    timeout_s: float = 600.0
+    engine: str = "local"
+    processes_per_replica: int = 1
+    _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
     def from_env(
@@ -73,58 +83,91 @@ class World:
         devices: DeviceSpec = None,
         backend: str | None = None,
         timeout_s: float = 600.0,
+        engine: str = "local",
     ) -> World:
         """Reads the environment and, with several processes, joins the process group.
 
         The environment is only read, never written.
 
         Args:
-            nb_part: stages, and so devices, of this process.
+            nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`).
             devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without;
                 `"auto"` for the GPUs if there are enough of them, else the CPU; `"cpu"`; `"cuda"`;
                 or a list: `nb_part` devices that every process uses, or those of all local
                 processes one after the other.
             backend: None for `nccl` on GPUs and `gloo` on CPUs.
-            timeout_s: how long a collective may take, in seconds.
+            timeout_s: seconds that a collective may take.
+            engine: what executes a pipeline; `local`, all stages in one process.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
         """
         launch = detect(os.environ)
-        places = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
-        chosen = _choose_backend(backend, places)
-        setup_group = _join(launch, chosen, places, timeout_s) if launch.size > 1 else None
+        own = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
+        chosen = _choose_backend(backend, own)
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
-            devices=places,
+            devices=own,
             backend=chosen,
             timeout_s=timeout_s,
-            setup_group=setup_group,
+            engine=engine,
+            _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
         )
 
     @property
     def nb_part(self) -> int:
-        """The number of stages of this process."""
-        return len(self.devices)
+        """The number of devices of a pipeline."""
+        return len(self.devices) * self.processes_per_replica
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies of the model."""
+        return self.size // self.processes_per_replica
+
+    @property
+    def replica(self) -> int:
+        """The number of the copy that this process belongs to."""
+        return self.rank // self.processes_per_replica
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The number of this process among those of its replica."""
+        return self.rank % self.processes_per_replica
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices of a pipeline and which of its processes owns them."""
+        names = tuple(map(str, self.devices)) * self.processes_per_replica
+        return Cluster(names, self.processes_per_replica, self.replicas)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes to disk and to the terminal."""
+        """Whether this process writes to disk and to the terminal: rank 0 alone does."""
         return self.rank == 0
 
-    def new_group(self) -> dist.ProcessGroup | None:
-        """A process group of all ranks; a collective call. None where there is one process."""
-        if self.size == 1:
+    def device_of(self, stage: int) -> torch.device:
+        """Returns the device of `stage`, which this process owns."""
+        return self.devices[stage % self.nb_part % len(self.devices)]
+
+    def new_stage_group(self, stage: int) -> dist.ProcessGroup | None:
+        """Makes a process group of those that have `stage`, one per replica; replica 0's is first.
+
+        Every process calls it for every stage, in the same order. Returns None with one replica.
+        """
+        if self.replicas == 1:
             return None
-        return _new_group(self.backend, timedelta(seconds=self.timeout_s))
+        owner = self.cluster.process_of(stage)
+        ranks = range(owner, self.size, self.processes_per_replica)
+        return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
-        """Rank 0 runs `action` while the others wait; they get None.
+        """Runs `action` on rank 0 while the others wait; they get None.
 
-        An error of rank 0 is raised on all of them, so that none waits for ever.
+        Raises:
+            Exception: rank 0's error, on every rank, so that none waits for ever.
         """
         if self.size == 1:
             return action()
@@ -134,32 +177,34 @@ class World:
                 result = action()
             except Exception as caught:
                 error = caught
-        told = self.broadcast(None if error is None else (isinstance(error, UserError), str(error)))
+        status = self.broadcast(
+            None if error is None else (isinstance(error, UserError), str(error))
+        )
         if error is not None:
             raise error
-        if told is not None:
-            expected, message = told
+        if status is not None:
+            expected, message = status
             raise UserError(message) if expected else RuntimeError(f"rank 0 failed: {message}")
         return result
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank; any picklable object."""
+        """Returns rank 0's `value`, any picklable object, on every rank."""
         if self.size == 1:
             return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self.setup_group, group_src=0)
-        return box[0]  # type: ignore[no-any-return]
+        objects: list[Any] = [value]
+        dist.broadcast_object_list(objects, group=self._object_group, group_src=0)
+        return objects[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in the order of the ranks, on every rank."""
+        """Returns every rank's `value`, in the order of the ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.setup_group)
+        dist.all_gather_object(values, value, group=self._object_group)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` over all ranks, in place; on the CPU or one of the devices."""
+        """Sums `values`, on the CPU or one of the devices, over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -170,23 +215,32 @@ class World:
             dist.broadcast(tensor, src=0)
 
     def close(self) -> None:
-        """Leaves the process groups, at the end of a run that went well; the world is done with.
+        """Leaves the process groups, at the end of a run; the World cannot be used afterwards.
 
-        Returns when the threads of `broadcast`, `gather` and `on_main` have ended. One that still
-        lets go of the tensors of the last message while the interpreter ends would abort the
-        process (pytorch/pytorch#190489), and torchrun would count a run that is done as a failed
-        one. The threads that average gradients end with their model.
+        Returns when the threads of `broadcast`, `gather` and `on_main` have ended. A gloo thread
+        that outlives the interpreter and still releases the tensors of the last message aborts the
+        process (pytorch/pytorch#190489), and torchrun would report a finished run as failed. The
+        threads that average gradients end with their model.
         """
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-            object.__setattr__(self, "setup_group", None)  # the last reference to it
+            self._object_group = None  # the last reference to it
+
+    def __deepcopy__(self, memo: Any) -> World:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a World holds this process's process groups and cannot be pickled: call "
+            "World.from_env() in the other process"
+        )
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Who launched this process. torchrun wins over Slurm, because it may run inside a Slurm job.
+    """Reads who launched this process; torchrun wins over Slurm, since it may run in a Slurm job.
 
     Raises:
-        WorldError: a variable is missing or no number.
+        WorldError: a variable is missing or is not a number.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         size = _number(environ, "WORLD_SIZE")
@@ -214,7 +268,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """The first host of the job as master, and a port that two jobs on it hardly share."""
+    """Returns the first host of the job, and a port that two jobs on it are unlikely to share."""
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[key] for key in lists if environ.get(key)), None)
     if nodes is None and _number(environ, "SLURM_NNODES", "1") > 1:
@@ -225,7 +279,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm host list.
+    """Returns the first host of a Slurm host list.
 
     >>> first_host("node[012-014,020],other"), first_host("r1i0n[3,5]"), first_host("a,b")
     ('node012', 'r1i0n3', 'a')
@@ -233,7 +287,7 @@ def first_host(nodelist: str) -> str:
     match = re.match(r"\s*([^\[,\s]+)((?:\[[^\]]*\][^\[,\s]*)*)", nodelist)
     if match is None:
         raise WorldError(f"cannot read the Slurm host list {nodelist!r}")
-    # of each bracket, the first number of the first range
+    # the first number of the first range of each bracket
     return match[1] + re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[2])
 
 
@@ -248,13 +302,13 @@ def _number(environ: Mapping[str, str], key: str, default: str | None = None) ->
 def choose_devices(
     nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
 ) -> tuple[torch.device, ...]:
-    """The devices of this process's stages; see `World.from_env`.
+    """Returns the devices of this process; see `World.from_env`.
 
     Raises:
-        WorldError: counts what there is and what was asked for.
+        WorldError: they are not there; the message counts what there is and what was asked for.
     """
     if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
-        raise WorldError(f"pipeline.nb_part={nb_part} must be a positive number of stages")
+        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
     needed = launch.local_size * nb_part
     if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
         devices = [devices]
@@ -268,36 +322,36 @@ def choose_devices(
         if gpus < needed:
             raise WorldError(
                 f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
-                f"pipeline.nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
-                f"processes, lower pipeline.nb_part, or set world.devices=cpu"
+                f"nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
+                f"processes, lower nb_part=, or set devices=cpu"
             )
         first = launch.local_rank * nb_part
         return tuple(torch.device("cuda", first + part) for part in range(nb_part))
-    places = [_device(item, gpus) for item in devices]
-    if len(places) == needed:
+    own = [_device(item, gpus) for item in devices]
+    if len(own) == needed:
         first = launch.local_rank * nb_part
-        places = places[first : first + nb_part]
-    if len(places) != nb_part:
+        own = own[first : first + nb_part]
+    if len(own) != nb_part:
         raise WorldError(
-            f"world.devices names {len(places)} devices; give pipeline.nb_part={nb_part}, or "
+            f"devices={list(devices)} names {len(own)} devices; give nb_part={nb_part}, or "
             f"{needed} for the {launch.local_size} processes on this node"
         )
-    if len({place.type for place in places}) > 1:
-        raise WorldError(f"world.devices={list(devices)} mixes kinds of devices; use one kind")
-    return tuple(places)
+    if len({device.type for device in own}) > 1:
+        raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
+    return tuple(own)
 
 
 def _device(item: str | int, gpus: int) -> torch.device:
     try:
         device = torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
     except RuntimeError:
-        raise WorldError(f"world.devices: {item!r} is no device; examples: cpu, cuda:0") from None
+        raise WorldError(f"devices={item!r} is not a device; examples: cpu, cuda:0") from None
     if device.type not in ("cpu", "cuda"):
-        raise WorldError(f"world.devices: {item!r} is not supported; use cpu or cuda devices")
+        raise WorldError(f"devices={item!r} is not supported; use cpu or cuda devices")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if device.index >= gpus:
-            raise WorldError(f"world.devices asks for {device}, and there are {gpus} GPUs")
+            raise WorldError(f"devices={device} is not there: this machine has {gpus} GPUs")
     return device
 
 
@@ -307,10 +361,10 @@ def _choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str
     there = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     if chosen not in there:
         raise WorldError(
-            f"world.backend={chosen} is not there; this build of PyTorch has: {', '.join(there)}"
+            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(there)}"
         )
     if chosen == "nccl" and not on_gpu:
-        raise WorldError("world.backend=nccl needs GPUs, and the stages are on the CPU: use gloo")
+        raise WorldError("backend=nccl needs GPUs, and the stages are on the CPU: use gloo")
     return chosen
 
 
@@ -332,13 +386,14 @@ def _join(
         except (RuntimeError, ValueError) as error:
             raise WorldError(
                 f"rank {launch.rank} could not join the {launch.size} processes that "
-                f"{launch.launcher} announced ({launch.init_method}) within world.timeout_s="
+                f"{launch.launcher} announced ({launch.init_method}) within timeout_s="
                 f"{timeout_s:g} s (under Slurm, start them with srun): {error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
 
 
-def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend=backend, timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+def _new_group(
+    backend: str, timeout: timedelta, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
     return group

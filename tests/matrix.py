@@ -283,12 +283,12 @@ class Unsplit:
         for microbatch, (x, y) in enumerate(parts(inputs, targets, sizes)):
             with torch.autocast("cpu", dtype, cache_enabled=False) if dtype else nullcontext():
                 for index, layer in enumerate(layers_of(self.net)):
-                    with draws.guard(index, microbatch):
+                    with draws.seeded(index, microbatch):
                         x = layer.module(x)
                 loss = self._case.loss(x, y)
             mean += loss.detach() * sizes[microbatch] / rows
             (loss * ((rows / total) * sizes[microbatch] / rows) * scale).backward()
-        draws.next_step()
+        draws.end_step(False)
         return mean
 
 

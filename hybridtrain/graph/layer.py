@@ -59,3 +59,11 @@ def _flatten(name: str, module: nn.Module) -> list[Layer]:
         if child is not None
         for layer in _flatten(prefix + child_name, child)
     ]
+
+
+def works_in_place(module: nn.Module) -> bool:
+    """Returns whether a module in `module` declares that it may change its input.
+
+    It does so by an attribute `inplace = True`, as `nn.ReLU(inplace=True)` has it.
+    """
+    return any(getattr(part, "inplace", False) for part in module.modules())

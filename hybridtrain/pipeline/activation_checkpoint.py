@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a backward computes once more instead of keeping it.
+"""Activation checkpointing: what a backward recomputes instead of keeping it.
 
-Non-reentrant throughout: a reentrant checkpoint runs a backward of its own inside the backward,
-which DDP takes for a second gradient of the same parameter. The draws of a layer are seeded by its
-place, so that there is no random state to put back, and autocast is put back by PyTorch.
+Non-reentrant throughout: a reentrant checkpoint runs a nested backward, which DDP takes for a
+second gradient of the same parameter. The random operations of a layer are seeded by its place, so
+that there is no generator state to restore; PyTorch restores autocast.
 """
 
 from __future__ import annotations
@@ -20,77 +20,72 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain.errors import ConfigError
-
-CheckpointSpec = str | Sequence[str] | Mapping[str, int]
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.options import CheckpointSpec
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
     """What is recomputed: whole stages for some micro-batches, or some layers for all of them.
 
-    TraceGuards:
-        mode: `never`, `except_last` or `always`: for which micro-batches whole stages are.
-        layers: the numbers of the layers that are, one by one.
+    Attributes:
+        mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.
+        layers: the numbers of the layers that are recomputed one by one.
     """
 
     mode: str = "never"
     layers: frozenset[int] = frozenset()
 
-    def whole_stage(self, microbatch: int, chunks: int) -> bool:
-        """Whether micro-batch `microbatch` of `chunks` is recomputed stage by stage."""
-        return self.mode == "always" or (self.mode == "except_last" and microbatch + 1 < chunks)
+    def whole_stages(self, chunks: int) -> frozenset[int]:
+        """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
+        count = {"never": 0, "except_last": chunks - 1, "always": chunks}[self.mode]
+        return frozenset(range(count))
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is recomputed."""
+        return self != CheckpointPolicy()
 
 
-def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str] | None) -> CheckpointPolicy:
-    """Reads `pipeline.checkpoint`.
+def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointPolicy:
+    """Reads the option `checkpoint`.
 
     Args:
-        spec: `never`, `except_last`, `always`; `{every: k}` for every kth layer; or a list of names
-            of layers, or of groups of layers (`blocks` for `blocks.0`, ...).
-        names: the model's layers; None if they are not known yet, to check the rest.
+        spec: as in `PipelineOptions`; a name in a list stands for a layer, or for a group of layers
+            (`blocks` for `blocks.0`, ...).
+        names: the names of the model's layers.
 
     Raises:
-        ConfigError: it is none of these, or names no layer.
+        ConfigError: there is no such layer.
     """
     if isinstance(spec, str):
-        if spec not in ("never", "except_last", "always"):
-            raise ConfigError(
-                f"pipeline.checkpoint={spec} is unknown: use never, except_last, always, "
-                f"{{every: k}} or a list of layer names"
-            )
         return CheckpointPolicy(spec)
     if isinstance(spec, Mapping):
-        every = spec.get("every")
-        if set(spec) != {"every"} or type(every) is not int or every < 1:
-            raise ConfigError(
-                f"pipeline.checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more"
-            )
-        return CheckpointPolicy(layers=frozenset(range(0, len(names or ()), every)))
-    if names is None:
-        return CheckpointPolicy()
+        return CheckpointPolicy(layers=frozenset(range(0, len(names), spec["every"])))
     chosen: set[int] = set()
     for wanted in spec:
         found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
         if not found:
-            raise ConfigError(
-                f"pipeline.checkpoint: there is no layer {wanted!r}; the layers are: "
-                f"{', '.join(names)}"
-            )
+            hint = did_you_mean(str(wanted), names, "layers")
+            raise ConfigError(f"checkpoint={list(spec)}: there is no layer {wanted!r}; {hint}")
         chosen |= found
     return CheckpointPolicy(layers=frozenset(chosen))
 
 
-def recomputed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: Any) -> Any:
-    """`run(*args)`, whose activations are computed once more in the backward.
+def checkpointed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: Any) -> Any:
+    """Returns `run(*args)`, whose activations the backward recomputes.
 
-    Running statistics in `module` move in the first run only. With `copy`, `run` gets copies of
-    the arguments: it may work in place, and they must be the same the second time.
+    Args:
+        run: runs `module`; called once more, with the same arguments, in the backward.
+        module: its running statistics are updated by the first run only.
+        copy: give `run` copies of the arguments: it may work in place, and they must be the same
+            the second time.
+        *args: a pytree of tensors and other values.
     """
     first = True
     failure: BaseException | None = None
 
-    def once_more(*args: Any) -> Any:
+    def run_again(*args: Any) -> Any:
         nonlocal first, failure
         if copy:
             args = tree_map_only(Tensor, torch.clone, args)
@@ -99,15 +94,15 @@ def recomputed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: An
             try:
                 return run(*args)
             except BaseException as error:
-                # PyTorch 2.11's checkpoint must be left the normal way: else the hooks that it has
-                # put into this thread stay as long as the exception, and are then taken out of
-                # the thread that drops it
+                # PyTorch 2.11's checkpoint must be left without an exception: else the hooks that
+                # it has put into this thread stay as long as the exception, and are then removed
+                # from the thread that drops it
                 failure = error
                 return None
         with frozen_running_stats(module):
             return run(*args)
 
-    result = checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False)
+    result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
     if failure is None:
         return result
     try:
@@ -124,34 +119,29 @@ _state = _State()
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs a layer for the second time, in a backward."""
+    """Returns whether this thread runs a layer for the second time, in a backward."""
     return _state.recomputing
-
-
-def works_in_place(module: nn.Module) -> bool:
-    """Whether a module in `module` says that it may change its input: `ReLU(inplace=True)`."""
-    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 @contextmanager
 def frozen_running_stats(module: nn.Module) -> Iterator[None]:
-    """Keeps the batch norms in `module` from moving their running statistics.
+    """Keeps the batch norms in `module` from updating their running statistics.
 
-    They move copies instead: a batch norm without any would save fewer tensors for its backward
-    than it did in the forward, which the checkpoint takes for an error.
+    They update copies instead: a batch norm without any would save fewer tensors for its backward
+    than it did in the forward, which PyTorch's checkpoint reports as an error.
     """
-    kept = [
+    frozen = [
         (part, dict(part._buffers))
         for part in module.modules()
         if (isinstance(part, _NormBase) and part.training and part.track_running_stats)
-        or isinstance(part, GraphModule)  # whose own code may move them
+        or isinstance(part, GraphModule)  # whose code may update them
     ]
-    for norm, buffers in kept:
-        norm._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
+    for part, buffers in frozen:
+        part._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
     _state.recomputing = True
     try:
         yield
     finally:
         _state.recomputing = False
-        for norm, buffers in kept:
-            norm._buffers.update(buffers)
+        for part, buffers in frozen:
+            part._buffers.update(buffers)

@@ -1,10 +1,10 @@
-"""Running statistics of batch norms, once a mini-batch instead of once a micro-batch.
+"""Running statistics of batch norms, updated once per step instead of per micro-batch.
 
-A batch norm in a pipeline normalises each micro-batch with its own statistics, as the unsplit
-model does under gradient accumulation, and by default moves its running statistics at each of
-them. `DeferredBatchNormStats` collects the mean and variance over all micro-batches of a step and moves them
-once, as if the mini-batch had come whole (the idea is torchgpipe's DeferredBatchNorm). What counts
-are the rows that really came, so that a short batch is right too.
+A batch norm in a pipeline normalises each micro-batch with that micro-batch's statistics, as the
+unsplit model does under gradient accumulation, and by default updates its running statistics at
+each of them. `DeferredBatchNormStats` collects mean and variance over all micro-batches of a step
+and updates once, as if the mini-batch were processed at once (the idea of torchgpipe's
+DeferredBatchNorm). It weights micro-batches by their samples, so that short batches are right too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridtrain.pipeline.activation_checkpoint import is_recomputing
 
 
 class DeferredBatchNormStats:
-    """The running statistics of the batch norms in `net`, moved once a step."""
+    """Updates the running statistics of the batch norms in `net` once per step."""
 
     def __init__(self, net: nn.Module) -> None:
         self._norms = [
@@ -32,7 +32,7 @@ class DeferredBatchNormStats:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Collects in what runs inside, and moves the statistics at its end if it went well."""
+        """Collects statistics inside, and updates the running ones at its end unless it failed."""
         for norm in self._norms:
             norm.begin()
         try:
@@ -45,6 +45,8 @@ class DeferredBatchNormStats:
 
 
 class _Collector:
+    """The statistics of one batch norm over the micro-batches of a step."""
+
     def __init__(self, norm: _BatchNorm) -> None:
         self._norm = norm
         self._count = 0

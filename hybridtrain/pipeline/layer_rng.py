@@ -1,15 +1,15 @@
-"""Random draws that do not know the split.
+"""Random operations whose draws are independent of the split.
 
 Every random operation draws from a generator seeded by (seed, step, unit, micro-batch, replica, its
 number in the unit), so that the same run draws the same dropout masks with 1, 2 or 4 stages. A unit
-is a layer, or several layers that were one before a finer cut: they count their operations on from
-one another. The default generator cannot give that: it is one for the whole process, and the
-threads of the stages would take turns at it in any order.
+is a layer, or several layers that were one before a finer cut: they continue each other's count of
+operations. The default generator cannot give that: the process has one, and the stages' threads
+would use it in any order.
 
-Below autograd and autocast every random operation passes a `TorchDispatchMode`, whatever the
-module that asked for it (`nn.Dropout`, attention's own dropout, a plain `torch.rand`). The mode
-costs some microseconds an operation, so it is put only around the layers that were seen to draw:
-all layers in the first step after `train()`, from then on those that drew in it.
+Below autograd and autocast every random operation passes through a `TorchDispatchMode`, whatever
+module asked for it (`nn.Dropout`, attention's dropout, a plain `torch.rand`). The mode costs some
+microseconds per operation, so only layers that were seen to draw run in it: all layers in the first
+step after `train()`, from then on those that drew in that step.
 """
 
 from __future__ import annotations
@@ -24,87 +24,86 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridtrain._torch_private import default_generator
+
 
 class LayerRNG:
-    """Seeds the draws of every layer and remembers which layers draw.
+    """Seeds the random operations of every layer and remembers which layers have some.
 
-    TraceGuards:
-        step: how many training passes there were; a resumed run sets it.
-        active: whether the model trains; in evaluation nothing is seeded.
-        guard_all: guard every layer at every step: a layer that is recomputed must draw the same
-            twice, also in the step in which it begins to draw.
+    Attributes:
+        step: the number of training passes so far; a resumed run sets it.
+        active: whether the model trains; nothing is seeded in evaluation.
+        seeds_every_layer: seed every layer in every step: a layer that is recomputed must draw the
+            same numbers twice, also in the first step in which it draws.
     """
 
     def __init__(self, seed: int, replica: int) -> None:
         self.step = 0
         self.active = True
-        self.guard_all = False
+        self.seeds_every_layer = False
         self._seed = seed
         self._replica = replica
         self._units: Sequence[tuple[int, int]] = ()
-        self._watching = True
+        self._detecting = True
         self._drawing: set[int] = set()
         self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
 
     def set_units(self, units: Sequence[tuple[int, int]]) -> None:
-        """Says for each layer which unit it belongs to, and its number among the unit's pieces.
+        """Sets for each layer its unit, and its number among the unit's pieces.
 
-        Without, each layer is a unit.
+        By default each layer is a unit.
         """
         self._units = units
 
     def redetect(self) -> None:
-        """Looks at all layers once more in the next step: a layer may have changed its mind."""
-        self._watching = True
+        """Looks at all layers in the next step: the set of random layers may have changed."""
+        self._detecting = True
 
-    def next_step(self) -> None:
-        """Moves to the next training step; what was seen so far is what will be guarded."""
-        self.step += 1
-        if self.active:  # in evaluation mode nothing was seen
-            self._watching = False
+    def end_step(self, unseeded_draws: bool) -> None:
+        """Moves to the next step; the layers seen to draw so far are those seeded from now on.
 
-    def end_step(self, drew: bool) -> None:
-        """`next_step`, and a look at all layers in it if something `drew` unseen.
-
-        That is, if a default generator has moved: a layer may begin to draw later (a dropout rate
-        that rises). Its draws of that one step are not seeded by its place; those of the next are.
+        `unseeded_draws`, a default generator that has moved, leads to another look at all layers: a
+        layer may begin to draw later (a dropout rate that rises). The draws of that one step are not
+        seeded by place; those of the next are.
         """
-        self.next_step()
-        if self.active and drew:
-            self.redetect()
+        self.step += 1
+        if self.active:  # in evaluation mode no layer was looked at
+            self._detecting = unseeded_draws
 
-    def guards(self, layer: int) -> bool:
-        """Whether `layer` must run inside `guard`."""
-        return self.active and (self.guard_all or self._watching or layer in self._drawing)
+    def needs_seeding(self, layer: int) -> bool:
+        """Returns whether `layer` must run inside `seeded`."""
+        return self.active and (
+            self.seeds_every_layer or self._detecting or layer in self._drawing
+        )
 
-    def guard(self, layer: int, microbatch: int) -> _SeededDraws:
-        """A context in which the draws of `layer` are seeded for this step and micro-batch."""
+    def seeded(self, layer: int, microbatch: int) -> _SeededDraws:
+        """Returns a context in which the random operations of `layer` are seeded by place."""
         unit, piece = self._units[layer] if self._units else (layer, 0)
         key = struct.pack("<5q", self._seed, self.step, unit, microbatch, self._replica)
-        # the pieces before this one have run by now: on this micro-batch they come first
+        # the pieces before this one have run on this micro-batch already
         self._counts[unit, piece, microbatch] = 0
         before = sum(self._counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
         return _SeededDraws(self, key, before, layer, (unit, piece, microbatch))
 
-    def drew(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
-        """Notes that `layer` has drawn with so many operations."""
+    def note_draw(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
+        """Notes that `layer` has run so many random operations."""
         self._drawing.add(layer)
         self._counts[place] = operations
 
 
-# Serialises the use of the process's default generators by operations that take no other.
-_default_generator = threading.Lock()
+# Serialises the use of the process's default generators, by operations that take no other.
+_default_generator_lock = threading.Lock()
 
-# For each operation: None if it does not draw, else whether it takes a generator.
+# For each operation: None if it is not random, else whether it takes a generator.
 _takes_generator: dict[Any, bool | None] = {}
 
 
 class _SeededDraws(TorchDispatchMode):
     def __init__(
-        self, draws: LayerRNG, key: bytes, before: int, layer: int, place: tuple[int, int, int]
+        self, rng: LayerRNG, key: bytes, before: int, layer: int, place: tuple[int, int, int]
     ) -> None:
         super().__init__()
-        self._draws = draws
+        self._rng = rng
         self._key = key
         self._before = before
         self._layer = layer
@@ -127,8 +126,8 @@ class _SeededDraws(TorchDispatchMode):
         if takes:
             kwargs["generator"] = generator
             return func(*args, **kwargs)
-        default = _default_generator_of(device)
-        with _default_generator:
+        default = default_generator(device)
+        with _default_generator_lock:
             before = default.get_state()
             default.set_state(generator.get_state())
             try:
@@ -139,7 +138,7 @@ class _SeededDraws(TorchDispatchMode):
     def _next_generator(self, device: torch.device) -> torch.Generator:
         number = struct.pack("<q", self._before + self._operations)
         self._operations += 1
-        self._draws.drew(self._layer, self._place, self._operations)
+        self._rng.note_draw(self._layer, self._place, self._operations)
         digest = hashlib.blake2b(self._key + number, digest_size=8).digest()
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
@@ -150,13 +149,13 @@ DefaultStates = tuple[bytes, list[int]]
 
 
 def default_generator_states(gpus: Sequence[int]) -> DefaultStates:
-    """Where the default generators of the CPU and of `gpus` are.
+    """Returns the state of the default generators of the CPU and of `gpus`.
 
-    It costs microseconds and no wait for a GPU, whose generator counts on the host.
+    Costs microseconds and waits for no GPU, whose generator counts on the host.
     """
     return (
         torch.default_generator.get_state().numpy().tobytes(),
-        [torch.cuda.default_generators[gpu].get_offset() for gpu in gpus],
+        [default_generator(torch.device("cuda", gpu)).get_offset() for gpu in gpus],
     )
 
 
@@ -166,12 +165,12 @@ def _inspect(func: Any) -> bool | None:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-# Attention is tagged as drawing, though it draws with a `dropout_p` above 0 only.
+# Attention is tagged as random, though it is with a `dropout_p` above 0 only.
 _dropout_place: dict[Any, int | None] = {}
 
 
 def _is_off(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether this call of `func` does not draw: its dropout is 0."""
+    """Returns whether this call of `func` draws nothing: its dropout is 0."""
     if func not in _dropout_place:
         names = [argument.name for argument in func._schema.arguments]
         _dropout_place[func] = names.index("dropout_p") if "dropout_p" in names else None
@@ -190,9 +189,3 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _default_generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator

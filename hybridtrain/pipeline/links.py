@@ -1,4 +1,4 @@
-"""Which stage hands what to which: the main value to the next one, skipping values straight on."""
+"""The links between stages: the primary output to the next stage, skipping values to theirs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybridtrain.graph.layer import Layer
 from hybridtrain.skip import popped_by, stashed_by
 
 PRIMARY_OUTPUT = ""
-"""The name of the value that each layer gets from the one before it."""
+"""The name of the value that each layer passes to the next one."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What stage `source` sends to stage `target` for every micro-batch, in this order."""
+    """The values that stage `source` sends to stage `target` for every micro-batch, in order."""
 
     source: int
     target: int
@@ -23,10 +23,10 @@ class Link:
 
 
 def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
-    """The links that `stages` need, ordered by source and target.
+    """Returns the links that `stages` need, ordered by source and target.
 
-    A value that several stages pop travels from each to the next, so that it crosses every cut at
-    most once, and its gradients are added in the order in which the unsplit model adds them.
+    A value that several stages pop goes from each of them to the next, so that it crosses every cut
+    at most once, and its gradients are added in the order in which the unsplit model adds them.
 
     Raises:
         SplitError: a value is stashed twice, never popped, or popped before it is stashed.
@@ -34,27 +34,27 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
     names: dict[tuple[int, int], list[str]] = {
         (index, index + 1): [PRIMARY_OUTPUT] for index in range(len(stages) - 1)
     }
-    home: dict[str, tuple[int, str]] = {}
+    origin: dict[str, tuple[int, str]] = {}
     popped: set[str] = set()
     for index, layers in enumerate(stages):
         for layer in layers:
             for name in stashed_by(layer.module):
-                if name in home:
+                if name in origin:
                     raise SplitError(
-                        f"{name!r} is stashed by layer {home[name][1]!r} and by {layer.name!r}; "
-                        f"give each value a name of its own"
+                        f"{name!r} is stashed by layer {origin[name][1]!r} and by {layer.name!r}; "
+                        f"give each value another name"
                     )
-                home[name] = index, layer.name
+                origin[name] = index, layer.name
             for name in popped_by(layer.module):
-                if name not in home:
+                if name not in origin:
                     raise SplitError(f"layer {layer.name!r} pops {name!r}, stashed by none before")
                 popped.add(name)
-                source, layer_name = home[name]
+                source, layer_name = origin[name]
                 if source != index:
                     names.setdefault((source, index), []).append(name)
-                    home[name] = index, layer_name
-    unused = set(home) - popped
+                    origin[name] = index, layer_name
+    unused = set(origin) - popped
     if unused:
         name = min(unused)
-        raise SplitError(f"layer {home[name][1]!r} stashes {name!r}, and no later layer pops it")
+        raise SplitError(f"layer {origin[name][1]!r} stashes {name!r}, and no later layer pops it")
     return [Link(*ends, tuple(names[ends])) for ends in sorted(names) if ends[0] != ends[1]]

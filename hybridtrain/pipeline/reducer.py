@@ -1,10 +1,10 @@
-"""One stage's part in data parallelism: DistributedDataParallel, told when to reduce.
+"""Data parallelism of one stage: DistributedDataParallel, told when to reduce.
 
-Each stage has its own DDP on its own process group, so that the stages' threads never wait for
-one another inside a collective. DDP itself wants one forward, then one backward. Here a step has
-many of both, in the order of the schedule, and the gradients must travel once, from the last
-micro-batch's backward on. So the layers are called without DDP, and DDP's reducer is armed right
-before that backward, as PyTorch's own `torch.distributed.pipelining.stage` does.
+Each stage has its own DDP on its own process group, so that the stages' threads never wait for one
+another inside a collective. DDP expects one forward, then one backward. A pipeline step has many of
+both, in the order of the schedule, and the gradients must be reduced once, in the last
+micro-batch's backward. So the layers are called without DDP, and DDP's reducer is prepared right
+before that backward, as PyTorch's `torch.distributed.pipelining.stage` does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 
+from hybridtrain import _torch_private as private
 from hybridtrain.errors import UserError
 
 
 class StageReducer:
-    """Averages the gradients of `module` over the replicas; rank 0's values start everywhere.
+    """Averages a stage's gradients over the replicas; all start with replica 0's values.
 
-    `names` are its parameters under the user's names.
+    Args:
+        module: the stage's layers.
+        names: its own parameters under the user's names.
+        group: the processes that have this stage, one per replica.
+        find_unused_parameters: as in DDP.
     """
 
     def __init__(
@@ -35,14 +40,12 @@ class StageReducer:
         find_unused_parameters: bool = False,
     ) -> None:
         own = {id(parameter) for parameter in names.values()}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module,
-            [
-                name
-                for name, parameter in module.named_parameters(remove_duplicate=False)
-                if id(parameter) not in own  # lives in an earlier stage; here it has an alias
-            ],
-        )
+        tied = [
+            name
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if id(parameter) not in own  # an earlier stage owns it; this one has an alias
+        ]
+        private.ddp_ignore_parameters(module, tied)
         self._names = names
         self._ddp = DistributedDataParallel(
             module,
@@ -50,31 +53,28 @@ class StageReducer:
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
-        self.find_unused = find_unused_parameters
+        self._find_unused = find_unused_parameters
 
     def sync_buffers(self) -> None:
-        """Copies rank 0's buffers (running statistics) to all replicas; a collective."""
-        if self._ddp.modules_buffers:
-            self._ddp._sync_buffers()
+        """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
+        private.ddp_sync_buffers(self._ddp)
 
-    def arm(self, roots: Sequence[Any]) -> None:
-        """Has the next backward, which starts at `roots`, reduce the gradients as they come."""
-        # after the first reduction, DDP orders its buckets as the gradients came
-        self._ddp.reducer._rebuild_buckets()
-        self._ddp.reducer.prepare_for_backward(list(roots) if self.find_unused else [])
+    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
+        """Has the next backward, which starts at `roots`, reduce the gradients."""
+        private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])
 
-    def disarm(self) -> None:
-        """Forgets an armed backward that failed, so that the next step can begin."""
-        self._ddp.reducer._reset_state()
+    def reset(self) -> None:
+        """Forgets a prepared backward that failed, so that the next step can begin."""
+        private.ddp_reset(self._ddp)
 
     def check_reduced(self) -> None:
-        """Makes sure that the armed backward has reduced every gradient.
+        """Makes sure that the prepared backward has reduced every gradient.
 
         Raises:
-            UserError: a parameter got no gradient; names those that have none.
+            UserError: a parameter got no gradient; names those without one.
         """
         try:
-            self._ddp._check_reducer_finalized()
+            private.ddp_check_reduced(self._ddp)
         except RuntimeError as error:
             without = [
                 name
@@ -84,14 +84,12 @@ class StageReducer:
             raise UserError(
                 f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
                 f"replicas cannot average it: remove the unused parameters, freeze them, or set "
-                f"world.find_unused_parameters=true"
+                f"find_unused_parameters=true"
             ) from error
 
 
 class FrozenStageReducer:
-    """The part of a stage that trains nothing: its buffers may still move."""
-
-    find_unused = False
+    """A stage without trainable parameters: only its buffers may change."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._module = module
@@ -102,33 +100,33 @@ class FrozenStageReducer:
         """See `StageReducer.sync_buffers`."""
         self._broadcast(list(self._module.buffers()))
 
-    def arm(self, roots: Sequence[Any]) -> None:
-        """Nothing is reduced."""
+    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
+        """Does nothing: there are no gradients."""
 
-    def disarm(self) -> None:
-        """Nothing is reduced."""
+    def reset(self) -> None:
+        """Does nothing: there are no gradients."""
 
     def check_reduced(self) -> None:
-        """Nothing is reduced."""
+        """Does nothing: there are no gradients."""
 
+    @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for tensor in tensors:
-                dist.broadcast(tensor, group=self._group, group_src=0)
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
 
 
-def replicate(
+def make_reducer(
     module: nn.Module,
     names: Mapping[str, Parameter],
     group: dist.ProcessGroup | None,
-    **options: Any,
+    find_unused_parameters: bool,
 ) -> StageReducer | FrozenStageReducer | None:
-    """What keeps `module` equal over the replicas, or None where there is only one."""
+    """Returns a stage's reducer; None without a group, where there is one replica."""
     if group is None:
         return None
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
-            part.process_group = group  # its stage's own, so that no other thread uses it
+            part.process_group = group  # the stage's, so that no other thread uses it
     if any(parameter.requires_grad for parameter in names.values()):
-        return StageReducer(module, names, group, **options)
+        return StageReducer(module, names, group, find_unused_parameters)
     return FrozenStageReducer(module, group)

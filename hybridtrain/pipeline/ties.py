@@ -1,12 +1,12 @@
 """Parameters that layers of different stages share, such as tied embeddings.
 
-The parameter itself lives in the first stage that has it. Every other stage computes with an alias
-of its own: a leaf that shares the memory on the same device, and is a copy on another. So two
-stages' threads never add to one gradient, and each stage's DDP has parameters of its own. After
-the backward the aliases' gradients are added to the parameter's, in the order of the stages.
+The first stage that has the parameter owns it. Every other stage computes with an alias: a leaf that
+shares the memory on the same device, and is a copy on another one. So two stages' threads never add
+to one gradient, and each stage's DDP has parameters that no other has. After the backward the
+aliases' gradients are added to the parameter's, in the order of the stages.
 
-An alias is put into the layer's instance dictionary, where Python looks first; the module keeps
-the parameter itself registered, under the user's names, counted once.
+An alias is put into the layer's instance dictionary, where Python looks first; the module keeps the
+parameter itself registered, under the user's names, counted once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from hybridtrain.deferred import materialize
-
 
 @dataclass(frozen=True)
 class TiedUse:
-    """Where a stage uses a parameter whose home is an earlier stage."""
+    """A use, by a later stage, of a parameter that an earlier stage owns."""
 
     module: nn.Module
     name: str
@@ -34,19 +32,19 @@ class TiedUse:
 
 @dataclass(frozen=True)
 class Alias:
-    """What the stage uses in its place."""
+    """The stand-in for a parameter that another stage owns."""
 
     parameter: Parameter
     alias: Parameter
 
     def refresh(self) -> None:
-        """Takes over the parameter's value; nothing to do where they share memory."""
+        """Copies the parameter's value; nothing to do where they share memory."""
         if self.alias.data_ptr() != self.parameter.data_ptr():
             with torch.no_grad():
                 self.alias.copy_(self.parameter, non_blocking=True)
 
     def accumulate_into_owner(self) -> None:
-        """Moves the alias's gradient into the parameter's."""
+        """Adds the alias's gradient to the parameter's and drops it."""
         gradient = self.alias.grad
         if gradient is None:
             return
@@ -60,15 +58,15 @@ class Alias:
 
 
 def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
-    """For each stage, where it uses parameters whose home is an earlier one."""
-    home: dict[int, int] = {}
-    slots: list[list[TiedUse]] = [[] for _ in stages]
+    """Returns for each stage its uses of parameters that earlier stages own."""
+    owner: dict[int, int] = {}
+    uses: list[list[TiedUse]] = [[] for _ in stages]
     for index, layers in enumerate(stages):
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
             for name, parameter in module._parameters.items():
-                if parameter is not None and home.setdefault(id(parameter), index) != index:
-                    slots[index].append(TiedUse(module, name, parameter))
-    return slots
+                if parameter is not None and owner.setdefault(id(parameter), index) != index:
+                    uses[index].append(TiedUse(module, name, parameter))
+    return uses
 
 
 def remove_aliases(net: nn.Module) -> None:
@@ -80,27 +78,25 @@ def remove_aliases(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def place(
-    module: nn.Module, device: torch.device, slots: Sequence[TiedUse], values: bool = True
-) -> list[Alias]:
-    """Brings `module` to `device`, but for the parameters in `slots`, which get aliases there.
-
-    A module whose construction was deferred gets its memory there and, with `values`, its values.
-    """
-    for slot in slots:
-        slot.module._parameters[slot.name] = None
+def move_stage(module: nn.Module, device: torch.device, uses: Sequence[TiedUse]) -> list[Alias]:
+    """Moves `module` to `device` and gives it aliases for the parameters in `uses`."""
+    for use in uses:
+        use.module._parameters[use.name] = None
     try:
-        materialize(module, device, values)
+        module.to(device)
     finally:
-        for slot in slots:
-            slot.module._parameters[slot.name] = slot.parameter
+        for use in uses:
+            use.module._parameters[use.name] = use.parameter
     aliases: dict[int, Alias] = {}
-    for slot in slots:
-        if id(slot.parameter) not in aliases:
-            value = slot.parameter.detach().to(device)
-            alias = Parameter(value, requires_grad=slot.parameter.requires_grad)
+    for use in uses:
+        if id(use.parameter) not in aliases:
+            value = use.parameter.detach().to(device)
+            alias = Parameter(value, requires_grad=use.parameter.requires_grad)
             # a copy of the module has no pipeline: its parameters are tied as the user's are
-            alias.__deepcopy__ = partial(copy.deepcopy, slot.parameter)  # type: ignore[method-assign]
-            aliases[id(slot.parameter)] = Alias(slot.parameter, alias)
-        slot.module.__dict__[slot.name] = aliases[id(slot.parameter)].alias
-    return list(aliases.values())
+            alias.__deepcopy__ = partial(copy.deepcopy, use.parameter)  # type: ignore[method-assign]
+            aliases[id(use.parameter)] = Alias(use.parameter, alias)
+        use.module.__dict__[use.name] = aliases[id(use.parameter)].alias
+    found = list(aliases.values())
+    for number, one in enumerate(found):
+        module.register_parameter(f"alias_{number}", one.alias)
+    return found

@@ -1,4 +1,4 @@
-"""What ran when: the measured side of a schedule."""
+"""The measured times of a step's actions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridtrain.schedule import Action, Span
 class Timeline:
     """Records the start and the end of every action of one step.
 
-    On a CPU it reads the clock. On a GPU it records events in the stream, which cost no wait;
-    they are read, after one synchronisation, when `spans` is called.
+    On a CPU it reads the clock. On a GPU it records events in the stream, without a wait; `spans`
+    reads them after one synchronisation.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -28,7 +28,7 @@ class Timeline:
         self._marks[lane].append((action, start, end))
 
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each lane in seconds since the step began."""
+        """Returns the spans of each lane, in seconds since the start of the step."""
         lanes = []
         for device, marks, zero in zip(self._devices, self._marks, self._zero, strict=True):
             if device.type == "cuda":
@@ -43,7 +43,7 @@ Mark = float | torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, on `device`."""
+    """Returns the present time on `device`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -61,14 +61,14 @@ def _since(zero: Mark, end: Mark) -> float:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The time that a stage computed in one step, over all micro-batches, in milliseconds."""
+    """The time that a stage computed in one step, summed over micro-batches, in milliseconds."""
 
     forward_ms: float
     backward_ms: float
 
 
 def stage_times(spans: Sequence[Sequence[Span]], stages: int) -> list[StageTimes]:
-    """Adds up the spans of each stage."""
+    """Returns the sums of the spans of each stage."""
     total = {"F": [0.0] * stages, "B": [0.0] * stages}
     for lane in spans:
         for action, start, end in lane:

@@ -1,9 +1,9 @@
-"""Values from one stage's device to another's, without holding up either.
+"""Asynchronous copies of values from one stage's device to another's.
 
-On GPUs a copy runs on side streams of both devices, begun by the sender as soon as the value is
-there; the receiver's stream waits for an event. Neither device's own stream waits for work that
+On GPUs a copy runs on side streams of both devices. The sender starts it as soon as the value is
+there; the receiver's stream waits for an event. Neither device's main stream waits for work that
 was queued on the other after the value, and the host waits for nothing. On the CPU, and between
-stages that share a device, the value itself is handed over.
+stages that share a device, the value itself is passed on.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hybridtrain.pytree import map_tensors
 
 
 class Transfer(NamedTuple):
-    """What travels over a link: the values, and the event that says they have arrived."""
+    """A message on its way: the values, and the event after which they are on the target device."""
 
     values: Any
-    arrived: torch.cuda.Event | None = None
+    ready_event: torch.cuda.Event | None = None
 
 
 def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
-    """Begins to move the tensors in `values` (a pytree), on the sender's thread."""
+    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender's thread calls it."""
     if source == target:
         return Transfer(values)
     if source.type != "cuda" or target.type != "cuda":
@@ -37,7 +37,7 @@ def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
 
     def copy(tensor: Tensor) -> Tensor:
         moved = move(tensor, target)
-        tensor.record_stream(outbound)  # its memory is not given away before the copy is done
+        tensor.record_stream(outbound)  # its memory is not reused before the copy is done
         return moved
 
     with torch.cuda.stream(outbound), torch.cuda.stream(inbound):
@@ -45,17 +45,17 @@ def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
         return Transfer(moved, inbound.record_event())
 
 
-def receive(parcel: Transfer, device: torch.device) -> Any:
-    """The values, usable on the current stream of `device`."""
-    if parcel.arrived is not None:
+def receive(transfer: Transfer, device: torch.device) -> Any:
+    """Returns the values, usable on the current stream of `device`."""
+    if transfer.ready_event is not None:
         stream = torch.cuda.current_stream(device)
-        stream.wait_event(parcel.arrived)
-        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), parcel.values)
-    return parcel.values
+        stream.wait_event(transfer.ready_event)
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), transfer.values)
+    return transfer.values
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A detached copy on `device`, with `requires_grad` as `tensor` has it; itself if there."""
+    """Returns a detached copy on `device` with the same `requires_grad`; `tensor` if it is there."""
     if tensor.device == device:
         return tensor
     moved = tensor.detach().to(device, non_blocking=True)
@@ -63,10 +63,10 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
-    """Orders the work of the stages' threads with that of the caller, who may use other streams.
+    """Orders the work of the stages' threads with that of a caller who uses other streams.
 
-    The threads work on the default streams. `before` a step these wait for what the caller has
-    queued, after it the caller's streams wait for them.
+    The threads use the default streams. `before` a step these wait for what the caller has queued;
+    after it the caller's streams wait for them.
     """
     for device in set(devices):
         if device.type == "cuda":

@@ -140,7 +140,7 @@ def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
     model = hybrid(nb_part, stages_per_device=v, schedule=schedule, checkpoint=checkpoint)
     x = torch.randn(16, 32)
     for rows in (16, 3):  # a short batch has fewer micro-batches
-        spans = model.train_step(x[:rows], x[:rows], F.mse_loss, trace=True).trace.spans()
+        spans = model.train_step(x[:rows], x[:rows], F.mse_loss, timeline=True).timeline.spans()
         table = model.schedule(min(4, rows))
         assert [[span.action for span in lane] for lane in spans] == [
             list(lane) for lane in table.lanes

@@ -1,1 +1,16 @@
-"""What executes a schedule."""
+"""Engines: what executes a step's schedule, by the name that `engine=` chooses."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybridtrain.pipeline.step import Engine, HeadOutput, Step
+from hybridtrain.pipeline.engines.threads import ThreadEngine
+from hybridtrain.pipeline.stage import Stage
+
+__all__ = ["ENGINES", "Engine", "HeadOutput", "Step", "ThreadEngine"]
+
+# An engine is made from the stages that this process owns and from its devices.
+ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[torch.device]], Engine]] = {
+    "local": ThreadEngine
+}

@@ -1,14 +1,14 @@
-"""The engine for stages that all live in this process: one worker thread a device.
+"""The engine for stages that all live in this process: one worker thread per device.
 
-Each thread walks its lane of the schedule from left to right. Every link between two stages is
-two queues, one for activations and one for gradients:
+Each thread runs its lane of the schedule from left to right. A link between two stages is two
+queues, one for activations and one for gradients:
 
     lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
     lane 1      F0 B0 F1 ..                <---gradients---
 
-A thread that needs what is not there yet waits in the queue; there is no barrier and no clock.
-PyTorch releases the interpreter's lock inside its kernels, so the threads compute side by side,
-and on the CPU a backward runs in the thread that calls it.
+A thread whose input is not there yet waits in the queue; there is no barrier and no clock. PyTorch
+releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
+CPU a backward runs in the thread that calls it.
 """
 
 from __future__ import annotations
@@ -16,159 +16,169 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from hybridtrain.errors import ConfigError
+from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.links import Link
-from hybridtrain.pipeline.stage import Head, Stage
-from hybridtrain.pipeline.thread_state import ThreadState
-from hybridtrain.pipeline.timeline import Timeline, mark
-from hybridtrain.pipeline.transfer import receive, send, sync_streams
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.timeline import mark
+from hybridtrain.pipeline.transfer import Transfer, receive, send, sync_streams
 from hybridtrain.schedule import Action
 from hybridtrain.skip import skip_scope
 
-Lanes = Sequence[Sequence[Action]]
+Inbox = SimpleQueue[Callable[[], None] | None]
 
 
-@dataclass
-class Step:
-    """One run of the pipeline over the micro-batches of one batch.
+class ThreadEngine:
+    """Executes steps on `stages`; lane `d` of every schedule runs in thread `d`, on `devices[d]`.
 
-    TraceGuards:
-        lanes: what each device does.
-        inputs: the micro-batches that stage 0 gets.
-        head: what the last stage does with each output.
-        loss_gradients: what the backward of each micro-batch begins with: its share in the loss.
-        recompute: for each micro-batch, whether its backward recomputes the activations.
-        reduce: whether the gradients are averaged over the replicas, at the last micro-batch.
-        trace: where to record what ran when.
+    Raises:
+        ConfigError: some stages are in another process.
     """
 
-    lanes: Lanes
-    inputs: Sequence[Any]
-    head: Head
-    recompute: Sequence[bool]
-    loss_gradients: Sequence[Tensor | None] = ()
-    reduce: bool = False
-    trace: Timeline | None = None
-    ambient: ThreadState = field(default_factory=ThreadState.capture)
-
-
-class LocalEngine:
-    """Executes steps on `stages`; lane `d` of every step runs in thread `d`."""
-
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
+        if [stage.index for stage in stages] != list(range(len(stages))):
+            raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._stages = stages
         self._devices = devices
         self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
-        self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._inboxes: list[Inbox] = []
         if len(devices) == 1:
-            return  # a single lane needs no thread of its own
-        intra_op = threads_per_lane(len(devices))
+            return  # a single lane runs in the caller's thread
+        intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
-            inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-            # a daemon: an exit of the program must not wait for it
+            inbox: Inbox = SimpleQueue()
+            # daemons: the interpreter must not wait for them at its exit
             threading.Thread(
-                target=_work, args=(inbox, device, intra_op), name=f"stage-{index}", daemon=True
+                target=_work,
+                args=(inbox, device, intra_op_threads),
+                name=f"stage-{index}",
+                daemon=True,
             ).start()
             self._inboxes.append(inbox)
-        weakref.finalize(self, _dismiss, self._inboxes)
+        weakref.finalize(self, _shut_down, self._inboxes)
 
-    def run(self, step: Step) -> None:
-        """Executes `step`.
-
-        Raises:
-            Exception: whatever a layer, the head or a collective raised, as itself, with a note
-                that names the stage, its layers and the micro-batch. By then all threads have
-                stopped and forgotten the step; the next one can run.
-        """
-        run = _Run(step, self._stages, self._links)
+    def run(self, step: Step) -> list[Any]:
+        """Executes `step`; see `Engine.run`. On return all threads have forgotten it."""
+        run = _StepRun(step, self._stages, self._links)
         if self._inboxes:
             sync_streams(self._devices, before=True)
             try:
-                self._hand_out(run)
+                self._dispatch(run)
             except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
-                run.fail(interrupt)
-                self._hand_out(run)
+                run.abort(interrupt)
+                self._dispatch(run)
             run.join()
             sync_streams(self._devices, before=False)
         else:
-            run.walk(0)
+            run.run_lane(0)
         failure, run.failure = run.failure, None
-        if failure is not None:
-            for stage in self._stages:
-                stage.clear()
-            try:
-                raise failure
-            finally:
-                del failure  # its traceback holds this frame, and so would keep the step alive
+        if failure is None:
+            return run.values
+        for stage in self._stages:
+            stage.clear()
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, and so would keep the step alive
 
-    def _hand_out(self, run: _Run) -> None:
+    def _dispatch(self, run: _StepRun) -> None:
         for lane, inbox in enumerate(self._inboxes):
-            inbox.put(lambda lane=lane: run.walk(lane))  # type: ignore[misc]
+            inbox.put(lambda lane=lane: run.run_lane(lane))  # type: ignore[misc]
 
 
-class _Stopped(Exception):
-    """Another lane failed; nothing will come through the queues any more."""
+class _PipelineAborted(Exception):
+    """Another lane has failed: nothing more will come through the queues."""
 
 
-@dataclass(frozen=True)
-class _Ports:
-    """The queues of one stage, in the order of its links."""
+class _QueuePort:
+    """Both ends of one direction of a link: a queue, with a copy between devices."""
 
-    receive: list[SimpleQueue[Any]]
-    send: list[SimpleQueue[Any]]
-    receive_gradients: list[SimpleQueue[Any]]
-    send_gradients: list[SimpleQueue[Any]]
+    __slots__ = ("_aborted", "_queue", "_source", "_target")
+
+    def __init__(
+        self, source: torch.device, target: torch.device, aborted: threading.Event
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._aborted = aborted
+        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+
+    def send(self, message: Any) -> None:
+        self._queue.put(send(message, self._source, self._target))
+
+    def receive(self) -> Any:
+        transfer = self._queue.get()
+        if transfer is None or self._aborted.is_set():
+            raise _PipelineAborted
+        return receive(transfer, self._target)
+
+    def wake_receiver(self) -> None:
+        """Ends the wait of a thread in `receive`, after `aborted` was set."""
+        self._queue.put(None)
 
 
-class _Run:
-    """The state of one step while it runs."""
+class _StepRun:
+    """The state of one step while it runs.
+
+    Attributes:
+        values: the head's values by micro-batch.
+        failure: the first exception, if any.
+    """
 
     def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
+        self.values: list[Any] = [None] * step.schedule.chunks
         self.failure: BaseException | None = None
-        self._stopped = False
         self._step = step
         self._stages = stages
-        self._activations: dict[Link, SimpleQueue[Any]] = {link: SimpleQueue() for link in links}
-        self._gradients: dict[Link, SimpleQueue[Any]] = {link: SimpleQueue() for link in links}
+        self._aborted = threading.Event()
+        device = [stage.device for stage in stages]
+        activations = {
+            link: _QueuePort(device[link.source], device[link.target], self._aborted)
+            for link in links
+        }
+        gradients = {
+            link: _QueuePort(device[link.target], device[link.source], self._aborted)
+            for link in links
+        }
         self._ports = [
-            _Ports(
-                receive=[self._activations[link] for link in stage.incoming],
-                send=[self._activations[link] for link in stage.outgoing],
-                receive_gradients=[self._gradients[link] for link in stage.outgoing],
-                send_gradients=[self._gradients[link] for link in stage.incoming],
+            StagePorts(
+                receive=[activations[link] for link in stage.incoming],
+                send=[activations[link] for link in stage.outgoing],
+                receive_gradients=[gradients[link] for link in stage.outgoing],
+                send_gradients=[gradients[link] for link in stage.incoming],
             )
             for stage in stages
         ]
-        self._finished = [threading.Event() for _ in step.lanes]
+        self._queues = [*activations.values(), *gradients.values()]
+        self._finished = [threading.Event() for _ in step.schedule.lanes]
         self._lock = threading.Lock()
 
-    def walk(self, lane: int) -> None:
+    def run_lane(self, lane: int) -> None:
         """Executes one lane; never raises."""
         step = self._step
         action: Action | None = None
         try:
-            with step.ambient.entered(), skip_scope(None):
-                for action in step.lanes[lane]:
-                    if self._stopped:
+            with step.thread_state.applied(), skip_scope(None):
+                for action in step.schedule.lanes[lane]:
+                    if self._aborted.is_set():
                         break
                     if action.kind == "F":
                         self._forward(lane, action)
                     else:
                         self._backward(lane, action)
-        except _Stopped:
+        except _PipelineAborted:
             pass
         except BaseException as error:
             if action is not None:
                 kind = "forward" if action.kind == "F" else "backward"
                 stage = self._stages[action.stage]
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
-            self.fail(error)
+            self.abort(error)
         finally:
             self._finished[lane].set()
 
@@ -179,77 +189,68 @@ class _Run:
                 try:
                     finished.wait()
                 except BaseException as interrupt:
-                    if self._stopped:
+                    if self._aborted.is_set():
                         raise
-                    self.fail(interrupt)
+                    self.abort(interrupt)
 
-    def fail(self, error: BaseException) -> None:
-        """Makes `error` the outcome, unless there is one, and wakes the waiting lanes."""
+    def abort(self, error: BaseException) -> None:
+        """Makes `error` the outcome, unless there is one already, and wakes the waiting lanes."""
         with self._lock:
-            if not self._stopped:
+            if not self._aborted.is_set():
                 self.failure = error
-            self._stopped = True
-        for queue in (*self._activations.values(), *self._gradients.values()):
-            queue.put(_Stopped)
+            self._aborted.set()
+        for queue in self._queues:
+            queue.wake_receiver()
 
     def _forward(self, lane: int, action: Action) -> None:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
-        messages = (
-            [receive(self._take(queue), stage.device) for queue in ports.receive]
-            if index
-            else [(step.inputs[microbatch],)]
-        )
+        if index:
+            messages = [port.receive() for port in ports.receive]
+        else:
+            messages = [(step.source(microbatch),)]
         head = step.head if index + 1 == len(self._stages) else None
-        start = mark(stage.device) if step.trace else 0.0
-        with step.ambient.forward():
-            sent = stage.forward(microbatch, messages, head, step.recompute[microbatch])
-        if step.trace:
-            step.trace.record(lane, action, start, mark(stage.device))
-        for link, queue, message in zip(stage.outgoing, ports.send, sent, strict=True):
-            queue.put(send(message, stage.device, self._stages[link.target].device))
+        start = mark(stage.device) if step.timeline else 0.0
+        with step.thread_state.autocast():
+            sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
+        if step.timeline:
+            step.timeline.record(lane, action, start, mark(stage.device))
+        if head is not None:
+            (self.values[microbatch],) = sent
+            return
+        for port, message in zip(ports.send, sent, strict=True):
+            port.send(message)
 
     def _backward(self, lane: int, action: Action) -> None:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
-        gradients = (
-            [receive(self._take(queue), stage.device) for queue in ports.receive_gradients]
-            if index + 1 < len(self._stages)
-            else [[step.loss_gradients[microbatch]]]
-        )
-        reduce = step.reduce and microbatch + 1 == len(step.inputs)
-        start = mark(stage.device) if step.trace else 0.0
+        gradients = [port.receive() for port in ports.receive_gradients]
+        reduce = step.reduce and microbatch + 1 == step.schedule.chunks
+        start = mark(stage.device) if step.timeline else 0.0
         sent = stage.backward(microbatch, gradients, reduce)
-        if step.trace:
-            step.trace.record(lane, action, start, mark(stage.device))
-        for link, queue, gradient in zip(stage.incoming, ports.send_gradients, sent, strict=True):
-            queue.put(send(gradient, stage.device, self._stages[link.source].device))
-
-    def _take(self, queue: SimpleQueue[Any]) -> Any:
-        value = queue.get()
-        if value is _Stopped or self._stopped:
-            raise _Stopped
-        return value
+        if step.timeline:
+            step.timeline.record(lane, action, start, mark(stage.device))
+        for port, message in zip(ports.send_gradients, sent, strict=True):
+            port.send(message)
 
 
 def threads_per_lane(lanes: int) -> int:
-    """The cores of this process, shared out: PyTorch counts intra-op threads per thread."""
+    """Returns this process's intra-op threads, shared out; PyTorch counts them per thread."""
     return max(1, torch.get_num_threads() // lanes)
 
 
-def _work(
-    inbox: SimpleQueue[Callable[[], None] | None], device: torch.device, intra_op: int
-) -> None:
-    torch.set_num_threads(intra_op)
+def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
+    """Runs what comes into `inbox` until that is None; the body of a worker thread."""
+    torch.set_num_threads(intra_op_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    while (walk := inbox.get()) is not None:
-        walk()
-        del walk  # or this frame would keep the step's activations until the next one
+    while (run_lane := inbox.get()) is not None:
+        run_lane()
+        del run_lane  # or this frame would keep the step's activations until the next one
 
 
-def _dismiss(inboxes: Sequence[SimpleQueue[Callable[[], None] | None]]) -> None:
+def _shut_down(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)

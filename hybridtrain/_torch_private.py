@@ -1,0 +1,74 @@
+"""Private parts of PyTorch that this project uses, behind names of this project.
+
+Each function says which private name it uses, and why no public one will do. A new PyTorch release
+is checked here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+# --- autograd
+
+_run_backward = Variable._execution_engine.run_backward
+
+
+def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """Accumulates the gradients of all leaves, starting from `roots`, tensors or graph edges.
+
+    `Variable._execution_engine.run_backward` is what `torch.autograd.backward` calls after checks
+    of shapes that take as long as the backward of a small layer.
+    """
+    _run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
+
+
+# --- DistributedDataParallel: PyTorch's own torch.distributed.pipelining does the same
+
+
+def ddp_ignore_parameters(module: nn.Module, names: Sequence[str]) -> None:
+    """Has a later DDP of `module` leave these parameters out."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
+    """Has the next backward all-reduce the gradients, as DDP's own forward does at its end.
+
+    `roots` are where the backward starts; DDP looks for unused parameters from there.
+    """
+    ddp.reducer._rebuild_buckets()  # in the order of the first backward's gradients
+    ddp.reducer.prepare_for_backward(list(roots))
+
+
+def ddp_reset(ddp: DistributedDataParallel) -> None:
+    """Forgets a prepared backward that has failed."""
+    ddp.reducer._reset_state()
+
+
+def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError if the prepared backward has not reduced every gradient."""
+    ddp._check_reducer_finalized()
+
+
+def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
+    """Copies rank 0's buffers to the other ranks; a collective call."""
+    if ddp.modules_buffers:
+        ddp._sync_buffers()
+
+
+# --- process-wide state
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that operations on `device` draw from by default."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator

@@ -1,0 +1,180 @@
+"""The two boundaries of a stage: values that come in as leaves, and values that leave detached.
+
+    messages -> InputBoundary -> leaves -> layers -> output -> OutputBoundary -> detached messages
+    gradients <- InputBoundary <- leaf.grad   ...   roots <- OutputBoundary <- gradients
+
+Values come in as another stage sent them: detached, with `requires_grad` as at the sender. They
+begin a graph of the stage's own, so that its backward is a separate call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+
+from hybridtrain.errors import SplitError
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
+from hybridtrain.pipeline.transfer import move
+from hybridtrain.pytree import hides_tensors, leaves_of, map_tensors
+
+# The values that travel over one link for one micro-batch, and their gradients.
+Message = tuple[Any, ...]
+Gradients = list[Tensor | None]
+
+# Where a backward begins. An edge of the graph does not hold the tensor's memory, so that what was
+# copied to another device is freed here as soon as this stage's graph does not need it.
+Root = Tensor | GradientEdge
+
+
+class StageInput:
+    """A tensor that came in, and its gradient once the backward has run.
+
+    PyTorch brings a leaf's gradient into the leaf's memory layout, and a layer that sums such a
+    gradient may then do so in another order than in the unsplit model. With `capture_raw` the
+    gradient is taken before that, which costs a Python call per tensor.
+    """
+
+    def __init__(self, leaf: Tensor, capture_raw: bool) -> None:
+        self._leaf = leaf
+        self._raw: Tensor | None = None
+        if capture_raw:
+            leaf.register_hook(self._capture)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient; None if there is none."""
+        return self._leaf.grad if self._raw is None else self._raw
+
+    @property
+    def grad_strides_differ(self) -> bool:
+        """Whether the captured gradient has another memory layout than the tensor."""
+        return self._raw is not None and self._raw.stride() != self._leaf.stride()
+
+    def _capture(self, gradient: Tensor) -> None:
+        self._raw = gradient
+
+
+class InputBoundary:
+    """Makes leaves of the values that a stage receives.
+
+    Args:
+        links: the stage's incoming links; none for the first stage.
+        device: the stage's device.
+        mutates_inputs: the layers may change their input in place, so it must not be a leaf.
+    """
+
+    def __init__(self, links: Sequence[Link], device: torch.device, mutates_inputs: bool) -> None:
+        self._links = links
+        self._names = [link.names for link in links] or [(PRIMARY_OUTPUT,)]
+        self._device = device
+        self._mutates_inputs = mutates_inputs
+        # None until a backward has shown whether a gradient's layout differs from its tensor's
+        self._captures_raw: bool | None = None
+
+    def enter(self, messages: Sequence[Message]) -> tuple[dict[str, Any], list[list[StageInput]]]:
+        """Returns the values by name, and for each link the tensors that will get a gradient."""
+        values: dict[str, Any] = {}
+        inputs: list[list[StageInput]] = []
+        for names, message in zip(self._names, messages, strict=True):
+            own: list[StageInput] = []
+
+            def as_leaf(tensor: Tensor, own: list[StageInput] = own) -> Tensor:
+                tensor = move(tensor, self._device)  # the batch's own; others are here already
+                if not tensor.requires_grad:
+                    return tensor
+                own.append(StageInput(tensor, capture_raw=self._captures_raw is not False))
+                return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor  # type: ignore[no-any-return]
+
+            values.update(zip(names, map_tensors(as_leaf, message), strict=True))
+            inputs.append(own)
+        return values, inputs
+
+    def gradients(self, inputs: Sequence[Sequence[StageInput]]) -> list[Gradients]:
+        """Returns, after the backward, the gradients to send back over each incoming link."""
+        if self._captures_raw is None:
+            self._captures_raw = any(one.grad_strides_differ for own in inputs for one in own)
+        return [[one.gradient for one in own] for own in inputs[: len(self._links)]]
+
+
+class OutputBoundary:
+    """Detaches the values that a stage sends and keeps where their backward starts.
+
+    Args:
+        links: the stage's outgoing links.
+        last_layer: the name of the stage's last layer, for errors.
+        clone: send copies, since a later stage may change them in place and this one recomputes.
+        hold_edges: keep edges of the graph instead of the tensors, which other devices have.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], last_layer: str, *, clone: bool, hold_edges: bool
+    ) -> None:
+        self._links = links
+        self._last_layer = last_layer
+        self._clone = clone
+        self._hold_edges = hold_edges
+
+    def leave(self, output: Any, skipped: dict[str, Any]) -> tuple[list[Message], list[list[Root]]]:
+        """Returns for each link the message, and where the backward of its tensors starts.
+
+        Raises:
+            SplitError: a value holds tensors that cannot be found.
+        """
+        messages: list[Message] = []
+        roots: list[list[Root]] = []
+        for link in self._links:
+            message = tuple(
+                [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
+            )
+            self._check_sendable(message)
+            if torch.is_grad_enabled():
+                tensors: list[Any] = requiring_grad(message)
+                roots.append([get_gradient_edge(t) for t in tensors] if self._hold_edges else tensors)
+                message = self._detached(message)
+            messages.append(message)
+        return messages, roots
+
+    def _detached(self, message: Message) -> Message:
+        def detached(tensor: Tensor) -> Tensor:
+            value = tensor.detach().clone() if self._clone else tensor.detach()
+            return value.requires_grad_() if tensor.requires_grad else value
+
+        return map_tensors(detached, message)  # type: ignore[no-any-return]
+
+    def _check_sendable(self, message: Message) -> None:
+        hidden = [part for part in message if type(part) is not Tensor]
+        for leaf in leaves_of(hidden) if hidden else ():
+            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+                raise SplitError(
+                    f"layer {self._last_layer!r} passes a {type(leaf).__name__} to a later stage, "
+                    f"and the tensors inside it cannot be found: cut elsewhere, or let the layer "
+                    f"return tensors, or tuples, lists, dicts or dataclasses of them (for models "
+                    f"of transformers, set config.use_cache=False)"
+                )
+
+
+class _NonLeafIdentity(torch.autograd.Function):
+    """The same values, but not a leaf: a layer may change them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def requiring_grad(value: Any) -> list[Tensor]:
+    """Returns the tensors in a pytree that require a gradient, each once."""
+    if type(value) is tuple and len(value) == 1:
+        value = value[0]
+    if type(value) is Tensor:
+        return [value] if value.requires_grad else []
+    tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
+    return [tensor for tensor in tensors.values() if tensor.requires_grad]

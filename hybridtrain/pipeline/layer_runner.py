@@ -1,0 +1,133 @@
+"""Running a stage's layers on one micro-batch: seeded, checkpointed, with errors that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.pipeline.activation_checkpoint import checkpointed
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pytree import map_tensors
+from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
+
+# What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.
+_ERROR_HINTS = {
+    "leaf Variable that requires grad": (
+        "the layer changes its input in place: declare it with an attribute inplace = True on its "
+        "module, as nn.ReLU does"
+    ),
+    "Expected more than 1 value per channel": (
+        "a micro-batch is too small for a batch norm: lower chunks=, or set drop_last=true so that "
+        "there is no short last batch"
+    ),
+    "Guard failed": (
+        "torch.export has recorded the model for other sizes, on which its forward depends: give "
+        "batches with the sizes of HybridModel(..., example_inputs=...)"
+    ),
+}
+
+_NO_SCOPE = nullcontext()
+
+
+class LayerRunner:
+    """Runs consecutive layers.
+
+    Args:
+        layers: the layers.
+        first: the number of the first one in the model.
+        module: all of them under one root.
+        rng: seeds their random operations.
+        checkpointed_layers: the numbers of the layers whose activations are recomputed.
+        clone_inputs: copy what a checkpointed layer is given; another one works in place.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        first: int,
+        module: nn.Module,
+        rng: LayerRNG,
+        checkpointed_layers: frozenset[int],
+        clone_inputs: bool,
+    ) -> None:
+        self.layers = tuple(layers)
+        self._first = first
+        self._module = module
+        self._rng = rng
+        self._checkpointed_layers = checkpointed_layers
+        self._clone_inputs = clone_inputs
+        self._skips = any(stashed_by(part.module) or popped_by(part.module) for part in layers)
+        # The samples of a batch are views, and a copy is aligned otherwise, which may change last
+        # bits: the first stage copies them only if its first layer may change them.
+        self._copies_to_recompute = works_in_place(module if first else layers[0].module)
+
+    def run(
+        self, microbatch: int, value: Any, skipped: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Returns the last layer's output and the skipping values, from those that came in."""
+        index = self._first
+        try:
+            with skip_scope(skipped) if self._skips else _NO_SCOPE as scope:
+                for layer in self.layers:
+                    if index in self._checkpointed_layers and torch.is_grad_enabled():
+                        value = self._run_checkpointed_layer(microbatch, index, layer, value)
+                    elif self._rng.needs_seeding(index):
+                        with self._rng.seeded(index, microbatch):
+                            value = layer.module(value)
+                    else:
+                        value = layer.module(value)
+                    index += 1
+        except Exception as error:
+            name = self.layers[index - self._first].name
+            error.add_note(f"in layer {name!r}, which was given {describe(value)}")
+            for sign, hint in _ERROR_HINTS.items():
+                if sign in str(error):
+                    error.add_note(hint)
+            raise
+        return value, skipped if scope is None else scope
+
+    def run_checkpointed(
+        self, microbatch: int, value: Any, skipped: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Runs all layers as `run` does, to be recomputed in the backward."""
+        output, skipped = checkpointed(
+            self.run, self._module, self._copies_to_recompute, microbatch, value, skipped
+        )
+        return output, skipped
+
+    def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
+        def run(value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            with skip_scope(popped) as values:
+                if not self._rng.needs_seeding(index):
+                    return layer.module(value), values
+                with self._rng.seeded(index, microbatch):
+                    return layer.module(value), values
+
+        in_place = works_in_place(layer.module)
+        # values that one module in the layer stashes for another in it are not there yet
+        names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
+        popped = {name: pop(name) for name in sorted(names)}
+        if self._clone_inputs and (index or self._copies_to_recompute):
+            value, popped = map_tensors(torch.clone, (value, popped))
+        value, values = checkpointed(run, layer.module, in_place, value, popped)
+        # a layer that works in place has changed copies of what it popped
+        for name in (*stashed_by(layer.module), *(popped if in_place else {})):
+            stash(name, values[name])
+        return value
+
+
+def describe(value: Any) -> str:
+    """Returns the shapes and types in a pytree, for an error message."""
+    parts = [
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in tree_leaves(value)
+    ]
+    return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"

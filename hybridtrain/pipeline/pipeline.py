@@ -1,0 +1,276 @@
+"""A model in stages: those that this process owns, placed, linked, tied, reduced and ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.graph.segment import Segment
+from hybridtrain.memory import optimizer_bytes, resident_bytes
+from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy, checkpoint_policy
+from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
+from hybridtrain.pipeline.engines import ENGINES, Engine
+from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
+from hybridtrain.pipeline.layer_runner import LayerRunner
+from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.reducer import make_reducer
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.step import Head, Source, Step
+from hybridtrain.pipeline.ties import move_stage, tied_uses
+from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.planning import Plan, PlannedLayers
+from hybridtrain.schedule import Schedule, peak_in_flight
+from hybridtrain.world import World
+
+
+class Pipeline:
+    """The stages of a model that this process owns, and all that is known of the others.
+
+    Whatever concerns the whole model is asked of it: nobody else may take for granted that the last
+    stage, its device, or every gradient is in this process.
+
+    Args:
+        net: the model; its layers are moved to their devices, and rank 0's values to all ranks.
+        plan: the stages.
+        planned: the layers of each stage, as `plan` has them.
+        world: the processes and devices; all of them make the pipeline together.
+        options: how it runs.
+
+    Attributes:
+        stages: the stages of this process, in the order of the pipeline.
+        plan: how the model is divided.
+        rng: seeds the random operations of the layers.
+    """
+
+    @torch.inference_mode(False)  # parameters may be made here
+    def __init__(
+        self,
+        net: nn.Module,
+        plan: Plan,
+        planned: PlannedLayers,
+        world: World,
+        options: PipelineOptions,
+    ) -> None:
+        layers = [layer for part in planned.parts for layer in part]
+        self.plan = plan
+        self._net = net
+        self._world = world
+        self._options = options
+        self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
+        self.rng = LayerRNG(options.seed, world.replica)
+        self.rng.seeds_every_layer = self._policy.is_active
+        self.rng.set_units(planned.units)
+        self.stages = _build_stages(net, planned.parts, world, options, self.rng, self._policy)
+        self._broadcast_unused()
+        if options.compile:
+            for layer in layers:
+                layer.module.compile()
+        segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
+        self._guards = planned.guards
+        self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
+        self._requires_grad = self._flags()
+        self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
+        self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
+        self._engine = _make_engine(world, self.stages)
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether the last stage is in this process."""
+        return bool(self.stages) and self.stages[-1].index + 1 == len(self.plan.stages)
+
+    def train(
+        self,
+        schedule: Schedule,
+        source: Source,
+        head: Head,
+        *,
+        reduce: bool = True,
+        timeline: Timeline | None = None,
+    ) -> list[Any]:
+        """Runs a step with its backward; gradients are added to `parameter.grad`.
+
+        All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
+
+        Raises:
+            ConfigError: the model has changed in a way that the stages cannot follow.
+        """
+        if self._flags() != self._requires_grad:
+            raise ConfigError(
+                "requires_grad of a parameter has changed since HybridModel was made, and the "
+                "replicas would not average its gradient: freeze first, or make a new HybridModel"
+            )
+        if self._options.broadcast_buffers:
+            self.sync_buffers()
+        checkpointed = self._policy.whole_stages(schedule.chunks)
+        values = self._run(Step(schedule, source, head, checkpointed, reduce, timeline), trains=True)
+        for stage in self.stages:
+            for alias in stage.aliases:
+                alias.accumulate_into_owner()
+        return values
+
+    def forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
+        """Runs a step of forwards alone; the caller has turned gradients off."""
+        return self._run(Step(schedule, source, head), trains=self._net.training)
+
+    def _run(self, step: Step, trains: bool) -> list[Any]:
+        self._guards.check()
+        for stage in self.stages:
+            for alias in stage.aliases:
+                alias.refresh()
+        for own, copy in self._buffer_copies:
+            copy.copy_(own, non_blocking=True)
+        self.rng.active = self._net.training
+        before = default_generator_states(self._gpus)
+        with self._batch_norm_step():
+            values = self._engine.run(step)
+        if trains:
+            self.rng.end_step(unseeded_draws=default_generator_states(self._gpus) != before)
+        return values
+
+    def _batch_norm_step(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._norms is None else self._norms.step()
+
+    def to_output_device(self, values: Any) -> Any:
+        """Returns a pytree with its tensors on the last stage's device, if that is here."""
+        if values is None or not self.owns_output:
+            return values
+        device = self.stages[-1].device
+        if type(values) is Tensor and values.device == device:
+            return values
+        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), values)
+
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """Returns on every process the sum over the replicas of `values`, known at their last stage.
+
+        Args:
+            values: of any shape, on the CPU; elsewhere than at a last stage it does not count.
+        """
+        return self._world.sum(values if self.owns_output else torch.zeros_like(values))
+
+    def sync_buffers(self) -> None:
+        """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
+        for stage in self.stages:
+            if stage.reducer is not None:
+                stage.reducer.sync_buffers()
+
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the gradients of all stages' parameters, a 0-dim tensor."""
+        return get_total_norm([p.grad for p in self._net.parameters() if p.grad is not None])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        return clip_grad_norm_(self._net.parameters(), max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole model under the user's names."""
+        return self._net.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> Any:
+        """Loads a state of the whole model under the user's names."""
+        return self._net.load_state_dict(state, strict=strict)
+
+    def memory_bytes(self) -> list[int]:
+        """Returns the peak memory of each stage so far, in bytes.
+
+        On a GPU it is the allocator's peak. On a CPU it is counted: parameters, gradients, buffers,
+        and the activations of as many micro-batches as the schedule keeps in flight.
+        """
+        in_flight = self.plan.in_flight
+        return [
+            torch.cuda.max_memory_allocated(stage.device)
+            if stage.device.type == "cuda"
+            else resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            for stage in self.stages
+        ]
+
+    def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`."""
+        return [
+            {
+                "layers": [layer.name for layer in stage.layers],
+                "parameters": stage.count_parameters(),
+                # on a GPU the allocator has counted the optimizer's state already
+                "peak_memory_bytes": memory
+                + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+            }
+            for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
+        ]
+
+    def _flags(self) -> list[bool]:
+        """Returns which parameters require a gradient; not looked at with one replica."""
+        if self._world.replicas == 1:
+            return []
+        return [parameter.requires_grad for parameter in self._net.parameters()]
+
+    def _broadcast_unused(self) -> None:
+        """Gives all replicas rank 0's values of the tensors that no layer uses."""
+        used = {id(t) for s in self.stages for t in (*s.module.parameters(), *s.module.buffers())}
+        for tensor in (*self._net.parameters(), *self._net.buffers()):
+            if id(tensor) not in used:
+                self._world.broadcast_tensor(tensor.data)
+
+
+def _build_stages(
+    net: nn.Module,
+    parts: Sequence[Sequence[Layer]],
+    world: World,
+    options: PipelineOptions,
+    rng: LayerRNG,
+    policy: CheckpointPolicy,
+) -> list[Stage]:
+    """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
+    cluster = world.cluster
+    owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+    links = links_between(parts)
+    uses = tied_uses([[layer.module for layer in part] for part in parts])
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    in_place = any(works_in_place(layer.module) for part in parts for layer in part)
+    clones = in_place and policy.is_active
+    stages: list[Stage] = []
+    first = 0
+    for index, part in enumerate(parts):
+        group = world.new_stage_group(index)  # a collective call, for every stage
+        if index in owned:
+            place = cluster.process_of(index), cluster.device_of(index)
+            module = nn.ModuleList(layer.module for layer in part)
+            device = world.device_of(index)
+            leaves = any(
+                (cluster.process_of(link.target), cluster.device_of(link.target)) != place
+                for link in links
+                if link.source == index
+            )
+            stage = Stage(
+                index,
+                module,
+                device,
+                LayerRunner(part, first, module, rng, policy.layers, clones),
+                links,
+                move_stage(module, device, uses[index]),
+                names,
+                clone_outputs=clones,
+                # DDP looks for unused parameters from the tensors
+                sends_to_other_devices=leaves and not options.find_unused_parameters,
+            )
+            stage.reducer = make_reducer(
+                module, dict(stage.named_parameters()), group, options.find_unused_parameters
+            )
+            stages.append(stage)
+        first += len(part)
+    return stages
+
+
+def _make_engine(world: World, stages: Sequence[Stage]) -> Engine:
+    if world.engine not in ENGINES:
+        hint = did_you_mean(world.engine, ENGINES, "engines")
+        raise ConfigError(f"engine={world.engine} is unknown; {hint}")
+    return ENGINES[world.engine](stages, world.devices)

@@ -1,0 +1,95 @@
+"""The interface between a pipeline and the engine that executes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hybridtrain.pipeline.thread_state import ThreadState
+from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.schedule import Schedule
+
+
+class HeadOutput(NamedTuple):
+    """Outcome of the head for one micro-batch.
+
+    Attributes:
+        value: returned to the caller of `Engine.run`.
+        root: where the backward starts; None in a forward-only step.
+        gradient: the gradient of `root`, of the same shape.
+    """
+
+    value: Any
+    root: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+# `source(microbatch)` returns the input of the first stage. Called where that stage runs.
+Source = Callable[[int], Any]
+
+# `head(microbatch, output)` ends a forward: it computes the loss, say. Called where the last stage
+# runs, in that stage's thread, with gradients and autocast as in a forward.
+Head = Callable[[int, Any], HeadOutput]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of the pipeline over the micro-batches of a batch.
+
+    Attributes:
+        schedule: the order in which each device runs its forwards and backwards.
+        source: gives the first stage its inputs.
+        head: takes the last stage's outputs.
+        checkpointed: the micro-batches whose stages are recomputed in the backward.
+        reduce: average the gradients over the replicas in the last micro-batch's backward.
+        timeline: records the start and end of every action; None records nothing.
+        thread_state: grad mode and autocast, as the caller has them.
+    """
+
+    schedule: Schedule
+    source: Source
+    head: Head
+    checkpointed: frozenset[int] = frozenset()
+    reduce: bool = False
+    timeline: Timeline | None = None
+    thread_state: ThreadState = field(default_factory=ThreadState.capture)
+
+
+class Engine(Protocol):
+    """Executes steps on the stages that this process owns."""
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes `step`.
+
+        Returns:
+            the head's values by micro-batch; an empty list where another process has the last
+            stage.
+
+        Raises:
+            Exception: the first exception of a layer, the source, the head or a collective, with
+                notes that name the layer, the stage and the micro-batch. The engine can run the
+                next step.
+        """
+        ...
+
+
+class Port(Protocol):
+    """One end of a link between two stages, in this process or in two."""
+
+    def send(self, message: Any) -> None:
+        """Sends the values, or the gradients, of one micro-batch; does not wait for the receiver."""
+
+    def receive(self) -> Any:
+        """Waits for the next micro-batch's message and returns it, on the receiver's device."""
+
+
+class StagePorts(NamedTuple):
+    """The ports of a stage, in the order of its links."""
+
+    receive: list[Port]
+    send: list[Port]
+    receive_gradients: list[Port]
+    send_gradients: list[Port]
