@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,18 @@ from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.graph.chain import ExampleInputsNeeded
 from hybridtrain.memory import resident_bytes
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
-from hybridtrain.pipeline.activation_checkpoint import CheckpointSpec, checkpoint_policy
+from hybridtrain.options import CheckpointSpec, PipelineOptions, SplitSpec
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engines.threads import Step
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.placement import Placement, PlacementOptions, place, requiring_grad
+from hybridtrain.placement import place, requiring_grad
 from hybridtrain.planning.plan import Plan
-from hybridtrain.planning.planner import Ask
-from hybridtrain.planning.split_spec import SplitSpec, check_split
 from hybridtrain.schedule import (
-    SCHEDULES,
     Schedule,
     forward_only,
     make_schedule,
@@ -130,20 +126,21 @@ class HybridModel:
         default_partition: int | None = None,
         optimizer_tensors_per_param: int = 2,
     ) -> None:
-        _check("pipeline.schedule", schedule, SCHEDULES)
-        _check("pipeline.batch_norm", batch_norm, BATCH_NORM)
-        _check("trainer.precision", precision, AUTOCAST)
-        check_split(split)
-        if chunks < 1:
-            raise ConfigError(
-                f"pipeline.chunks={chunks} must be a positive number of micro-batches"
-            )
-        for key, value in (
-            ("stages_per_device", stages_per_device),
-            ("max_inflight", max_inflight),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"pipeline.{key}={value} must be at least 1")
+        options = PipelineOptions(
+            chunks=chunks,
+            schedule=schedule,
+            split=split,
+            checkpoint=checkpoint,
+            stages_per_device=stages_per_device,
+            max_inflight=max_inflight,
+            precision=precision,
+            compile=compile,
+            find_unused_parameters=find_unused_parameters,
+            memory_weight=memory_weight,
+            memory_limit_gib=memory_limit_gib,
+            default_partition=default_partition,
+            optimizer_tensors_per_param=optimizer_tensors_per_param,
+        )
         if sync_batch_norm and world.size > 1:
             if world.devices[0].type != "cuda":
                 raise ConfigError("pipeline.sync_batch_norm=true needs GPUs: PyTorch's is for them")
@@ -163,73 +160,20 @@ class HybridModel:
         self._autocast = AUTOCAST[precision]
         self.rng = LayerRNG(seed, world.rank)
         remove_aliases(net)
-        checkpoint_policy(checkpoint, None)
         self._deferred = DeferredBatchNormStats(net) if batch_norm == "deferred" else None
         self._loss_gradients: dict[tuple[float, torch.dtype], Tensor] = {}
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
-        self._ask = Ask(
-            split=split,
-            world=world,
-            stages_per_device=stages_per_device,
-            schedule=schedule,
-            chunks=chunks,
-            in_flight=peak_in_flight(self.schedule(chunks)),
-            memory_weight=memory_weight,
-            memory_limit_gib=memory_limit_gib,
-            default_partition=default_partition,
-            optimizer_tensors_per_param=optimizer_tensors_per_param,
-            precision=self.precision,
-            recomputes=checkpoint in ("always", "except_last"),
-        )
-        self._options: PlacementOptions = {
-            "checkpoint": checkpoint,
-            "compile": compile,
-            "find_unused_parameters": find_unused_parameters,
-        }
-        self._placed: Placement | None = None
-        with suppress(ExampleInputsNeeded):
-            self._placed = self._place(example_inputs)
+        self._placed = place(net, options, world, self.rng, example_inputs)
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages, in the order of the pipeline.
-
-        Raises:
-            ConfigError: the model waits for its first batch to be divided.
-        """
-        return self._in_place.stages
+        """The stages, in the order of the pipeline."""
+        return self._placed.stages
 
     @property
     def plan(self) -> Plan:
         """How the model is divided, and from what costs."""
-        return self._in_place.plan
-
-    @property
-    def _in_place(self) -> Placement:
-        if self._placed is None:
-            raise ConfigError(
-                "the model is divided at its first batch, which is needed to measure or to trace "
-                "it: pass HybridModel(..., example_inputs=<the inputs of a batch>) to have it divided now"
-            )
-        return self._placed
-
-    def _place(self, example_inputs: Any) -> Placement:
-        """Divides the model and brings its stages to their devices; a collective call."""
-        if example_inputs is not None:
-            example_inputs = split(
-                example_inputs, chunk_sizes(batch_size(example_inputs), self.chunks)
-            )[0]
-        return place(self.net, self._ask, self.rng, example_inputs, **self._options)
-
-    def _place_by(self, inputs: Any) -> Placement:
-        """The placement; the first batch may have to bring it about."""
-        if self._placed is None:
-            if inputs is None:
-                raise BatchError(
-                    "the inputs of the first batch, which the model is traced by, are None"
-                )
-            self._placed = self._place(inputs)
-        return self._placed
+        return self._placed.plan
 
     def schedule(self, chunks: int) -> Schedule:
         """The table that a step of `chunks` micro-batches follows."""
@@ -276,7 +220,7 @@ class HybridModel:
         """
         rows = batch_size(inputs, targets)
         sizes = chunk_sizes(rows, self.chunks)
-        placed = self._place_by(inputs)
+        placed = self._placed
         target_parts = split(self.to_last(targets), sizes)
         losses: list[Tensor | None] = [None] * len(sizes)
         gradients: list[Tensor | None] = [None] * len(sizes)
@@ -329,7 +273,7 @@ class HybridModel:
         """
         rows = batch_size(inputs)
         sizes = chunk_sizes(rows, self.chunks)
-        placed = self._place_by(inputs)
+        placed = self._placed
         outputs: list[Any] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Any:
@@ -443,8 +387,3 @@ def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
     stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
     weights = stacked.new_tensor([float(size) for size in sizes])
     return (stacked * weights).sum() / sum(sizes)
-
-
-def _check(key: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value} is unknown; there are: {', '.join(allowed)}")

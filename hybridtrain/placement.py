@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridtrain.cluster import Cluster
 from hybridtrain.deferred import materialize_rest
 from hybridtrain.graph.mode_graphs import TraceGuards
 from hybridtrain.graph.segment import Segment
+from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import (
     CheckpointPolicy,
-    CheckpointSpec,
     checkpoint_policy,
 )
 from hybridtrain.pipeline.assemble import build_stages
@@ -21,7 +22,7 @@ from hybridtrain.pipeline.engines.threads import LocalEngine
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.planning.plan import Plan
-from hybridtrain.planning.planner import Ask, divide
+from hybridtrain.planning.planner import Planner
 from hybridtrain.world import World
 
 
@@ -61,57 +62,48 @@ class Placement:
             copy.copy_(own, non_blocking=True)
 
 
-class PlacementOptions(TypedDict):
-    """What of `HybridModel`'s arguments `place` takes."""
-
-    checkpoint: CheckpointSpec
-    compile: bool
-    find_unused_parameters: bool
-
-
 @torch.inference_mode(False)  # parameters may be made here
 def place(
     net: nn.Module,
-    ask: Ask,
+    options: PipelineOptions,
+    world: World,
     draws: LayerRNG,
     example_inputs: Any,
-    *,
-    checkpoint: CheckpointSpec,
-    compile: bool,
-    find_unused_parameters: bool,
 ) -> Placement:
     """Divides `net` and brings its stages to their devices; a collective call.
 
     Args:
         net: any module.
-        ask: what it is divided for, and where.
+        options: how it is cut and run.
+        world: its devices and ranks.
         draws: what seeds the random draws of its layers.
-        example_inputs: the inputs of a micro-batch, or None.
-        checkpoint, compile, find_unused_parameters: as for `HybridModel`.
+        example_inputs: the inputs of a batch, or None.
 
     Raises:
-        ExampleInputsNeeded: `example_inputs` is None, and needed.
         SplitError, ConfigError: an argument does not fit.
     """
-    division = divide(net, ask, example_inputs)
-    layers = [layer for part in division.parts for layer in part]
-    policy = checkpoint_policy(checkpoint, [layer.name for layer in layers])
+    planner = Planner(net, options, example_inputs, Cluster(tuple(map(str, world.devices))))
+    plan = world.broadcast(world.on_main(planner.plan))
+    assert plan is not None
+    planned = planner.layers_of(plan)
+    layers = [layer for stage in planned.stages for layer in stage]
+    policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
     draws.guard_all = policy != CheckpointPolicy()
-    draws.set_units(division.units)
-    stages = build_stages(net, division.parts, ask.world, draws, policy, find_unused_parameters)
-    _share_rest(net, stages, ask.world)
-    if compile:
+    draws.set_units(planned.units)
+    stages = build_stages(net, planned.stages, world, draws, policy, options.find_unused_parameters)
+    _share_rest(net, stages, world)
+    if options.compile:
         for layer in layers:
             layer.module.compile()
     segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
     return Placement(
         stages=stages,
-        plan=division.plan,
-        attributes=division.attributes,
+        plan=plan,
+        attributes=planned.guards,
         copies=[pair for segment in segments for pair in segment.copies()],
         policy=policy,
-        engine=LocalEngine(stages, ask.world.devices),
-        trained=requiring_grad(net, ask.world),
+        engine=LocalEngine(stages, world.devices),
+        trained=requiring_grad(net, world),
     )
 
 

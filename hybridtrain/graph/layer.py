@@ -48,6 +48,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def works_in_place(module: nn.Module) -> bool:
+    """Whether a module in `module` says that it may change its input: `ReLU(inplace=True)`."""
+    return any(getattr(part, "inplace", False) for part in module.modules())
+
+
 def _flatten(name: str, module: nn.Module) -> list[Layer]:
     if not is_chain(module):
         return [Layer(name, module)]
