@@ -1,4 +1,4 @@
-"""How much memory a stage needs, counted where the device itself cannot tell."""
+"""The memory of a stage, counted where the device itself cannot tell."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 class Saved:
     """What autograd keeps for the backward.
 
-    TraceGuards:
-        storages: the bytes of each storage that it keeps, by its address.
+    Attributes:
+        storages: the bytes of each storage that it keeps, by `storage_id`.
     """
 
     storages: dict[int, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """Of all of it."""
+        """The bytes of all storages."""
         return sum(self.storages.values())
 
 
@@ -30,33 +30,33 @@ class Saved:
 def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Saved]:
     """Counts what the forwards inside keep for their backward.
 
-    Parameters and buffers are left out, and what is `given`, which whoever gives it counts.
+    Parameters and buffers are left out, and so are the tensors `given`, which the caller counts.
     """
     saved = Saved()
-    apart = {address(t) for t in [*module.parameters(), *module.buffers(), *given]}
+    apart = {storage_id(t) for t in [*module.parameters(), *module.buffers(), *given]}
 
     def pack(tensor: Tensor) -> Tensor:
-        if address(tensor) not in apart:
-            saved.storages[address(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_id(tensor) not in apart:
+            saved.storages[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
 
 
-def address(tensor: Tensor) -> int:
-    """Where the memory of `tensor` begins."""
-    return tensor.untyped_storage().data_ptr()
+def storage_id(tensor: Tensor) -> int:
+    """Returns a number that tensors with the same storage share; fake tensors have one too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def resident_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters, their gradients and the buffers of `module`."""
+    """Returns the bytes of the parameters of `module`, their gradients and the buffers."""
     total = sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
     return total + sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what `optimizer` keeps for the parameters of `module`."""
+    """Returns the bytes of what `optimizer` keeps for the parameters of `module`."""
     return sum(
         value.nbytes
         for parameter in module.parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,7 +13,6 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.options import PipelineOptions, with_settings
@@ -23,11 +22,10 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.planning import Plan, layers_of_plan, plan_chain
+from hybridtrain.planning import Plan, Planner
+from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
-
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,10 @@ class HybridModel:
         self.world = world
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         remove_aliases(net)
-        if example_inputs is not None:
-            sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
-            example_inputs = split(example_inputs, sizes)[0]
-        chains = ChainBuilder(net, example_inputs, self.autocast)
-        plan = world.broadcast(
-            world.on_main(lambda: plan_chain(chains, options, world.cluster, self.autocast))
-        )
+        planner = Planner(net, options, example_inputs, world.cluster)
+        plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self.pipeline = Pipeline(net, plan, layers_of_plan(chains, plan), world, options)
+        self.pipeline = Pipeline(net, plan, planner.layers_of(plan), world, options)
 
     @property
     def stages(self) -> list[Stage]:
@@ -222,10 +215,7 @@ class HybridModel:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; none for fp32, so the caller's own counts."""
-        dtype = _AUTOCAST[self.options.precision]
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self.world.devices[0].type, dtype=dtype, cache_enabled=False)
+        return autocast(self.options.precision, self.world.devices[0].type)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
@@ -288,7 +278,7 @@ class HybridModel:
         return self.pipeline.stage_summaries(optimizer)
 
     def __repr__(self) -> str:
-        stages = ", ".join(f"{len(entry.layers)} layers" for entry in self.plan.stages)
+        stages = ", ".join(f"{count} layers" for count in self.plan.counts)
         return f"HybridModel({type(self.net).__name__}: {stages}; {self.options})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -1,18 +1,26 @@
-"""Tables for a terminal."""
+"""Tables and sizes for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def text_table(rows: Sequence[Sequence[str]], numbers: int) -> list[str]:
-    """Columns of equal width; the first `numbers` of them are right-aligned."""
+def text_table(rows: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
+    """Returns lines with columns of equal width, the first `right_aligned` flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "
         + "  ".join(
-            cell.rjust(width) if index < numbers else cell.ljust(width)
+            cell.rjust(width) if index < right_aligned else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+
+
+def with_unit(nbytes: float) -> str:
+    """Returns `nbytes` in GiB, MiB or KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes / 2**10:.1f} KiB"

@@ -23,7 +23,7 @@ def placement_summary(model: HybridModel, schedule: str) -> str:
     processes += [
         (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(places)
     ]
-    return "\n".join([head, table(model.plan), *text_table(processes, numbers=1)])
+    return "\n".join([head, table(model.plan), *text_table(processes, right_aligned=1)])
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

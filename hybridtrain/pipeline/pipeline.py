@@ -61,7 +61,7 @@ class Pipeline:
         world: World,
         options: PipelineOptions,
     ) -> None:
-        layers = [layer for part in planned.parts for layer in part]
+        layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
         self._net = net
         self._world = world
@@ -70,7 +70,7 @@ class Pipeline:
         self.rng = LayerRNG(options.seed, world.replica)
         self.rng.seeds_every_layer = self._policy.is_active
         self.rng.set_units(planned.units)
-        self.stages = _build_stages(net, planned.parts, world, options, self.rng, self._policy)
+        self.stages = _build_stages(net, planned.stages, world, options, self.rng, self._policy)
         self._broadcast_unused()
         if options.compile:
             for layer in layers:

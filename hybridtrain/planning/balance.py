@@ -1,8 +1,8 @@
-"""Where to cut a chain so that its most expensive part is as cheap as it can be.
+"""The cut of a chain that makes its most expensive part as cheap as possible.
 
 The linear partition problem (Skiena, The Algorithm Design Manual, 8.5), solved exactly, and for
-any cost of a part: it need not grow with the part, since what crosses a cut may be cheap here and
-dear there. Dynamic programming over the parts, O(parts * layers^2).
+any cost of a part: it need not grow with the part, since one cut may be expensive to cross and the
+next one cheap. Dynamic programming over the parts, O(parts * layers^2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUNDING = 1 + 1e-12
 
 
 def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
-    """How many consecutive layers each part gets; none is empty.
+    """Returns how many consecutive layers each part gets; none is empty.
 
     The cost of the most expensive part is minimal. Among the cuts that reach this minimum, the
     one with the smallest sum of squared costs is taken, then the one with the most even counts,
@@ -28,12 +28,12 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
     Args:
         costs: for each part a table of (layers + 1, layers + 1): `costs[part][start][end]` is its
             cost, 0 or more, if it holds the layers from `start` up to but without `end`;
-            infinity where it may not. Entries with `end <= start` are not looked at.
+            infinity where that is forbidden. Entries with `end <= start` are ignored.
 
     Returns:
-        None if every cut has a part that may not be.
+        None if every cut has a forbidden part.
     """
-    tables = [_of_runs(torch.as_tensor(table, dtype=torch.float64)) for table in costs]
+    tables = [_without_empty_ranges(torch.as_tensor(table, dtype=torch.float64)) for table in costs]
     ends = torch.arange(len(tables[0]))
 
     start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
@@ -70,24 +70,10 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
 
 
 def range_sums(values: Sequence[float]) -> Tensor:
-    """The sum of `values[start:end]` at `[start, end]`, float64."""
+    """Returns a table with the sum of `values[start:end]` at `[start, end]`, float64."""
     totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
     return totals - totals[:, None]
 
 
-def too_few_layers(layers: int, stages: int, no_cut_before: int = 0) -> str:
-    """The message for a model of which too few layers can begin a stage; `no_cut_before` cannot."""
-    model = f"a model of {layers} layer{'s' * (layers != 1)}"
-    if no_cut_before:
-        model += (
-            f", of which {no_cut_before} cannot begin a stage (a module is used before and after),"
-        )
-    return (
-        f"{model} cannot be cut into {stages} stages: lower pipeline.nb_part (or "
-        f"pipeline.stages_per_device) to {layers - no_cut_before} or less"
-    )
-
-
-def _of_runs(table: Tensor) -> Tensor:
-    """The table with infinity for runs without layers."""
+def _without_empty_ranges(table: Tensor) -> Tensor:
     return torch.where(torch.ones_like(table, dtype=torch.bool).triu(1), table, INFINITY)

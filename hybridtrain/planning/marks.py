@@ -1,4 +1,4 @@
-"""Marks on modules that say on which stage they are to be.
+"""Marks that assign modules to stages: `partition` and `set_partition`, for `split="manual"`.
 
     class Net(nn.Module):
         def __init__(self):
@@ -9,26 +9,33 @@
                 self.decoder = Decoder()
 
 A mark is an attribute of the instance, so that copies and pickles keep it; `state_dict` does not
-have it. A module without one is where the nearest module around it is.
+have it. A module without one goes with the nearest module around it.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from hybridtrain.errors import SplitError
+from hybridtrain.graph.layer import Layer
+from hybridtrain.planning.split_spec import (
+    check_stage,
+    counts_of,
+    fill_in,
+    listed,
+    strip_call_index,
+)
 
 _MARK = "_pipeline_stage"
 
 
-class _Here(threading.local):
+class _CurrentPartition(threading.local):
     """The partition that this thread is in."""
 
     stage: int | None = None
@@ -64,7 +71,7 @@ class _Marking:
                     setattr(nn.Module, name, original)
 
 
-_here = _Here()
+_current = _CurrentPartition()
 _marking = _Marking()
 
 
@@ -72,8 +79,8 @@ def _then_mark(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        if _here.stage is not None:
-            self.__dict__[_MARK] = _here.stage
+        if _current.stage is not None:
+            self.__dict__[_MARK] = _current.stage
 
     return wrapped
 
@@ -88,13 +95,13 @@ def partition(stage: int) -> Iterator[None]:
         SplitError: `stage` is no stage's index.
     """
     _check_index(stage)
-    before = _here.stage
+    before = _current.stage
     with _marking:
-        _here.stage = stage
+        _current.stage = stage
         try:
             yield
         finally:
-            _here.stage = before
+            _current.stage = before
 
 
 def set_partition(module: nn.Module, stage: int) -> None:
@@ -174,6 +181,87 @@ def marks_in(
         yield from marks_in(child, mark)
 
 
-def strip_call_index(name: str) -> str:
-    """The name of a layer without the number of its use: `decoder` for `decoder@2`."""
-    return re.sub(r"@\d+$", "", name)
+def counts_by_marks(
+    net: nn.Module, layers: Sequence[Layer], stages: int, default_partition: int | None
+) -> list[int]:
+    """How many layers each stage gets if they go where the marks say.
+
+    A layer with neither a mark nor parameters nor buffers, or a stateless one that runs again, can
+    run anywhere: it is as near to its mark or to `default_partition` as the order allows, and
+    without either with the layer before it.
+
+    Args:
+        net: the model.
+        layers: its layers in the order in which they run, by their names in `net`; a further
+            use of a module may be told apart by a suffix (`decoder@2`).
+        stages: how many stages.
+        default_partition: the stage of layers without a mark; None allows none.
+
+    Raises:
+        SplitError: the marks do not describe `stages` runs of layers; says which layer, and why.
+    """
+    if not has_marks(net):
+        raise SplitError(
+            "no module of the model has a partition: make modules inside `with partition(i):`, or "
+            "call set_partition"
+        )
+    hint = ""
+    if default_partition is not None:
+        check_stage(f"default_partition={default_partition}", default_partition, stages)
+        hint = f" (without a mark: default_partition={default_partition})"
+    marks: dict[int, int | None] = {}
+    for module, mark in marks_in(net):
+        for held in (module, *own_state(module)):
+            marks.setdefault(id(held), mark)
+    assigned: list[int | None] = []
+    preferred: list[int | None] = []
+    ran: set[int] = set()
+    for layer in layers:
+        stage = _stage_of(net, layer, marks, default_partition)
+        preferred.append(default_partition if stage is None else stage)
+        again = id(layer.module) in ran or layer.name != strip_call_index(layer.name)
+        ran.add(id(layer.module))
+        stateless = not any(own_state(part) for part in layer.module.modules())
+        assigned.append(None if again and stateless else stage)
+    return counts_of(layers, fill_in(assigned, preferred, stages), stages, hint)
+
+
+def _stage_of(
+    net: nn.Module, layer: Layer, marks: Mapping[int, int | None], default: int | None
+) -> int | None:
+    """Where the marks want the layer; None if it can run anywhere.
+
+    What holds state decides, since the rest can be computed next to it. The layer may be a stretch
+    of the model's forward: no module of the model's, but with some of its modules and parameters.
+
+    Args:
+        net: the model.
+        layer: a layer of it.
+        marks: by identity, of the model's modules, parameters and buffers.
+        default: for state without a mark.
+    """
+    by_name = marked_stage(net, layer.name, None)
+    parts = list(layer.module.modules())
+    wanted = {
+        marks.get(id(part), marks.get(id(tensor), by_name))
+        for part in parts
+        for tensor in own_state(part)
+    }
+    if not wanted:
+        wanted = {marks.get(id(part)) for part in parts if not any(part.children())} - {None}
+        wanted = wanted or {by_name}
+        if wanted == {None}:
+            return None
+    found = {default if mark is None else mark for mark in wanted}
+    known = sorted(stage for stage in found if stage is not None)
+    if len(known) < len(found):
+        raise SplitError(
+            f"layer {layer.name!r} has no partition: put its construction into "
+            f"`with partition(i):`, call set_partition, or set default_partition"
+        )
+    if len(known) > 1:
+        raise SplitError(
+            f"layer {layer.name!r} runs as one, but has parts for the stages {listed(known)}: "
+            f"place all of it on one, or make its parts layers of the model"
+        )
+    return known[0]

@@ -1,4 +1,4 @@
-"""What a cut should be good at, and the cut that is best at it: time, memory, or both."""
+"""The partitioning objective: by what the largest stage is measured, and the best cut by it."""
 
 from __future__ import annotations
 
@@ -6,58 +6,86 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError
-from hybridtrain.planning.balance import INFINITY, best_cut, range_sums, too_few_layers
+from hybridtrain.errors import SplitError, closest
+from hybridtrain.options import CheckpointSpec, PipelineOptions
+from hybridtrain.planning.balance import INFINITY, best_cut, range_sums
 from hybridtrain.planning.costs import LayerCost
 
 GIB = 2**30
+
+MEASURED_SPLITS = ("time", "memory", "balanced")
+SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 
 @dataclass(frozen=True)
 class Objective:
     """What the largest stage is measured by.
 
-    TraceGuards:
+    Attributes:
+        unit: `layers` and `parameters` are counted; `costs` are times and bytes, see below.
         memory_weight: 0 balances time alone, 1 memory alone. In between it weighs a stage's share
             of the model's memory against its share of the model's time.
-        memory_limit: bytes that a device may hold; None for no limit.
-        recomputes: stages keep what they were given for each micro-batch, and the rest of one only.
+        memory_limit: bytes that a device may hold, for `costs`; None: no limit.
+        recomputes: stages keep only their inputs for each micro-batch, and their activations for
+            one micro-batch.
         stages_per_device: each of a device's stages may take this fraction of its limit. This is
             stricter than the device itself, where a small stage makes room for a large one.
     """
 
+    unit: Literal["layers", "parameters", "costs"] = "costs"
     memory_weight: float = 0.0
     memory_limit: float | None = None
     recomputes: bool = False
     stages_per_device: int = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.memory_weight <= 1:
+    @classmethod
+    def of(cls, options: PipelineOptions) -> Objective:
+        """Returns the objective of `options.split`.
+
+        Raises:
+            SplitError: it is not the name of an objective.
+        """
+        split = options.split
+        if split == "uniform":
+            return cls("layers")
+        if split == "size":
+            return cls("parameters")
+        if split not in MEASURED_SPLITS:
+            close = closest(str(split), SPLITS)
+            hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
-                f"the weight of memory lies between 0 (time alone) and 1 (memory alone), not at "
-                f"{self.memory_weight}"
+                f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
+                f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
             )
+        limit = options.memory_limit_gib
+        return cls(
+            memory_weight={"time": 0.0, "memory": 1.0}.get(str(split), options.memory_weight),
+            memory_limit=None if limit is None else limit * GIB,
+            recomputes=recomputes_stages(options.checkpoint),
+            stages_per_device=options.stages_per_device,
+        )
 
     @property
     def stage_limit(self) -> float:
-        """Bytes that a stage may take."""
+        """The bytes that a stage may take."""
         return INFINITY if self.memory_limit is None else self.memory_limit / self.stages_per_device
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs: in time for one micro-batch, in memory for all that it keeps alive.
+    """What a stage costs: time for one micro-batch, memory for all that it keeps alive.
 
-    TraceGuards:
-        time_ms: milliseconds of one micro-batch, forward, backward and crossing.
+    Attributes:
+        time_ms: milliseconds of one micro-batch: forward, backward and crossing.
         forward_ms: milliseconds of its layers' forward.
         backward_ms: milliseconds of their backward.
         crossing_ms: milliseconds to bring values and their gradients over the cuts at its two
-            ends; a cut counts for both stages that it parts.
+            ends; a cut counts for both stages that it separates.
         memory_bytes: its weights, and what it keeps of the micro-batches that it holds at most.
         parameters: elements of its parameters.
         share: its part of the time of all stages, 0 to 1.
@@ -72,30 +100,36 @@ class StageCost:
     share: float
 
 
+def recomputes_stages(checkpoint: CheckpointSpec) -> bool:
+    """Whether whole stages are recomputed in the backward."""
+    return checkpoint in ("always", "except_last")
+
+
 def cut_by_costs(
     costs: Sequence[LayerCost],
     in_flight: Sequence[int],
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[int]:
-    """How many layers each stage gets so that the largest is as small as it can be.
+    """Returns how many layers each stage gets so that the largest is as small as it can be.
 
     Args:
-        costs: of each layer.
-        in_flight: for each stage, how many micro-batches it keeps alive at most.
+        costs: those of each layer.
+        in_flight: for each stage, the most micro-batches that it keeps alive at one time.
         goal: what makes a stage large.
         no_cut_before: the layers, by index, before which there may be no cut.
 
     Raises:
         SplitError: there are too few layers or places to cut, or no cut fits into memory.
     """
-    glued = len(set(no_cut_before))
-    if len(costs) - glued < len(in_flight):
-        raise SplitError(too_few_layers(len(costs), len(in_flight), glued))
-    counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
-    if counts is None:
-        raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
-    return counts
+    tied = len(set(no_cut_before))
+    if len(costs) - tied >= len(in_flight):
+        counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
+        if counts is not None:
+            return counts
+        if goal.memory_limit is not None:
+            raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
+    raise SplitError(_too_few_layers(len(costs), len(in_flight), tied))
 
 
 def stage_tables(
@@ -104,7 +138,7 @@ def stage_tables(
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[Tensor]:
-    """What each stage would cost if it in_flight the layers from `start` up to but without `end`.
+    """Returns how large each stage is if it holds the layers from `start` up to `end`.
 
     Arguments as for `cut_by_costs`. A stage's time and memory are shares of the uncut model's; the
     latter with as many micro-batches alive as the stages hold on average, so that the stages'
@@ -114,6 +148,19 @@ def stage_tables(
         for each stage a table of (layers + 1, layers + 1) as `best_cut` takes it, infinity where
         `goal` or `no_cut_before` forbid the stage.
     """
+    if goal.unit == "costs":
+        tables = _cost_tables(costs, in_flight, goal)
+    else:
+        sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
+        tables = [range_sums(sizes) for _ in in_flight]
+    for table in tables:
+        table[list(no_cut_before)] = INFINITY  # no stage begins here, and so none ends here
+    return tables
+
+
+def _cost_tables(
+    costs: Sequence[LayerCost], in_flight: Sequence[int], goal: Objective
+) -> list[Tensor]:
     time = _time_ms(costs)
     memories = [_memory_bytes(costs, microbatches, goal.recomputes) for microbatches in in_flight]
     whole_time = time[0, -1].item() or 1.0
@@ -123,7 +170,6 @@ def stage_tables(
         table = (1 - goal.memory_weight) * (time / whole_time)
         table += goal.memory_weight * (memory / whole_memory)
         table[memory > goal.stage_limit] = INFINITY
-        table[list(no_cut_before)] = INFINITY  # no stage begins here, and so none ends here
         tables.append(table)
     return tables
 
@@ -134,7 +180,7 @@ def stage_costs(
     in_flight: Sequence[int],
     recomputes: bool = False,
 ) -> list[StageCost]:
-    """What the stages of a cut cost that have `counts` layers and hold `in_flight` micro-batches."""
+    """Returns the costs of stages with `counts` layers that hold `in_flight` micro-batches."""
     bounds = list(pairwise(accumulate(counts, initial=0)))
     time = _time_ms(costs)
     cut = _at_cuts([cost.crossing_ms for cost in costs]).tolist()
@@ -167,18 +213,28 @@ def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
     """Bytes of a stage at [start, end].
 
-    Its weights and, for each micro-batch, what its layers keep and what it was sent. If it
-    recomputes, its layers keep something of one micro-batch only.
+    Its weights and, for each micro-batch, its inputs and what its layers keep. If it recomputes,
+    its layers keep their activations for one micro-batch only.
     """
     weights = range_sums([cost.weight_bytes for cost in costs])
     kept = range_sums([cost.activation_bytes for cost in costs])
-    sent = _at_cuts([cost.crossing_bytes for cost in costs])
-    return weights + microbatches * sent[:, None] + (1 if recomputes else microbatches) * kept
+    received = _at_cuts([cost.crossing_bytes for cost in costs])
+    return weights + microbatches * received[:, None] + (1 if recomputes else microbatches) * kept
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
-    """What crosses each cut; the model's own two ends are none."""
+    """What crosses each cut; nothing crosses the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
+
+
+def _too_few_layers(layers: int, stages: int, tied: int) -> str:
+    model = f"a model of {layers} layer{'s' * (layers != 1)}"
+    if tied:
+        model += f", of which {tied} cannot begin a stage (a module is used before and after),"
+    return (
+        f"{model} cannot be cut into {stages} stages: lower nb_part= (or stages_per_device=) to "
+        f"{layers - tied} or less"
+    )
 
 
 def _why_nothing_fits(
@@ -188,7 +244,7 @@ def _why_nothing_fits(
     no_cut_before: Collection[int],
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
-    limit = f"pipeline.memory_limit_gib={goal.stage_limit * per_device / GIB:g}"
+    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}"
     if per_device > 1:
         limit += f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
 
@@ -203,9 +259,9 @@ def _why_nothing_fits(
         alive = fewest[largest]
         return (
             f"layer {costs[largest].name!r} alone needs {_gib(alone[largest])} with "
-            f"{alive} micro-batch{'es' * (alive != 1)} alive, more than {limit}: raise the limit, "
-            f"make micro-batches smaller (pipeline.chunks), recompute "
-            f"(pipeline.checkpoint=always), or divide it"
+            f"{alive} micro-batch{'es' * (alive != 1)} in flight, more than {limit}: raise the "
+            f"limit, make micro-batches smaller (chunks=), recompute activations "
+            f"(checkpoint='always'), or divide the layer"
         )
     by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
     counts = best_cut(stage_tables(costs, in_flight, by_memory, no_cut_before))
@@ -215,9 +271,9 @@ def _why_nothing_fits(
     )
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
-        f"more. Set pipeline.memory_limit_gib to {_gib(needed * per_device)} or more, or lower "
-        f"what a stage holds: more stages (pipeline.nb_part), smaller micro-batches "
-        f"(pipeline.chunks), recomputation (pipeline.checkpoint=always)"
+        f"more. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower what a "
+        f"stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
+        f"checkpointing (checkpoint='always')"
     )
 
 

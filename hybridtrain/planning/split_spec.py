@@ -1,39 +1,20 @@
-"""Which layers go to which stage, as the user says."""
+"""A split given as a list: layer counts, cut points, layer names or name patterns."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, did_you_mean
 from hybridtrain.graph.layer import Layer
-from hybridtrain.planning.by_hand import counts_by_patterns
-
-SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
-
-
-def check_split(split: Any) -> None:
-    """Makes sure that `split` is a text or a list of such items as `split_layers` takes.
-
-    Raises:
-        SplitError: it is not.
-    """
-
-    def fits(item: Any) -> bool:
-        inner = item if isinstance(item, list | tuple) else [item]
-        return type(item) is int or all(isinstance(name, str) for name in inner)
-
-    if not isinstance(split, str) and not (isinstance(split, Sequence) and all(map(fits, split))):
-        raise SplitError(
-            f"pipeline.split={split!r}: use a name, the path of a plan, or a list of layer counts, "
-            f"cut points, layer names or name patterns"
-        )
+from hybridtrain.options import SplitSpec
 
 
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
-    """How many layers each stage gets, as the user says.
+    """Returns how many layers each stage gets.
 
     Args:
         layers: the chain.
@@ -58,8 +39,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
     if len(numbers) == len(given) == stages:
         if sum(numbers) != n or min(numbers) < 1:
             raise SplitError(
-                f"pipeline.split={given}: layer counts must be positive and add up to the model's "
-                f"{n} layers; these add up to {sum(numbers)}"
+                f"split={given}: layer counts must be positive and add up to the model's {n} "
+                f"layers; these add up to {sum(numbers)}"
             )
         return numbers
     if len(numbers) == len(given) == stages - 1:
@@ -69,10 +50,133 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
     if len(given) == stages and all(isinstance(item, str | list | tuple) for item in given):
         return counts_by_patterns(layers, stages, given)
     raise SplitError(
-        f"pipeline.split={given} does not describe {stages} stages: give {stages} layer counts, "
+        f"split={given} does not describe {stages} stages: give {stages} layer counts, "
         f"{stages - 1} cut point{'s' * (stages != 2)} (indices or names of the layers that begin "
         f"a stage), or {stages} name patterns"
     )
+
+
+def counts_by_patterns(
+    layers: Sequence[Layer], stages: int, patterns: Sequence[str | Sequence[str]]
+) -> list[int]:
+    """Returns how many layers each stage gets if they go where the patterns say.
+
+    A layer that no pattern matches goes with the one before it, at the start with the one after.
+
+    Args:
+        layers: the layers in the order in which they run.
+        stages: how many stages.
+        patterns: for each stage a name with wildcards (`blocks.[0-3]`), or a list of them; what
+            matches a module matches all in it (`blocks.3` also `blocks.3.attention`).
+
+    Raises:
+        SplitError: the patterns do not describe `stages` runs of layers; says which, and why.
+    """
+    owner: dict[str, tuple[int, str]] = {}
+    for stage, given in enumerate(patterns):
+        for pattern in [given] if isinstance(given, str) else given:
+            matched = [layer.name for layer in layers if _matches(layer.name, pattern)]
+            if not matched:
+                known = dict.fromkeys(name for layer in layers for name in _path(layer.name))
+                hint = did_you_mean(pattern, known, "layers and groups")
+                raise SplitError(f"split=: no layer matches {pattern!r}; {hint}")
+            for name in matched:
+                other, earlier = owner.setdefault(name, (stage, pattern))
+                if other != stage:
+                    raise SplitError(
+                        f"split=: layer {name!r} matches {earlier!r} of stage {other} and "
+                        f"{pattern!r} of stage {stage}; it can be on one"
+                    )
+    assigned = [owner[layer.name][0] if layer.name in owner else None for layer in layers]
+    return counts_of(layers, fill_in(assigned, [None] * len(assigned), stages), stages)
+
+
+def fill_in(
+    assigned: Sequence[int | None], preferred: Sequence[int | None], stages: int
+) -> list[int]:
+    """Assigns each layer without a stage to the allowed one nearest to its preferred stage.
+
+    Args:
+        assigned: the stage of each layer; None: any that the order allows.
+        preferred: where such a layer would rather be; None: with the layer before it.
+        stages: how many stages.
+    """
+    filled: list[int] = []
+    for index, (stage, preference) in enumerate(zip(assigned, preferred, strict=True)):
+        before = filled[-1] if filled else 0
+        after = next((later for later in assigned[index:] if later is not None), stages - 1)
+        if preference is None:
+            preference = before if filled else after
+        filled.append(sorted((before, preference, after))[1] if stage is None else stage)
+    return filled
+
+
+def counts_of(
+    layers: Sequence[Layer], assigned: Sequence[int], stages: int, hint: str = ""
+) -> list[int]:
+    """Returns how many layers each stage gets, by the stage that each layer is assigned to.
+
+    Raises:
+        SplitError: a stage does not exist or has no layer, or the stages are not in order; `hint`
+            is added to the message of the latter.
+    """
+    for layer, stage in zip(layers, assigned, strict=True):
+        check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
+    for (before, earlier), (layer, stage) in pairwise(zip(layers, assigned, strict=True)):
+        if stage < earlier:
+            raise SplitError(
+                f"layer {layer.name!r} is to be on stage {stage} but runs after {before.name!r} "
+                f"on stage {earlier}{hint}: stages run in order, so put {layer.name!r} on a later "
+                f"one or {before.name!r} on an earlier one"
+            )
+    counts = [assigned.count(stage) for stage in range(stages)]
+    empty = [stage for stage, count in enumerate(counts) if count == 0]
+    if empty:
+        raise SplitError(
+            f"{stages} stages are asked for, but no layer is on stage {listed(empty)}: place one "
+            f"there, or lower nb_part="
+        )
+    return counts
+
+
+def check_stage(what: str, stage: int, stages: int) -> None:
+    """Raises a SplitError that begins with `what` unless there is such a stage."""
+    if not 0 <= stage < stages:
+        there_are = "only stage 0" if stages == 1 else f"stages {listed(range(stages))}"
+        raise SplitError(f"{what}, but there {'is' if stages == 1 else 'are'} {there_are}")
+
+
+def listed(stages: Sequence[int]) -> str:
+    """Returns `0 to 3`, or `1 and 3`."""
+    if len(stages) > 2 and stages[-1] - stages[0] == len(stages) - 1:
+        return f"{stages[0]} to {stages[-1]}"
+    *others, last = map(str, stages)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def modules_around(names: Collection[str], split: Sequence[Any]) -> set[str]:
+    """Returns which of the modules `names` must be expanded to find the layers in `split`."""
+    given = [name for item in split for name in ([item] if isinstance(item, str) else item)]
+    found: set[str] = set()
+    for name in given:
+        literal = re.split(r"[*?\[]", name)[0].split(".")[:-1]
+        found |= {".".join(literal[:end]) for end in range(1, len(literal) + 1)}
+    return found & set(names)
+
+
+def strip_call_index(name: str) -> str:
+    """Returns a layer's name without the number of its call: `decoder` for `decoder@2`."""
+    return re.sub(r"@\d+$", "", name)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(candidate, pattern) for candidate in (name, *_path(name)))
+
+
+def _path(name: str) -> list[str]:
+    """Returns `["a", "a.b"]` for `a.b@2`."""
+    parts = strip_call_index(name).split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _between(cuts: Sequence[int], n: int, spec: Sequence[object]) -> list[int]:
@@ -80,8 +184,8 @@ def _between(cuts: Sequence[int], n: int, spec: Sequence[object]) -> list[int]:
     counts = [end - start for start, end in pairwise(bounds)]
     if min(counts) < 1:
         raise SplitError(
-            f"pipeline.split={list(spec)}: cut points must rise and lie between 1 and {n - 1}, so "
-            f"that no stage is empty (layer 0 begins stage 0 anyway)"
+            f"split={list(spec)}: cut points must rise and lie between 1 and {n - 1}, so that no "
+            f"stage is empty (layer 0 begins stage 0 anyway)"
         )
     return counts
 
@@ -90,7 +194,5 @@ def _index(layers: Sequence[Layer], name: str) -> int:
     for index, layer in enumerate(layers):
         if layer.name == name or layer.name.startswith(f"{name}."):
             return index
-    names = [layer.name for layer in layers]
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the layers are: {', '.join(names)}"
-    raise SplitError(f"pipeline.split: there is no layer {name!r}; {hint}")
+    hint = did_you_mean(name, [layer.name for layer in layers], "layers")
+    raise SplitError(f"split=: there is no layer {name!r}; {hint}")

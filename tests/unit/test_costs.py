@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hybridtrain.graph.layer import Layer, layers_of
-from hybridtrain.planning.costs import REPEATS, SLOW_MS, LayerProfiler, count
+from hybridtrain.planning.costs import count
+from hybridtrain.planning.profiler import MAX_REPEATS, SLOW_MS, LayerProfiler
 from hybridtrain.skip import pop, stash
 
 CPU = torch.device("cpu")
@@ -269,7 +270,7 @@ def test_a_crossing_takes_time_only_between_devices():
     assert leave[0].crossing_ms == leave[1].crossing_ms  # of as many bytes
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(None, 2), (0.0, 3), (1000.0, 2 + REPEATS)])
+@pytest.mark.parametrize(("seconds", "runs"), [(None, 2), (0.0, 3), (1000.0, 2 + MAX_REPEATS)])
 def test_every_layer_is_warmed_up_and_timed_and_no_longer_than_asked(seconds, runs):
     net = nn.Sequential(Seen(), Seen())
     costs = measured(net, torch.randn(1), seconds=seconds)
@@ -312,7 +313,7 @@ def test_rounds_go_over_all_layers_so_that_a_disturbance_hits_each_a_little():
             return x
 
     measured(nn.Sequential(Named("a"), Named("b")), torch.randn(1), seconds=1000.0)
-    assert "".join(order) == "aabb" + "ab" * REPEATS
+    assert "".join(order) == "aabb" + "ab" * MAX_REPEATS
 
 
 # ---------------------------------------------------------------- no trace
@@ -442,7 +443,7 @@ def test_a_visit_can_lend_a_layer_its_weights():
         there.remove(layer.name)
         layer.module.to("meta")
 
-    costs = measured(net, torch.randn(5, 3), visit=visit, seconds=10.0)
+    costs = measured(net, torch.randn(5, 3), on_device=visit, seconds=10.0)
     assert all(parameter.is_meta for parameter in net.parameters())
     assert [cost.parameters for cost in costs] == [16, 8, 10]
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 for cost in costs)

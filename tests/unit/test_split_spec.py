@@ -9,7 +9,7 @@ from torch import nn
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
-from hybridtrain.planning.planner import Ask, divide
+from hybridtrain.planning import plan
 from hybridtrain.planning.split_spec import split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]

@@ -14,7 +14,7 @@ from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.deferred import construct
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.planning.costs import LayerProfiler
+from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.planning.objective import stage_costs
 from hybridtrain.planning.plan import Plan, table
 

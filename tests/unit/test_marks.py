@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
-from hybridtrain.planning.by_hand import counts_by_marks, counts_by_patterns
+from hybridtrain.planning.marks import counts_by_marks
 from hybridtrain.planning.marks import (
     has_marks,
     marked_stage,

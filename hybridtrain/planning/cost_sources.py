@@ -1,0 +1,78 @@
+"""Where the costs of layers come from: measured on a device, or estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hybridtrain.cluster import Cluster
+from hybridtrain.deferred import materialize
+from hybridtrain.graph.layer import Layer
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.objective import Objective
+from hybridtrain.planning.profiler import LayerProfiler, intra_op_threads
+from hybridtrain.precision import autocast
+
+# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
+# Counts and estimates have none, and are held to the same.
+COUNT_NOISE = 0.05
+FIRST_PASS_NOISE = 0.15
+
+# How long the layers of a chain that looks even enough are timed, in seconds.
+CAREFUL_SECONDS = 3.0
+
+
+class Costs(NamedTuple):
+    """The costs of a chain's layers, and how uneven noise alone may make even stages."""
+
+    layers: list[LayerCost]
+    noise: float
+
+
+# Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
+# for better ones only while they may change the cut.
+CostSource = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+
+
+def measured(
+    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
+) -> Iterator[Costs]:
+    """Yields the times of a quick pass over the layers, then careful ones."""
+    own = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
+
+    @contextmanager
+    def on_device(layer: Layer) -> Iterator[None]:
+        """Brings a layer's weights there, and does not keep all layers' where others will be."""
+        materialize(layer.module, own[0])
+        try:
+            yield
+        finally:
+            if any(device != own[0] for device in own):
+                layer.module.to("cpu")
+
+    with intra_op_threads(len(own)):
+        profiler = LayerProfiler(
+            layers,
+            inputs,
+            own[0],
+            crossing_device=own[-1],
+            precision=partial(autocast, options.precision, own[0].type),
+            on_device=on_device,
+        )
+    tensors = options.optimizer_tensors_per_param
+    by_memory = Objective.of(options).memory_weight == 1  # times do not matter
+    noise = COUNT_NOISE if by_memory else FIRST_PASS_NOISE
+    yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), noise)
+    if by_memory:
+        return
+    with intra_op_threads(len(own)):
+        profiler.repeat(CAREFUL_SECONDS)
+    yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), COUNT_NOISE)
+
+
+COST_SOURCES: dict[str, CostSource] = {"measured": measured}
