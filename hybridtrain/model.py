@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.nn.parameter import Parameter
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.graph.chain import ExampleInputsNeeded
 from hybridtrain.memory import resident_bytes
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.activation_checkpoint import CheckpointSpec, checkpoint_policy
@@ -187,8 +186,7 @@ class HybridModel:
             "find_unused_parameters": find_unused_parameters,
         }
         self._placed: Placement | None = None
-        with suppress(ExampleInputsNeeded):
-            self._placed = self._place(example_inputs)
+        self._placed = self._place(example_inputs)
 
     @property
     def stages(self) -> list[Stage]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.deferred import materialize_rest
-from hybridtrain.graph.mode_graphs import TraceGuards
 from hybridtrain.graph.segment import Segment
+from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.pipeline.activation_checkpoint import (
     CheckpointPolicy,
     CheckpointSpec,
@@ -90,8 +90,7 @@ def place(
         checkpoint, compile, find_unused_parameters: as for `HybridModel`.
 
     Raises:
-        ExampleInputsNeeded: `example_inputs` is None, and needed.
-        SplitError, ConfigError: an argument does not fit.
+        SplitError, ConfigError: an argument does not fit, or `example_inputs` are needed.
     """
     division = divide(net, ask, example_inputs)
     layers = [layer for part in division.parts for layer in part]

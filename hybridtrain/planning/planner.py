@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.deferred import materialize
-from hybridtrain.errors import SplitError
-from hybridtrain.graph.chain import Chain, ChainBuilder, ExampleInputsNeeded, can_expand
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
-from hybridtrain.graph.mode_graphs import TraceGuards
+from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.planning.balance import INFINITY, best_cut, range_sums, too_few_layers
 from hybridtrain.planning.by_hand import counts_by_marks
@@ -118,11 +118,14 @@ def divide(net: nn.Module, ask: Ask, example_inputs: Any = None) -> Division:
 
     Raises:
         SplitError: the model cannot be divided so.
-        ExampleInputsNeeded: `example_inputs` is None, and needed.
+        ConfigError: `example_inputs` is None, and needed.
     """
     source = _Source(net, ask, example_inputs)
     if example_inputs is None and ask.goal is not None:
-        raise ExampleInputsNeeded
+        raise ConfigError(
+            f"split={ask.split} measures the layers with the inputs of a batch: pass "
+            f"example_inputs=<the inputs of a batch>"
+        )
     decision = ask.world.broadcast(ask.world.on_main(lambda: _decide(source)))
     assert decision is not None
     expand, costs, counts = decision
@@ -133,7 +136,7 @@ def divide(net: nn.Module, ask: Ask, example_inputs: Any = None) -> Division:
     return Division(
         parts=[chain.layers[start:end] for start, end in bounds],
         units=chain.units,
-        attributes=TraceGuards(chain.expanded, chain.flags),
+        attributes=chain.guards,
         plan=Plan(
             model=type(net).__name__,
             split=ask.split if isinstance(ask.split, str) else "by hand",
