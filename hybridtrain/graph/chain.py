@@ -22,7 +22,7 @@ from torch import nn
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
-from hybridtrain.graph.exporter import Exporter
+from hybridtrain.graph.exporter import export_tracer
 from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
 from hybridtrain.graph.segment import SingleLayer
@@ -113,10 +113,10 @@ class ChainBuilder:
             return
         if example_inputs is None:
             raise ConfigError(
-                f"torch.fx cannot trace {model} ({reason}), and torch.export cannot without inputs: "
-                f"pass example_inputs=<the inputs of a batch>"
+                f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
+                f"that: pass example_inputs=<the inputs of a batch>"
             )
-        if not self._try(Exporter(self._signature, values, precision).trace):
+        if not self._try(export_tracer(self._signature, values, precision)):
             self._signature = replace(self._signature, flat=True)
 
     def _try(self, tracer: Tracer) -> str:

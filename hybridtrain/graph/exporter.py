@@ -28,87 +28,82 @@ from torch.utils._pytree import tree_map
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, find_attribute
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer, find_attribute
 from hybridtrain.graph.untraceable import (
     AutogradFunctionDetector,
     Untraceable,
     is_user_code,
     no_random_choices,
-    refuse_to_set,
     replaced,
 )
 
 
-class Exporter:
-    """Exports a module once per mode, and finds its layers for any choice of what to expand.
+def export_tracer(
+    signature: CallSignature,
+    values: list[Any],
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+) -> Tracer:
+    """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
     Args:
-        signature: the arguments of its forward.
+        signature: the arguments of the module's forward.
         values: an example of each.
         precision: the context that the module runs in.
     """
+    exported: dict[bool, TracedGraph] = {}
 
-    def __init__(
-        self,
-        signature: CallSignature,
-        values: list[Any],
-        precision: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        self._signature = signature
-        self._values = values
-        self._precision = precision or nullcontext
-        self._exported: dict[bool, TracedGraph] = {}
+    def trace(module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
+        if module.training not in exported:
+            with (precision or nullcontext)():
+                exported[module.training] = _export(module, signature, values)
+        traced = exported[module.training]
+        return replace(traced, calls=_calls(traced.graph, module, should_expand))
 
-    def trace(self, module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
-        """Returns the forward as a graph, in the mode that the module is in."""
-        if module.training not in self._exported:
-            self._exported[module.training] = self._export(module)
-        exported = self._exported[module.training]
-        return replace(exported, calls=_calls(exported.graph, module, should_expand))
+    return trace
 
-    def _export(self, module: nn.Module) -> TracedGraph:
-        for name, part in module.named_modules():
-            if has_hooks(part):
-                raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        values = [tree_map(lambda leaf: _example(leaf, device), value) for value in self._values]
-        shapes = [tree_map(_dynamic_sizes, value) for value in values]
-        args, kwargs = self._signature.split(values)
-        with self._precision(), torch.random.fork_rng([]), _export_guards(module), _quiet():
-            program = export(
-                module,
-                args,
-                kwargs,
-                dynamic_shapes=dict(zip(self._signature.names, shapes, strict=True)),
-                strict=False,
-            )
-        exported = program.module()
-        for node in list(exported.graph.nodes):
-            if node.target == torch.ops.aten._assert_tensor_metadata.default:
-                exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
-            if "batch_norm" in str(node.target):
-                raise Untraceable("torch.export loses which batch norm moves its statistics when")
-        return TracedGraph(
-            graph=exported.graph,
-            calls={},
-            find=partial(find_attribute, exported),
-            expanded={name: part for name, part in module.named_modules() if name},
-            output_spec=program.call_spec.out_spec,
+
+def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> TracedGraph:
+    for name, part in module.named_modules():
+        if has_hooks(part):
+            raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    values = [tree_map(lambda leaf: _example(leaf, device), value) for value in values]
+    shapes = [tree_map(_dynamic_sizes, value) for value in values]
+    args, kwargs = signature.split(values)
+    with torch.random.fork_rng([]), _export_guards(module), _quiet():
+        program = export(
+            module,
+            args,
+            kwargs,
+            dynamic_shapes=dict(zip(signature.names, shapes, strict=True)),
+            strict=False,
         )
+    exported = program.module()
+    for node in list(exported.graph.nodes):
+        if node.target == torch.ops.aten._assert_tensor_metadata.default:
+            exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
+        if "batch_norm" in str(node.target):
+            raise Untraceable("torch.export loses which batch norm moves its statistics when")
+    return TracedGraph(
+        graph=exported.graph,
+        calls={},
+        find=partial(find_attribute, exported),
+        expanded={name: part for name, part in module.named_modules() if name},
+        output_spec=program.call_spec.out_spec,
+    )
 
 
 @contextmanager
 def _export_guards(module: nn.Module) -> Iterator[None]:
     """A context in which torch.export may run the forward of `module`.
 
-    Raises:
-        Untraceable: the forward does what the graph would not do again.
+    `Untraceable` is raised where the forward does what the graph would not do again.
     """
     parts = {id(part) for part in module.modules()}
 
     def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
         if id(part) in parts and is_user_code(sys._getframe(2)):
-            refuse_to_set(name)
+            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         original(part, name, value)
 
     def is_grad_enabled(original: Callable[[], bool]) -> bool:

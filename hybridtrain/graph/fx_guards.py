@@ -15,7 +15,6 @@ from hybridtrain.graph.untraceable import (
     Untraceable,
     is_user_code,
     no_random_choices,
-    refuse_to_set,
     replaced,
 )
 
@@ -42,11 +41,8 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 def fx_guards(record: Callable[..., Any]) -> Iterator[None]:
     """A context in which torch.fx may run a forward.
 
-    Args:
-        record: `record(function, args, kwargs)` puts a call into the graph.
-
-    Raises:
-        Untraceable: the forward does what a graph would not do again.
+    `record(function, args, kwargs)` puts a call into the graph. `Untraceable` is raised where the
+    forward does what a graph would not do again.
     """
 
     def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +56,7 @@ def fx_guards(record: Callable[..., Any]) -> Iterator[None]:
 
     def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
         if not name.startswith("_tensor_constant"):  # torch.fx's own
-            refuse_to_set(name)
+            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         original(module, name, value)
 
     with ExitStack() as guards:

@@ -15,7 +15,6 @@ from hybridtrain.graph.inplace import segments_without_cut
 from hybridtrain.graph.layer import Layer
 from hybridtrain.graph.segment import Segment
 from hybridtrain.graph.segment_graph import assign_segments, cut
-from hybridtrain.graph.trace_guards import Modes
 from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
 
 
@@ -31,7 +30,7 @@ class ModeGraphs:
         starts: the nodes that begin a segment: in training, in evaluation.
         calls: for each start, the calls that begin with it.
         expanded: the module, and the submodules that were looked into, by name.
-        modes: their training flags in training and evaluation; None if the graphs are the same.
+        modes: their training flags in training and in evaluation; empty if the graphs are the same.
     """
 
     module: nn.Module
@@ -41,7 +40,7 @@ class ModeGraphs:
     starts: list[tuple[fx.Node, fx.Node]]
     calls: list[list[Call]]
     expanded: Mapping[str, nn.Module]
-    modes: Modes | None
+    modes: list[tuple[bool, ...]]
 
     @property
     def unexpanded(self) -> dict[str, str]:
@@ -102,23 +101,24 @@ def trace_both_modes(
             graphs.append(tracer(module, should_expand))
             flags.append({part: part.training for part in module.modules()})
     first, second = graphs
-    is_same = _operations(first) == _operations(second)
-    starts = [(n, n) for n in first.calls] if is_same else _common_starts(first, second)
+    if _operations(first) == _operations(second):
+        second = first
+    starts = _common_starts(first, second)
     calls = [first.calls[node] for node, _ in starts]
     if not starts:  # a forward without any submodule
         starts = [(next(iter(first.graph.nodes)), next(iter(second.graph.nodes)))]
         calls = [[(type(module).__name__, 0)]]
     parts = {"": module, **first.expanded, **second.expanded}
-    modes = tuple(tuple(flags_of_mode[part] for part in parts.values()) for flags_of_mode in flags)
+    modes = [tuple(flags_of_mode[part] for part in parts.values()) for flags_of_mode in flags]
     return ModeGraphs(
         module=module,
         prefix=prefix,
         training=first,
-        evaluation=first if is_same else second,
+        evaluation=second,
         starts=starts,
         calls=calls,
         expanded={(prefix + name).rstrip("."): part for name, part in parts.items()},
-        modes=None if is_same else (modes[0], modes[1]),
+        modes=[] if second is first else modes,
     )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.errors import ConfigError
 
-# The training flags of modules, in the order of the modules: as traced in training mode, and as
-# traced in evaluation mode.
-Modes = tuple[tuple[bool, ...], tuple[bool, ...]]
+# The modules whose code a graph stands for, by name, and the training flags, in the order of the
+# modules, with which the graph was traced; empty if they make no difference.
+Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
 
 
 class TraceGuards:
@@ -21,11 +21,10 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
 
     Args:
-        traced: for each forward that was traced, the modules whose code the graph stands for, by
-            name, and their training flags; None if the graphs of the two modes are the same.
+        traced: the modules of each forward that was traced, and their flags.
     """
 
-    def __init__(self, traced: Iterable[tuple[Mapping[str, nn.Module], Modes | None]] = ()) -> None:
+    def __init__(self, traced: Iterable[Traced] = ()) -> None:
         self._traced = list(traced)
         simple = (bool, int, float, str, type(None))
         self._attributes = [
@@ -59,9 +58,9 @@ class TraceGuards:
                 )
 
 
-def _check_modes(modules: Mapping[str, nn.Module], modes: Modes | None) -> None:
+def _check_modes(modules: Mapping[str, nn.Module], modes: Sequence[tuple[bool, ...]]) -> None:
     now = tuple(module.training for module in modules.values())
-    if modes is None or now in modes:
+    if not modes or now in modes:
         return
     flags = zip(modules, now, modes[0], strict=True)
     name = next(name for name, is_on, was_on in flags if is_on != was_on)

@@ -55,11 +55,7 @@ def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterato
 
 @contextmanager
 def no_random_choices() -> Iterator[None]:
-    """Stops at a forward that draws from Python's `random`, and puts its state back.
-
-    Raises:
-        Untraceable: `random` was drawn from.
-    """
+    """Raises `Untraceable` if Python's `random` is drawn from, and puts its state back."""
     state = random.getstate()
     try:
         yield
@@ -80,20 +76,11 @@ class AutogradFunctionDetector:
         self._forwards = _forwards(Function)
 
     def check_not_inside(self, frame: FrameType | None) -> None:
-        """Makes sure that `frame` was not called by the forward of such a class.
-
-        Raises:
-            Untraceable: it was.
-        """
+        """Raises `Untraceable` if `frame` was called by the forward of such a class."""
         while frame is not None:
             if frame.f_code in self._forwards:
                 raise Untraceable("uses an autograd.Function, whose backward would be lost")
             frame = frame.f_back
-
-
-def refuse_to_set(name: str) -> None:
-    """Raises `Untraceable` for a forward that sets an attribute of a module."""
-    raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
 
 
 def _forwards(function: type[Function]) -> set[CodeType]:
