@@ -1,18 +1,64 @@
 """Private parts of PyTorch that this project uses, behind names of this project.
 
-Each function says which private name it uses, and why no public one will do. A new PyTorch release
-is checked here first.
+Each says which private name it uses, and why no public one will do. A new PyTorch release is checked
+here first. `torch.utils._pytree` is used everywhere: it has no public name, and its functions have
+not changed in years.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+
+# The public modes see calls of torch functions only, not the operators that they compute with.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "GRAD_MODE_SETTER",
+    "TorchDispatchMode",
+    "ddp_check_reduced",
+    "ddp_ignore_parameters",
+    "ddp_prepare_for_backward",
+    "ddp_reset",
+    "ddp_sync_buffers",
+    "default_generator",
+    "has_hooks",
+    "operator_schema",
+    "run_backward",
+]
+
+# --- tracing
+
+# torch._C._set_grad_enabled: all of torch.no_grad, enable_grad and set_grad_enabled call it.
+GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether `module` has hooks around its forward or backward.
+
+    Uses `nn.Module._forward_hooks` and its three kin: hooks can be registered, but not listed.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
+    """Returns the schema of an operator of an exported graph; None for any other function.
+
+    Uses `torch._ops.OpOverload._schema`: nothing else tells which arguments an operator writes to,
+    and which its result is a view of.
+    """
+    return function._schema if isinstance(function, torch._ops.OpOverload) else None
+
 
 # --- autograd
 

@@ -1,4 +1,4 @@
-"""Looking into what layers hand to one another: torch's pytrees, and dataclasses as they come."""
+"""Functions on the pytrees that layers pass to one another, dataclasses included."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of `tree`, whose dataclasses are registered so that every pytree function works.
+    """Returns the leaves of `tree`, and registers its dataclasses for all pytree functions.
 
-    What is registered already, as the outputs of `transformers` are, stays as it is.
+    Types that are registered already, such as the outputs of `transformers`, are left alone.
     """
     while True:
         leaves = tree_leaves(tree)
@@ -25,7 +25,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with `function` of its tensors; what is there twice is one tensor afterwards too."""
+    """Returns `tree` with `function` of its tensors; one that occurs twice stays one tensor."""
     if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
         return (function(tree[0]),)  # by far the most frequent
     done: dict[int, Tensor] = {}
@@ -39,7 +39,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def hides_tensors(leaf: Any, depth: int = 3) -> bool:
-    """Whether `leaf`, an object that no pytree function looks into, has tensors in it."""
+    """Returns whether `leaf`, an object that pytree functions do not enter, contains tensors."""
     if isinstance(leaf, Tensor):
         return True
     if depth == 0 or not hasattr(leaf, "__dict__") or isinstance(leaf, type):

@@ -11,11 +11,10 @@
         def forward(self, x):
             return torch.cat([x, pop("features")], dim=1)
 
-The names that a module stashes and pops are declared on its class or on the instance, so that the
-pipeline knows, before anything runs, which stage needs what from which. A value goes straight from
-its stage's device to that of the first stage that pops it, from there to the next that does, and
-its gradient the same way back. In the plain
-`nn.Sequential` the two functions work as well, so that the model runs without this project.
+A module declares the names that it stashes and pops on its class or on the instance, so that the
+pipeline knows in advance which stage needs what from which. A value goes straight from its stage's
+device to that of the first stage that pops it, from there to the next that does, and its gradient
+the same way back. Both functions also work in the plain `nn.Sequential`, without this project.
 (The idea is torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
 """
 
@@ -32,13 +31,13 @@ from torch import nn
 class _Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise KeyError(
-            f"pop({name!r}): no earlier layer has stashed it; is {name!r} in `stashes` of the one "
-            f"and in `pops` of the other?"
+            f"pop({name!r}): no earlier layer has stashed it; declare {name!r} in `stashes` of the "
+            f"layer that stashes it, and in `pops` of the one that pops it"
         )
 
 
 class _NoValues(_Values):
-    """For layers that declare nothing: what they stash would be there for every micro-batch."""
+    """For layers that declare nothing: all micro-batches would share what they stash."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise KeyError(
@@ -47,56 +46,56 @@ class _NoValues(_Values):
         )
 
 
-class _Shelf(threading.local):
-    """What the layers running in this thread have stashed."""
+class _Scope(threading.local):
+    """The values that the layers running in this thread have stashed."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = _Values()
 
 
-_shelf = _Shelf()
+_scope = _Scope()
 
 
 def stash(name: str, value: Any) -> None:
     """Keeps `value` (a tensor or a pytree) for a later layer of the same micro-batch."""
-    _shelf.values[name] = value
+    _scope.values[name] = value
 
 
 def pop(name: str) -> Any:
-    """What an earlier layer stashed as `name`; every layer that declares it may pop it.
+    """Returns the value stashed as `name`; every layer that declares it may pop it.
 
     Raises:
-        KeyError: nothing of that name was stashed before.
+        KeyError: no earlier layer has stashed it.
     """
-    return _shelf.values[name]
+    return _scope.values[name]
 
 
 def take(name: str) -> Any:
-    """`pop` by the last layer that needs the value, so that it need not be kept any longer."""
-    value = _shelf.values[name]
-    _shelf.values[name] = None
+    """Returns the value like `pop`, and frees it: for the last layer that needs it."""
+    value = _scope.values[name]
+    _scope.values[name] = None
     return value
 
 
 @contextmanager
 def skip_scope(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Gives this thread a skip_scope with `values` on it; the layers inside add to it.
+    """Has the layers in this thread pop from `values` and stash into the dict that is yielded.
 
-    With None they may not: nothing is declared.
+    With None, stashing is an error: no layer declares a name.
     """
-    before = _shelf.values
-    _shelf.values = _NoValues() if values is None else _Values(values)
+    before = _scope.values
+    _scope.values = _NoValues() if values is None else _Values(values)
     try:
-        yield _shelf.values
+        yield _scope.values
     finally:
-        _shelf.values = before
+        _scope.values = before
 
 
 def stashed_by(module: nn.Module) -> tuple[str, ...]:
-    """The names that `module` and the modules in it declare to stash."""
+    """Returns the names that `module` and the modules in it declare to stash."""
     return tuple(name for part in module.modules() for name in getattr(part, "stashes", ()))
 
 
 def popped_by(module: nn.Module) -> tuple[str, ...]:
-    """The names that `module` and the modules in it declare to pop."""
+    """Returns the names that `module` and the modules in it declare to pop."""
     return tuple(name for part in module.modules() for name in getattr(part, "pops", ()))

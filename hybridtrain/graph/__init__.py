@@ -1,1 +1,1 @@
-"""A model into a chain of layers: as it stands, or traced."""
+"""Any `nn.Module` as a chain of layers: the elements of a Sequential, or segments of a graph."""

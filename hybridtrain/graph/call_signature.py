@@ -1,9 +1,9 @@
-"""What a batch's inputs are to a model's forward: one value, positional values, or keywords."""
+"""Maps a batch's inputs to the arguments of a module's forward."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,88 +16,122 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The arguments that a forward gets, however they are given.
+class CallSignature:
+    """The arguments that a module's forward is called with.
 
-    TraceGuards:
-        positional: the names of those that are passed by position.
+    Attributes:
+        module: the module.
+        positional: the names of the arguments that are passed by position.
         keywords: the names of those that are passed by keyword.
-        constants: the values of those that hold no tensor (`use_cache=False`).
+        constants: the values of those that contain no tensor (`use_cache=False`), by name.
+        flat: whether the graph traced with them takes the leaves of their pytrees.
     """
 
+    module: nn.Module
     positional: tuple[str, ...]
     keywords: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
+    flat: bool = False
+
+    @classmethod
+    def of_inputs(cls, module: nn.Module, inputs: Any) -> tuple[CallSignature, list[Any]]:
+        """Returns the arguments that a batch gives to `module`, and their values.
+
+        A dict whose keys are arguments of `module.forward` is passed by keyword; a tuple or list,
+        to a forward that takes several arguments, by position; anything else is the one argument.
+
+        Raises:
+            BatchError: `module.forward` cannot be called with `inputs`.
+        """
+        signature = inspect.signature(module.forward)
+        parameters = list(signature.parameters.values())
+        bound, is_value = None, True
+        if isinstance(inputs, Mapping):
+            bound = _try_bind(signature, (), inputs)
+            is_value = not any(key in signature.parameters for key in inputs)
+        elif isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
+            several = sum(p.kind in _POSITIONAL for p in parameters) > 1
+            if several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                bound = _try_bind(signature, tuple(inputs), {})
+                is_value = False
+        if bound is None and is_value:
+            bound = _try_bind(signature, (inputs,), {})
+        if bound is None:
+            raise BatchError(
+                f"{type(module).__name__}.forward{signature} cannot be called with the inputs of "
+                f"this batch, a {type(inputs).__name__}: pass one value, a tuple of its positional "
+                f"arguments, or a dict of its keyword arguments"
+            )
+        positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+        extra = [f"input_{number}" for number in range(len(bound.args) - len(positional))]
+        count = len(bound.args)
+        names = (*(positional + extra)[:count], *bound.kwargs)
+        values = [*bound.args, *bound.kwargs.values()]
+        constants = {
+            name: value
+            for name, value in zip(names, values, strict=True)
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        }
+        return cls(module, names[:count], names[count:], constants), values
+
+    @classmethod
+    def of_required(cls, module: nn.Module) -> CallSignature:
+        """Returns the arguments that every call of `module` must pass."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        required = [p for p in parameters if p.default is p.empty]
+        positional = tuple(p.name for p in required if p.kind in _POSITIONAL)
+        return cls(module, positional, tuple(p.name for p in required if p.kind is p.KEYWORD_ONLY))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, in the order of `values`."""
+        """All arguments, in the order of their values."""
         return self.positional + self.keywords
 
-    def call(self, forward: Callable[..., Any], values: list[Any]) -> Any:
-        """`forward` with `values`, which are in the order of `names`."""
+    def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns `values`, in the order of `names`, as args and kwargs."""
         count = len(self.positional)
-        keywords = dict(zip(self.keywords, values[count:], strict=True))
-        return forward(*values[:count], **keywords)
+        return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
+
+    def graph_inputs(self, inputs: Any) -> list[Any]:
+        """Returns what the traced graph is called with for the inputs of a batch.
+
+        Raises:
+            BatchError: the batch gives other arguments than the model was traced with.
+        """
+        given, values = self.of_inputs(self.module, inputs)
+        by_name = dict(zip(given.names, values, strict=True))
+        model = type(self.module).__name__
+        for name, constant in self.constants.items():
+            if name in by_name and by_name[name] != constant:
+                raise BatchError(
+                    f"{model} was traced with {name}={constant}, and this batch gives "
+                    f"{name}={by_name[name]}: only tensors may change"
+                )
+        if set(by_name) != set(self.names):
+            raise BatchError(
+                f"{model} was traced with {_listed(self.names)}, and this batch gives "
+                f"{_listed(given.names)}: pass the same arguments in every batch as in "
+                f"example_inputs=. To predict without labels, for example, load "
+                f"model.state_dict() into the plain module, or into another HybridModel"
+            )
+        values = [by_name[name] for name in self.names]
+        return tree_leaves(values) if self.flat else values
 
 
-def bind(module: nn.Module, given: Any) -> tuple[Inputs, list[Any]]:
-    """How `module` is called with a batch's inputs: which arguments, and their values.
-
-    A dict whose keys are arguments of `module.forward` is passed by keyword; a tuple or list, to a
-    forward that takes several arguments, by position; anything else is the one argument.
-    """
-    signature = inspect.signature(module.forward)
-    parameters = list(signature.parameters.values())
-    bound, is_value = None, True
-    if isinstance(given, Mapping):
-        bound = _try(signature, (), given)
-        is_value = not any(key in signature.parameters for key in given)
-    elif isinstance(given, tuple | list) and not hasattr(given, "_fields"):
-        several = sum(p.kind in _POSITIONAL for p in parameters) > 1
-        if several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            bound = _try(signature, tuple(given), {})
-            is_value = False
-    if bound is None and is_value:
-        bound = _try(signature, (given,), {})
-    if bound is None:
-        raise BatchError(
-            f"{type(module).__name__}.forward{signature} cannot be called with the inputs of this "
-            f"batch, a {type(given).__name__}: give one value, a tuple of its positional "
-            f"arguments, or a dict of its keyword arguments"
-        )
-    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
-    extra = [f"input_{number}" for number in range(len(bound.args) - len(positional))]
-    names = (*(positional + extra)[: len(bound.args)], *bound.kwargs)
-    values = [*bound.args, *bound.kwargs.values()]
-    constants = {
-        name: value
-        for name, value in zip(names, values, strict=True)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    }
-    count = len(bound.args)
-    return Inputs(names[:count], names[count:], constants), values
-
-
-def has_optional(module: nn.Module) -> bool:
-    """Whether calls of `module` may leave arguments out."""
+def optional_arguments(module: nn.Module) -> list[str]:
+    """Returns the names of the arguments that calls of `module` may leave out."""
     parameters = inspect.signature(module.forward).parameters.values()
-    return any(p.default is not p.empty for p in parameters)
+    return [p.name for p in parameters if p.default is not p.empty]
 
 
-def required(module: nn.Module) -> Inputs | None:
-    """The arguments that every call of `module` must give; None if no argument is required."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty]
-    positional = tuple(p.name for p in needed if p.kind in _POSITIONAL)
-    keywords = tuple(p.name for p in needed if p.kind is p.KEYWORD_ONLY)
-    return Inputs(positional, keywords) if positional or keywords else None
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
 
 
-def _try(
+def _try_bind(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[Any, Any]
 ) -> inspect.BoundArguments | None:
     try:
         return signature.bind(*args, **kwargs)
-    except TypeError:  # also where a key is no string
+    except TypeError:  # also where a key is not a string
         return None

@@ -1,39 +1,44 @@
-"""A model as a chain of layers: as it is, if it is one, else as it is traced.
+"""Turns a model into a chain of layers: its own elements, or segments of its traced forward.
 
-The *units* of a chain depend on the model alone: the elements of an `nn.Sequential`, or what the
-model's own forward calls, where containers and modules with a large share of the parameters are
-looked into. A unit may be expanded further where balance asks for it; its pieces keep the unit's
-number, so that random draws do not depend on how finely the model was cut.
+The *units* of a chain depend on the model alone: the elements of an `nn.Sequential`, or the modules
+that the model's own forward calls, where containers and modules with a large share of the
+parameters are expanded (looked into). A unit may be expanded further where balance asks for it; the
+layers inside keep the unit's number, so that random draws do not depend on how finely the model
+was cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
-from hybridtrain.errors import SplitError
-from hybridtrain.graph.call_signature import bind, has_optional, required
-from hybridtrain.graph.exporter import Exporter
-from hybridtrain.graph.guards import Untraceable, where
-from hybridtrain.graph.layer import Layer, has_hooks, is_chain, layers_of
-from hybridtrain.graph.mode_graphs import ModeGraphs, ShouldExpand, record
-from hybridtrain.graph.segment import Binding, Flags, SingleLayer
+from hybridtrain._torch_private import has_hooks
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.graph.call_signature import CallSignature, optional_arguments
+from hybridtrain.graph.exporter import export_tracer
+from hybridtrain.graph.layer import Layer, is_chain, layers_of
+from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
+from hybridtrain.graph.segment import SingleLayer
+from hybridtrain.graph.trace_guards import TraceGuards
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, Tracer
 from hybridtrain.graph.tracer import trace
+from hybridtrain.graph.untraceable import Untraceable, user_line
 from hybridtrain.skip import popped_by, stashed_by
 
-# A module of a traced model that holds more of its parameters than this is looked into.
+# A module of a traced model that holds more of its parameters than this is expanded.
 LARGE_SHARE = 1 / 8
 
-# If torch.fx cannot look into one that holds more than this, torch.export has to.
+# If torch.fx cannot expand one that holds more than this, torch.export has to trace the model.
 TOO_LARGE_SHARE = 1 / 4
 
-# The modules of torch.nn whose forward is looked into; its others stay whole.
+# The modules of torch.nn that may be expanded; all others stay one layer.
 _CONTAINERS = (
     nn.Transformer,
     nn.TransformerEncoder,
@@ -47,38 +52,33 @@ _CONTAINERS = (
 class Chain:
     """The layers of a model, in the order in which they run.
 
-    TraceGuards:
-        layers: what can be cut between.
-        units: for each layer, the number of its unit, and its number among the unit's pieces.
-        no_cut_before: the positions (before layer i) where no cut may be, since a module is used on both
-            sides.
-        unexpanded: the modules that tracing could not look into, with the reason.
-        expanded: those that it has looked into.
-        flags: their modes as traced, where the graphs of the two modes differ.
+    Attributes:
+        layers: the layers; a cut may be between any two of them, except as below.
+        units: for each layer, the number of its unit, and its number among the unit's layers.
+        no_cut_before: the positions (before layer i) where no cut may be: a module is used on both
+            sides, or a tensor is changed in place there.
+        unexpanded: the modules that could not be expanded, with the reason.
+        guards: checks that the model is still as it was traced.
     """
 
     layers: list[Layer]
     units: list[tuple[int, int]]
     no_cut_before: frozenset[int] = frozenset()
     unexpanded: Mapping[str, str] = field(default_factory=dict)
-    expanded: Mapping[str, nn.Module] = field(default_factory=dict)
-    flags: Sequence[Flags] = ()
-
-
-class ExampleInputsNeeded(Exception):
-    """The model can be traced only when the inputs of a batch are known."""
+    guards: TraceGuards = field(default_factory=TraceGuards)
 
 
 class ChainBuilder:
-    """The chains of a model, coarser or finer.
+    """Builds the chains of a model, coarser or finer.
 
     Args:
         net: any module.
-        example_inputs: the inputs of a micro-batch; None if they are not known yet.
+        example_inputs: the inputs of a micro-batch. An `nn.Sequential` does not need them.
         precision: the context that the model runs in.
 
     Raises:
-        ExampleInputsNeeded: `example_inputs` is None, and needed to trace the model.
+        ConfigError: `example_inputs` is None, and needed to trace the model.
+        BatchError: the model's forward cannot be called with `example_inputs`.
     """
 
     def __init__(
@@ -88,143 +88,138 @@ class ChainBuilder:
         precision: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._net = net
-        self._record: Callable[[ShouldExpand], ModeGraphs] | None = None
-        self._coarse: ModeGraphs | None = None
+        self._tracer: Tracer | None = None
         self._failures: list[Exception] = []
         if is_chain(net):
             return
         if has_hooks(net):
-            hooks = "the model itself has hooks, which would not run when its layers do one by one"
-            self._failures.append(Untraceable(hooks))
+            self._failures.append(
+                Untraceable("the model itself has hooks, which would not run around its layers")
+            )
             return
-        if example_inputs is None and has_optional(net):
-            raise ExampleInputsNeeded  # a batch tells which of its arguments are given
-        inputs, values = (
-            (required(net), None) if example_inputs is None else bind(net, example_inputs)
-        )
-        if inputs is None:
-            raise ExampleInputsNeeded
-        self._binding = Binding(net, inputs)
-        if self._follows(lambda should_expand: record(net, partial(trace, inputs, should_expand))):
+        model = type(net).__name__
+        if example_inputs is not None:
+            self._signature, values = CallSignature.of_inputs(net, example_inputs)
+        else:
+            self._signature = CallSignature.of_required(net)
+            if (optional := optional_arguments(net)) or not self._signature.names:
+                which = f"optional arguments ({', '.join(optional)})" if optional else "*args"
+                raise ConfigError(
+                    f"{model}.forward has {which}, and is traced with those arguments that a batch "
+                    f"gives: pass example_inputs=<the inputs of a batch>"
+                )
+        reason = self._try(partial(trace, self._signature))
+        if not reason:
             return
-        if values is None:
-            raise ExampleInputsNeeded
-        exporter = Exporter(inputs, values, precision)
-        if self._follows(
-            lambda should_expand: record(net, partial(exporter.record, should_expand=should_expand))
-        ):
-            self._binding = Binding(net, inputs, flat=True)
+        if example_inputs is None:
+            raise ConfigError(
+                f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
+                f"that: pass example_inputs=<the inputs of a batch>"
+            )
+        if not self._try(export_tracer(self._signature, values, precision)):
+            self._signature = replace(self._signature, flat=True)
 
-    def _follows(self, recorder: Callable[[ShouldExpand], ModeGraphs]) -> bool:
-        """Whether `recorder` follows the model far enough; it is kept if it follows it at all."""
+    def _try(self, tracer: Tracer) -> str:
+        """Returns why `tracer` cannot look far enough into the model; "" if it can.
+
+        It is kept if it can trace the model's own forward.
+        """
         try:
-            coarse = recorder(_expand_rule(self._net, (), LARGE_SHARE))
+            coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
             self._failures.append(error)
-            return False
-        self._record, self._coarse = recorder, coarse
-        sizes = [_size(self._net.get_submodule(name)) for name in coarse.unexpanded]
-        return max(sizes, default=0) <= TOO_LARGE_SHARE * _size(self._net)
+            return user_line(error)
+        self._tracer, self._coarse = tracer, coarse
+        limit = TOO_LARGE_SHARE * _size(self._net)
+        too_large = (
+            reason
+            for name, reason in coarse.unexpanded.items()
+            if _size(self._net.get_submodule(name)) > limit
+        )
+        return next(too_large, "")
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
-        """The chain in which the modules in `expand` are looked into; what cannot be stays whole.
+        """Returns the chain in which the modules in `expand` are expanded, where they can be.
 
         Raises:
             SplitError: the model cannot be traced; names the line.
         """
+        unexpanded: dict[str, str] = {}
         if is_chain(self._net):
-            found = _expanded_layers(layers_of(self._net), expand)
-        elif self._record is None or self._coarse is None:
+            parts = [_expanded(layer, expand, unexpanded) for layer in layers_of(self._net)]
+            units = [[p] if isinstance(p, Layer) else p.layers() for p in parts]
+            starts = list(accumulate(map(len, units), initial=0))[:-1]
+            graphs = [
+                (n, p) for n, p in zip(starts, parts, strict=True) if isinstance(p, ModeGraphs)
+            ]
+        elif self._tracer is not None:
+            rule = _expand_rule(self._net, expand, LARGE_SHARE)
+            coarse = self._coarse
+            finer = trace_both_modes(self._net, self._tracer, rule) if expand else coarse
+            graphs = [(0, finer)]
+            units = _units(finer, {calls[-1] for calls in coarse.calls}, self._signature)
+        else:
+            reasons = dict.fromkeys(map(user_line, self._failures))
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(dict.fromkeys(map(where, self._failures)))}. Move "
-                f"what stands there "
-                f"into a submodule of its own, which stays whole, or give the model as an "
-                f"nn.Sequential"
+                f"{'; by torch.export: '.join(reasons)}. Move that code into a submodule of its "
+                f"own, which will be one layer, or pass the model as an nn.Sequential"
             ) from self._failures[0]
-        else:
-            found = self._units(self._coarse, self._record, expand)
-        layers = [layer for unit in found.layers for layer in unit]
-        units = [
-            (unit, piece) for unit, own in enumerate(found.layers) for piece in range(len(own))
-        ]
-        no_cut_before = frozenset(found.no_cut_before | _joined(layers))
-        whole = found.unexpanded
-        if whole and self._failures:  # torch.export was asked because of them
-            whole = {**whole, "the model, by torch.export,": where(self._failures[-1])}
-        return Chain(layers, units, no_cut_before, whole, found.expanded, found.flags)
-
-    def _units(
-        self,
-        coarse: ModeGraphs,
-        recorder: Callable[[ShouldExpand], ModeGraphs],
-        expand: Collection[str],
-    ) -> _Pieces:
-        units = {calls[-1] for calls in coarse.calls}
-        recordings = recorder(_expand_rule(self._net, expand, LARGE_SHARE)) if expand else coarse
-        pieces: list[list[Layer]] = []
-        layers = recordings.layers("", self._binding)
-        for layer, calls in zip(layers, recordings.calls, strict=True):
-            if not pieces or units.intersection(calls):
-                pieces.append([])
-            pieces[-1].append(layer)
-        return _Pieces(
-            pieces,
-            recordings.no_cut_before(),
-            recordings.unexpanded,
-            recordings.flags.modules,
-            recordings.differing,
+        layers = [layer for unit in units for layer in unit]
+        no_cut_before = _between_uses(layers)
+        for start, graph in graphs:
+            no_cut_before |= {start + position for position in graph.no_cut_before()}
+            unexpanded |= graph.unexpanded
+        if unexpanded and self._failures:  # torch.export was asked because of them
+            unexpanded["the model, by torch.export,"] = user_line(self._failures[-1])
+        return Chain(
+            layers,
+            [(number, inside) for number, unit in enumerate(units) for inside in range(len(unit))],
+            frozenset(no_cut_before),
+            unexpanded,
+            TraceGuards((graph.expanded, graph.modes) for _, graph in graphs),
         )
 
     def one_layer(self) -> Chain:
-        """The model as a single layer."""
+        """Returns the model as a single layer."""
         return Chain([Layer("", SingleLayer(self._net))], [(0, 0)])
 
 
 def can_expand(module: nn.Module) -> bool:
-    """Whether tracing may look into `module`."""
+    """Returns whether tracing may look into `module`."""
     if has_hooks(module) or isinstance(module, torch.jit.ScriptModule):
-        return False  # a hook of its own would not run
+        return False  # its hooks would not run
     if stashed_by(module) or popped_by(module) or not any(True for _ in module.children()):
         return False
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.")
 
 
-class _Pieces(NamedTuple):
-    """The layers of each unit, and the rest as in `Chain`."""
+def _units(graphs: ModeGraphs, units: set[Call], signature: CallSignature) -> list[list[Layer]]:
+    """Returns the layers of `graphs` by unit: one begins with each of the calls `units`."""
+    found: list[list[Layer]] = []
+    for layer, calls in zip(graphs.layers(signature), graphs.calls, strict=True):
+        if not found or not units.isdisjoint(calls):
+            found.append([])
+        found[-1].append(layer)
+    return found
 
-    layers: list[list[Layer]]
-    no_cut_before: set[int]
-    unexpanded: dict[str, str]
-    expanded: Mapping[str, nn.Module]
-    flags: list[Flags]
 
-
-def _expanded_layers(layers: Sequence[Layer], expand: Collection[str]) -> _Pieces:
-    pieces: list[list[Layer]] = []
-    no_cut_before: set[int] = set()
-    unexpanded: dict[str, str] = {}
-    expanded: dict[str, nn.Module] = {}
-    flags: list[Flags] = []
-    for layer in layers:
-        pieces.append([layer])
-        inputs = required(layer.module) if layer.name in expand else None
-        if inputs is None or len(inputs.names) != 1 or not can_expand(layer.module):
-            continue
-        should_expand = _expand_rule(layer.module, expand, prefix=f"{layer.name}.")
-        try:
-            recordings = record(layer.module, partial(trace, inputs, should_expand))
-        except Exception as error:
-            unexpanded[layer.name] = where(error)
-        else:
-            before = sum(map(len, pieces[:-1]))
-            no_cut_before |= {before + position for position in recordings.no_cut_before()}
-            pieces[-1] = recordings.layers(f"{layer.name}.")
-            inside = recordings.flags.modules.items()
-            expanded |= {f"{layer.name}.{name}".rstrip("."): part for name, part in inside}
-            flags += recordings.differing
-            unexpanded |= {f"{layer.name}.{name}": why for name, why in recordings.unexpanded.items()}
-    return _Pieces(pieces, no_cut_before, unexpanded, expanded, flags)
+def _expanded(
+    layer: Layer, expand: Collection[str], unexpanded: dict[str, str]
+) -> Layer | ModeGraphs:
+    """Returns the graphs of `layer` if it is to be expanded, and can be; else notes the reason."""
+    if layer.name not in expand or not can_expand(layer.module):
+        return layer
+    signature = CallSignature.of_required(layer.module)
+    if len(signature.names) != 1:
+        return layer
+    prefix = f"{layer.name}."
+    rule = _expand_rule(layer.module, expand, prefix=prefix)
+    try:
+        return trace_both_modes(layer.module, partial(trace, signature), rule, prefix)
+    except Exception as error:
+        unexpanded[layer.name] = user_line(error)
+        return layer
 
 
 def _expand_rule(
@@ -246,8 +241,8 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _joined(layers: Sequence[Layer]) -> set[int]:
-    """The positions between the uses of a module that has state, which is in one place only."""
+def _between_uses(layers: Sequence[Layer]) -> set[int]:
+    """Returns the positions between the uses of a module that has state, which is in one stage."""
     first: dict[int, int] = {}
     no_cut_before: set[int] = set()
     for index, layer in enumerate(layers):

@@ -1,19 +1,21 @@
-"""The forward of a module as a graph, by torch.export, where torch.fx cannot follow it.
+"""Traces a module's forward with torch.export, where torch.fx cannot follow it.
 
-torch.export runs the forward once, on shapes without data, and keeps what PyTorch's operators were
-asked for, and for which submodule. So it follows any Python, as long as no data decide; what the
-Python would have done for other inputs (of another rank, say) is checked at each call. The number
-of rows stays open, other sizes as far as the forward allows it.
+torch.export runs the forward once, on shapes without data, and records the operators that it calls,
+and in which submodule. So it follows any Python code that does not depend on data; conditions on
+the inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic,
+and so do other sizes as far as the forward allows it.
 
-`torch.distributed.pipelining.pipeline` builds on the same export. It fixes the number of rows and
-the mode, and leaves no cut inside a chosen module, so its graph is not used.
+`torch.distributed.pipelining.pipeline` builds on the same export. It fixes the batch size and the
+mode, and cannot cut inside a chosen module, so its graph is not used.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
 from typing import Any
@@ -21,77 +23,123 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from hybridtrain.graph.call_signature import Inputs
-from hybridtrain.graph.guards import Untraceable, export_guards
-from hybridtrain.graph.layer import has_hooks
-from hybridtrain.graph.mode_graphs import Call, ShouldExpand, TracedGraph, attribute
+from hybridtrain._torch_private import has_hooks
+from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer, find_attribute
+from hybridtrain.graph.untraceable import (
+    AutogradFunctionDetector,
+    Untraceable,
+    is_user_code,
+    no_random_choices,
+    replaced,
+)
 
 
-class Exporter:
-    """Exports a module once in each mode, and records it for any choice of what to look into.
+def export_tracer(
+    signature: CallSignature,
+    values: list[Any],
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+) -> Tracer:
+    """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
     Args:
-        inputs: the arguments of its forward.
+        signature: the arguments of the module's forward.
         values: an example of each.
         precision: the context that the module runs in.
     """
+    exported: dict[bool, TracedGraph] = {}
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        values: list[Any],
-        precision: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        self._inputs = inputs
-        self._values = values
-        self._precision = precision or nullcontext
-        self._exported: dict[bool, fx.GraphModule] = {}
+    def trace(module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
+        if module.training not in exported:
+            with (precision or nullcontext)():
+                exported[module.training] = _export(module, signature, values)
+        traced = exported[module.training]
+        return replace(traced, calls=_calls(traced.graph, module, should_expand))
 
-    def record(self, module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
-        """The forward, in the mode that the module is in."""
-        if module.training not in self._exported:
-            self._exported[module.training] = self._export(module)
-        exported = self._exported[module.training]
-        codegen: Any = exported.graph._codegen
-        return TracedGraph(
-            graph=exported.graph,
-            entered=_entered(exported.graph, module, should_expand),
-            find=partial(attribute, exported),
-            expanded={name: part for name, part in module.named_modules() if name},
-            output=codegen.pytree_info.out_spec,
+    return trace
+
+
+def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> TracedGraph:
+    for name, part in module.named_modules():
+        if has_hooks(part):
+            raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    values = [tree_map(lambda leaf: _example(leaf, device), value) for value in values]
+    shapes = [tree_map(_dynamic_sizes, value) for value in values]
+    args, kwargs = signature.split(values)
+    with torch.random.fork_rng([]), _export_guards(module), _quiet():
+        program = export(
+            module,
+            args,
+            kwargs,
+            dynamic_shapes=dict(zip(signature.names, shapes, strict=True)),
+            strict=False,
         )
-
-    def _export(self, module: nn.Module) -> fx.GraphModule:
-        for name, part in module.named_modules():
-            if has_hooks(part):
-                raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        values = [tree_map(lambda leaf: _example(leaf, device), value) for value in self._values]
-        shapes = [tree_map(_open_sizes, value) for value in values]
-        count = len(self._inputs.positional)
-        keywords = self._inputs.keywords
-        with self._precision(), torch.random.fork_rng([]), export_guards(module), _quietly():
-            program = export(
-                module,
-                tuple(values[:count]),
-                dict(zip(keywords, values[count:], strict=True)),
-                dynamic_shapes=dict(zip(self._inputs.names, shapes, strict=True)),
-                strict=False,
-            )
-        exported = program.module()
-        for node in list(exported.graph.nodes):
-            if node.target == torch.ops.aten._assert_tensor_metadata.default:
-                exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
-            if "batch_norm" in str(node.target):
-                raise Untraceable("torch.export loses which batch norm moves its statistics when")
-        return exported
+    exported = program.module()
+    for node in list(exported.graph.nodes):
+        if node.target == torch.ops.aten._assert_tensor_metadata.default:
+            exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
+        if "batch_norm" in str(node.target):
+            raise Untraceable("torch.export loses which batch norm moves its statistics when")
+    return TracedGraph(
+        graph=exported.graph,
+        calls={},
+        find=partial(find_attribute, exported),
+        expanded={name: part for name, part in module.named_modules() if name},
+        output_spec=program.call_spec.out_spec,
+    )
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what an export that fails writes; its exception says what is wrong."""
+def _export_guards(module: nn.Module) -> Iterator[None]:
+    """A context in which torch.export may run the forward of `module`.
+
+    `Untraceable` is raised where the forward does what the graph would not do again.
+    """
+    parts = {id(part) for part in module.modules()}
+
+    def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
+        if id(part) in parts and is_user_code(sys._getframe(2)):
+            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
+        original(part, name, value)
+
+    def is_grad_enabled(original: Callable[[], bool]) -> bool:
+        if is_user_code(sys._getframe(2)):
+            raise Untraceable("uses torch.is_grad_enabled, which a graph would ask once")
+        return original()
+
+    with (
+        replaced(nn.Module, "__setattr__", set_attribute),
+        replaced(torch, "is_grad_enabled", is_grad_enabled),
+        _ForbidCustomBackward(),
+        no_random_choices(),
+    ):
+        yield
+
+
+class _ForbidCustomBackward(TorchFunctionMode):
+    """Stops at hooks of tensors and at every `autograd.Function`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._autograd_functions = AutogradFunctionDetector()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs `func`."""
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise Untraceable("registers a hook on a tensor, which a graph would lose")
+        self._autograd_functions.check_not_inside(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses what a failing export prints; its exception says what is wrong."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -105,23 +153,23 @@ def _example(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
     if leaf.shape[0] == 1:
-        leaf = torch.cat([leaf, leaf])  # torch.export takes one row for a constant
+        leaf = torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
     return leaf.to(device)
 
 
-def _open_sizes(leaf: Any) -> Any:
+def _dynamic_sizes(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
     return {0: Dim.DYNAMIC, **dict.fromkeys(range(1, leaf.dim()), Dim.AUTO)}
 
 
-def _entered(
+def _calls(
     graph: fx.Graph, module: nn.Module, should_expand: ShouldExpand
 ) -> dict[fx.Node, list[Call]]:
-    """Where the calls of submodules begin, as deep as `should_expand` allows."""
+    """Returns where the calls of submodules begin, as deep as `should_expand` allows."""
     should_expand = cache(should_expand)
-    entered: dict[fx.Node, list[Call]] = {}
-    calls: dict[str, int] = {}
+    calls: dict[fx.Node, list[Call]] = {}
+    counts: dict[str, int] = {}
     before: dict[str, Call] = {}
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") if node.op == "call_function" else None
@@ -133,11 +181,11 @@ def _entered(
             if key in before:
                 now[key] = before[key]
             else:
-                now[key] = path, calls.get(path, 0)
-                calls[path] = calls.get(path, 0) + 1
-                entered.setdefault(node, []).append(now[key])
+                now[key] = path, counts.get(path, 0)
+                counts[path] = counts.get(path, 0) + 1
+                calls.setdefault(node, []).append(now[key])
             if not should_expand(path, module.get_submodule(path)):
                 break
         if stack:
             before = now
-    return entered
+    return calls

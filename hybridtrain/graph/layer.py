@@ -6,21 +6,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hybridtrain._torch_private import has_hooks
 from hybridtrain.errors import SplitError
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One element of the chain: where it stands in the user's model, and the module itself."""
+    """One element of a chain: its name in the user's model, and the module itself."""
 
     name: str
     module: nn.Module
 
 
 def layers_of(net: nn.Module) -> list[Layer]:
-    """The layers of a chain, nested `nn.Sequential`s flattened, under the names that `net` gives.
+    """Returns the layers of a chain, nested `nn.Sequential`s flattened, under their names in `net`.
 
-    A `Sequential` with hooks stays whole, because flattened its hooks would not run.
+    A `Sequential` with hooks stays one layer: flattened, its hooks would not run.
 
     Raises:
         SplitError: `net` has no layers.
@@ -32,31 +33,26 @@ def layers_of(net: nn.Module) -> list[Layer]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether `module` only runs its children one after the other."""
+    """Returns whether `module` only runs its children one after the other."""
     if not isinstance(module, nn.Sequential) or has_hooks(module):
         return False
     return type(module).forward is nn.Sequential.forward
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something of the user's runs before or after the forward or backward of `module`."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+def works_in_place(module: nn.Module) -> bool:
+    """Returns whether a module in `module` says that it may change its input: `inplace=True`."""
+    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def _flatten(name: str, module: nn.Module) -> list[Layer]:
     if not is_chain(module):
         return [Layer(name, module)]
     prefix = f"{name}." if name else ""
-    # not named_children(), which drops a module's second appearance
     return [
         layer
-        for child_name, child in module._modules.items()
-        if child is not None
+        # named_children() would leave out a module's second appearance
+        for child_name, child in module.named_modules(remove_duplicate=False)
+        if child_name and "." not in child_name
         for layer in _flatten(prefix + child_name, child)
     ]
 

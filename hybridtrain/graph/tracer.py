@@ -1,15 +1,14 @@
-"""The forward of a module as a graph, by torch.fx, at the level of its own submodules.
+"""Traces a module's forward with torch.fx, at the level of its submodules.
 
-torch.fx runs the forward with proxies in place of tensors and records what is done to them. What
-it cannot record faithfully must not be recorded at all: a submodule in which it meets control flow
-that depends on data, a change of the grad mode or of autocast, or a random choice of Python's stays
-one node, which calls the module as it is. The same at the model's own level is an error that names
+torch.fx runs the forward with proxies in place of tensors and records what is done to them. Code
+that it cannot record faithfully must not be recorded at all. Where a submodule has control flow
+that depends on data, a change of the grad mode or of autocast, or a random choice of Python's, the
+submodule stays one node, which calls it. The same in the model's own forward is an error that names
 the line.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections import OrderedDict
@@ -19,30 +18,29 @@ from typing import Any
 
 from torch import fx, nn
 
-from hybridtrain.graph.call_signature import Inputs
-from hybridtrain.graph.guards import (
-    Functions,
-    Proxy,
+from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.fx_guards import GuardedProxy, fx_guards
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, find_attribute
+from hybridtrain.graph.untraceable import (
+    AutogradFunctionDetector,
     Untraceable,
-    check_draws,
-    fx_trace_guards,
-    where,
+    no_random_choices,
+    user_line,
 )
-from hybridtrain.graph.mode_graphs import Call, ShouldExpand, TracedGraph, attribute
 
 
-def trace(inputs: Inputs, should_expand: ShouldExpand, module: nn.Module) -> TracedGraph:
-    """The forward of `module`, in the mode that it is in.
+def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
+    """Returns the forward of `module` as a graph, in the mode that the module is in.
 
     Args:
-        inputs: what the forward is given.
-        should_expand: whether to look into a submodule.
+        signature: the arguments of the forward.
         module: any module.
+        should_expand: whether to look inside a submodule.
 
     Raises:
-        Exception: what torch.fx or the forward itself says of what cannot be recorded.
+        Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
-    return _Tracer(inputs, should_expand).record(module)
+    return _Tracer(signature, should_expand).record(module)
 
 
 class _Tracer(fx.Tracer):
@@ -50,62 +48,69 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, inputs: Inputs, should_expand: ShouldExpand) -> None:
+    def __init__(self, signature: CallSignature, should_expand: ShouldExpand) -> None:
         super().__init__()
-        self._entered: dict[fx.Node, list[Call]] = {}
+        self._calls: dict[fx.Node, list[Call]] = {}
         self._expanded: dict[str, nn.Module] = {}
         self._unexpanded: dict[str, str] = {}
-        self._functions = Functions()
+        self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
-        self._inputs = inputs
+        self._signature = signature
         self._should_expand = should_expand
 
     def record(self, module: nn.Module) -> TracedGraph:
         """See `trace`."""
         attributes = set(vars(module))
 
-        def recorded(function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
+        def record_call(function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
             return self.create_proxy("call_function", function, args, kwargs)
 
         try:
-            with fx_trace_guards(recorded):
+            with fx_guards(record_call):
                 graph = self.trace(module)
         finally:
-            # tensors that the forward makes from no input
+            # tensors that the forward reads from elsewhere, which torch.fx has put into the module
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
         self._check_reads(graph)
         return TracedGraph(
             graph=graph,
-            entered={node: self._entered[node] for node in graph.nodes if node in self._entered},
-            find=lambda name: constants[name] if name in constants else attribute(module, name),
+            calls={node: self._calls[node] for node in graph.nodes if node in self._calls},
+            find=lambda name: (
+                constants[name] if name in constants else find_attribute(module, name)
+            ),
             expanded=self._expanded,
             unexpanded=self._unexpanded,
         )
 
     def _check_reads(self, graph: fx.Graph) -> None:
-        """Makes sure that no tensor is read from a module that may put another in its place."""
+        """Makes sure that no tensor is read from a module that may replace it."""
         for node in graph.nodes:
             if node.op == "get_attr":
                 holder, _, name = str(node.target).rpartition(".")
                 if holder and holder not in self._expanded:
-                    tensor = attribute(self.root, str(node.target))
+                    tensor = find_attribute(self.root, str(node.target))
                     if not isinstance(tensor, nn.Parameter):
                         raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """The proxies of the inputs; arguments that are not given keep their defaults."""
-        inputs, forward = self._inputs, self.root.forward
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in inputs.names]
+        """Returns the forward and the proxies of its arguments; the others keep their defaults."""
+        signature, forward = self._signature, self.root.forward
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in signature.names]
         values = [
-            inputs.constants.get(name, proxy)
-            for name, proxy in zip(inputs.names, proxies, strict=True)
+            signature.constants.get(name, proxy)
+            for name, proxy in zip(signature.names, proxies, strict=True)
         ]
-        return lambda *values: inputs.call(forward, list(values)), values
+
+        def call(*values: Any) -> Any:
+            args, kwargs = signature.split(values)
+            return forward(*args, **kwargs)
+
+        return call, values
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module is called as it is."""
+        """Returns whether calls of the module become one node."""
         name = module_qualified_name
         return name in self._unexpanded or not self._should_expand(name, m)
 
@@ -116,57 +121,55 @@ class _Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One node for a leaf; else the nodes of what is in it, or one node where that fails."""
-        if threading.get_ident() != self._thread:  # torch.fx watches the calls of all threads
+        """Records one node for a leaf; else what is in it, or one node where that fails."""
+        if threading.get_ident() != self._thread:  # torch.fx sees the calls of all threads
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         call = name, self.num_calls.get(name, 0)
         last = self._last_node()
         if not self.is_leaf_module(m, name):
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
-            state = random.getstate()
             try:
-                result = super().call_module(m, forward, args, kwargs)
-                check_draws(state)
+                with no_random_choices():
+                    result = super().call_module(m, forward, args, kwargs)
             except Exception as error:
-                random.setstate(state)
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
-                self._unexpanded[name] = where(error)
+                self._unexpanded[name] = user_line(error)
             else:
                 self._expanded[name] = m
-                self._note(last, call)
+                self._note_call(last, call)
                 return result
         result = super().call_module(m, forward, args, kwargs)
-        self._note(last, call)
+        self._note_call(last, call)
         return result
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node, unless it is for what a graph would lose."""
-        self._functions.check_not_inside(sys._getframe(1))
+        """Creates a node, unless an `autograd.Function` asks for it."""
+        self._autograd_functions.check_not_inside(sys._getframe(1))
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
-        """Keeps a dataclass one, also if it is a dict as well (an output of `transformers`)."""
+        """Keeps the type of a dataclass that is also a dict, as outputs of `transformers` are."""
         if not is_dataclass(a) or isinstance(a, type) or not isinstance(a, dict):
             return super().create_arg(a)
         values = {f.name: self.create_arg(getattr(a, f.name)) for f in fields(a) if f.init}
         return self.create_node("call_function", type(a), (), values)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """Reads a parameter or buffer anew each time: a node may be erased again."""
+        """Reads a parameter or buffer anew each time: its node may be erased again."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """See `Proxy`."""
-        return Proxy(node, self)
+        """Returns a `GuardedProxy`."""
+        return GuardedProxy(node, self)
 
-    def _note(self, last: fx.Node | None, call: tuple[str, int]) -> None:
+    def _note_call(self, last: fx.Node | None, call: Call) -> None:
         first = last.next if last is not None else next(iter(self.graph.nodes), None)
         if first is not None and first.op != "root":
-            self._entered.setdefault(first, []).insert(0, call)
+            self._calls.setdefault(first, []).insert(0, call)
 
     def _last_node(self) -> fx.Node | None:
         return next(iter(reversed(self.graph.nodes)), None)
@@ -175,5 +178,5 @@ class _Tracer(fx.Tracer):
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
-            self._entered.pop(node, None)
+            self._calls.pop(node, None)
             self.graph.erase_node(node)

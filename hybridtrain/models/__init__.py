@@ -1,9 +1,9 @@
 """Models: one function each, from plain arguments to an `nn.Module`.
 
 A function is the `_target_` of a file in `configs/model/`, and its parameters are that file's
-keys. Those written for this project are `nn.Sequential`s, which the pipeline cuts between their
+keys. Those written for this project return an `nn.Sequential`, which the pipeline cuts between its
 elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
-first. Bad arguments raise `ConfigError` and name the key.
+first. Bad arguments raise `ConfigError` and are named.
 """
 
 from hybridtrain.models.basicnet import basicnet

@@ -9,23 +9,23 @@ from hybridtrain.models.check import check_sizes
 
 
 def basicnet(num_classes: int = 10, image_size: int = 28, channels: int = 1) -> nn.Sequential:
-    """Two convolutions, a max pool and two linear layers, as 12 elements.
+    """Returns two convolutions, a max pool and two linear layers, as 12 elements.
 
-    Takes float images of shape (N, channels, image_size, image_size) and returns log-probabilities
-    of shape (N, num_classes), for `F.nll_loss`. The `state_dict` has the names of the class it
-    comes from (`conv1.weight` ... `fc2.bias`), so that the weights of one load into the other.
+    It takes float images of shape (N, channels, image_size, image_size) and returns
+    log-probabilities of shape (N, num_classes), for `F.nll_loss`. The `state_dict` has the names of
+    the original class (`conv1.weight` ... `fc2.bias`), so that each loads the other's weights.
 
     Source: BasicNet in Z. Mueller, *From PyTorch DDP to Accelerate to Trainer*, Hugging Face blog,
     2022, after pytorch/examples, mnist/main.py. Raises `ConfigError` if a size is not positive, or
-    if the image is so small that the pool leaves nothing of it (under 6 pixels).
+    if images are under 6 pixels, of which the pool leaves nothing.
     """
     check_sizes(num_classes=num_classes, image_size=image_size, channels=channels)
     # Each 3x3 convolution takes a pixel off every edge; the pool halves what is left.
     side = (image_size - 4) // 2
     if side < 1:
         raise ConfigError(
-            f"model.image_size={image_size} is too small: after two 3x3 convolutions and a 2x2 "
-            "pool nothing is left of an image under 6 pixels"
+            f"image_size={image_size} is too small: after two 3x3 convolutions and a 2x2 pool "
+            f"nothing is left of an image under 6 pixels"
         )
     return nn.Sequential(
         OrderedDict(

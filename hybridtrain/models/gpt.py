@@ -1,4 +1,4 @@
-"""A small decoder-only language model in the manner of GPT-2."""
+"""A small decoder-only language model like GPT-2."""
 
 import math
 from collections import OrderedDict
@@ -29,7 +29,6 @@ class Embed(nn.Module):
         """See the class."""
         length = tokens.shape[1]
         check_length(length, "seq_len", self.position.num_embeddings)
-        # The first rows of the table are the embeddings of the positions 0 .. length - 1.
         x: Tensor = self.dropout(self.token(tokens) + self.position.weight[:length])
         return x
 
@@ -90,12 +89,12 @@ def gpt(
     d_model: int = 128,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """A pre-norm decoder with learned positions: n_layer + 3 elements.
+    """Returns a pre-norm decoder with learned positions: n_layer + 3 elements.
 
-    Takes int64 ids of shape (N, T), T at most `seq_len`; returns logits of shape
+    It takes int64 ids of shape (N, T), T at most `seq_len`, and returns logits of shape
     (N, T, vocab_size), where those at position t depend on the ids up to t only. The output layer
-    has weights of its own (not the embedding's), so that the first and the last stage of a
-    pipeline share nothing. Parameters are named `embed.*`, `blocks.0.*` ..., `head.*`.
+    does not share the embedding's weights, so that the first and the last stage of a pipeline
+    share nothing. Parameters are named `embed.*`, `blocks.0.*` ..., `head.*`.
 
     Weights start as in GPT-2: normal with standard deviation 0.02, divided by sqrt(2 n_layer) for
     the two projections of a block that add to the residual stream; biases 0. Source: A. Radford

@@ -1,7 +1,7 @@
 """A Transformer encoder that classifies texts: the model of the IDRIS page on hybrid parallelism.
 
-The padding mask travels beside the activations, because a layer of a pipeline sees nothing but
-what the layer before it returned:
+The padding mask travels beside the activations, because a layer of a pipeline gets only what the
+layer before it returned:
 
     (tokens, mask) -> encoder -> (x, mask) -> layers.0 -> (x, mask) -> ... -> decoder -> logits
 """
@@ -34,7 +34,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model, padding_idx=pad_index)
         self.dropout = nn.Dropout(dropout)
-        # Computed, not learned: a checkpoint has no need of it, and loads with another max_len.
+        # Computed, not learned: left out of checkpoints, which so load with another max_len.
         self.register_buffer("positions", sinusoids(max_len, d_model), persistent=False)
         # torch's N(0, 1), times sqrt(d_model), would drown the positions, which stay within 1.
         with torch.no_grad():
@@ -58,19 +58,19 @@ class Layer(nn.TransformerEncoderLayer):
     """
 
     def __init__(self, d_model: int, nhead: int, d_hid: int, dropout: float) -> None:
-        # In evaluation, torch would run a fused kernel of its own on a layer whose activation is
-        # "relu" (F.relu): other arithmetic, and zeros in the padded places. torch.relu is the same
-        # function, but not one that it looks for, so that there is one path for both modes.
+        # In evaluation, torch would run a fused kernel on a layer whose activation is "relu"
+        # (F.relu): other arithmetic, and zeros in the padded places. It does not look for
+        # torch.relu, the same function, so that both modes compute the same.
         super().__init__(d_model, nhead, d_hid, dropout, activation=torch.relu, batch_first=True)
 
     def forward(self, inputs: Masked) -> Masked:  # type: ignore[override]
-        """Shapes (N, L, d_model) and (N, L), as they come in; padding is never attended to."""
+        """Takes and returns shapes (N, L, d_model) and (N, L); padding is never attended to."""
         x, mask = inputs
         return super().forward(x, src_key_padding_mask=mask), mask
 
 
 class Decoder(nn.Module):
-    """Mean over the tokens that are no padding, and a linear classifier.
+    """Mean over the tokens that are not padding, and a linear classifier.
 
     Takes `(x, mask)` of shapes (N, L, d_model) and (N, L); returns logits (N, num_classes).
     """
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     def forward(self, inputs: Masked) -> Tensor:
         """See the class."""
         x, mask = inputs
-        # A fill and not a product with 0: what a padded place holds must not matter, even if NaN.
+        # A fill and not a product with 0: padded places must not matter, even if they hold NaN.
         total = x.masked_fill(mask.unsqueeze(-1), 0.0).sum(dim=1)
         count = (~mask).sum(dim=1, keepdim=True).clamp(min=1)
         logits: Tensor = self.classifier(total / count)
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """The positions of Attention Is All You Need, section 3.5: float32 of shape (length, width).
+    """Returns the positions of Attention Is All You Need, section 3.5: float32 (length, width).
 
     Column 2i is sin(p / 10000^(2i/width)) at position p, and column 2i+1 the cosine of the same.
     """
@@ -98,8 +98,7 @@ def sinusoids(length: int, width: int) -> Tensor:
     rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     table = torch.zeros(length, width)
     table[:, 0::2] = torch.sin(position * rate)
-    # An odd width has one cosine less.
-    table[:, 1::2] = torch.cos(position * rate[: width // 2])
+    table[:, 1::2] = torch.cos(position * rate[: width // 2])  # one less if width is odd
     return table
 
 
@@ -114,12 +113,12 @@ def transformer(
     dropout: float = 0.1,
     pad_index: int = 1,
 ) -> nn.Sequential:
-    """An encoder, `nlayers` Transformer layers and a classifier: nlayers + 2 elements.
+    """Returns an encoder, `nlayers` Transformer layers and a classifier: nlayers + 2 elements.
 
-    Takes `(tokens, mask)`: int64 ids and bool, True at padding, both of shape (N, L) with L at most
-    `max_len`. Returns logits of shape (N, num_classes), for `F.cross_entropy`. What stands in
-    padded places has no influence on them. `pad_index` is the padding's id, whose embedding stays
-    zero. Parameters are named `encoder.*`, `layers.0.*` ..., `decoder.*`.
+    It takes `(tokens, mask)`: int64 ids and bool, True at padding, both of shape (N, L) with L at
+    most `max_len`, and returns logits of shape (N, num_classes), for `F.cross_entropy`, which do
+    not depend on the padding. `pad_index` is the padding's id, whose embedding stays zero.
+    Parameters are named `encoder.*`, `layers.0.*` ..., `decoder.*`.
 
     Source: Encoder, Layer and Decoder of IDRIS, *PyTorch: parallelisme hybride (modele et
     donnees)*. Raises `ConfigError` if the arguments do not fit together.
@@ -137,8 +136,8 @@ def transformer(
     check_dropout(dropout)
     if pad_index is None or not 0 <= pad_index < vocab_size:
         raise ConfigError(
-            f"model.pad_index={pad_index} must be a token of the vocabulary: "
-            f"at least 0 and below model.vocab_size={vocab_size}"
+            f"pad_index={pad_index} must be a token of the vocabulary: at least 0 and below "
+            f"vocab_size={vocab_size}"
         )
     layers = [Layer(d_model, nhead, d_hid, dropout) for _ in range(nlayers)]
     return nn.Sequential(

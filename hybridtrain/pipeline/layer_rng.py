@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtrain._torch_private import default_generator
+from hybridtrain._torch_private import TorchDispatchMode, default_generator
 
 
 class LayerRNG:

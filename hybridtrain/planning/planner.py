@@ -20,9 +20,9 @@ from torch import nn
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean
-from hybridtrain.graph.chain import Chain, ChainBuilder, ExampleInputsNeeded, can_expand
+from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
-from hybridtrain.graph.mode_graphs import TraceGuards
+from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
@@ -148,14 +148,7 @@ class Planner:
         self._microbatch = example_inputs
         device_type = torch.device(self._cluster.devices[0]).type
         precision = partial(autocast, options.precision, device_type)
-        try:
-            self._chains = ChainBuilder(net, example_inputs, precision)
-        except ExampleInputsNeeded as error:
-            raise ConfigError(
-                f"{type(net).__name__} can be traced only with the inputs of a batch, since its "
-                f"forward has optional arguments or torch.fx cannot follow it: pass "
-                f"example_inputs=<the inputs of a batch>"
-            ) from error
+        self._chains = ChainBuilder(net, example_inputs, precision)
         self._last: tuple[frozenset[str], Chain] | None = None
 
     def plan(self) -> Plan:
@@ -200,7 +193,7 @@ class Planner:
         return PlannedLayers(
             stages=[chain.layers[start:end] for start, end in bounds],
             units=chain.units,
-            guards=TraceGuards(chain.expanded, chain.flags),
+            guards=chain.guards,
         )
 
     def _in_flight(self) -> tuple[int, ...]:

@@ -246,24 +246,24 @@ def test_two_stages_train_as_the_model_does(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("resnet81", {}, r"model\.name=resnet81: .* did you mean model\.name=resnet18\?"),
-        ("zzz", {}, r"model\.name=zzz: .* there are: alexnet, "),
-        ("fcn_resnet50", {}, r"model\.name=fcn_resnet50: .* no such classification model"),
-        (None, {}, r"model\.name is null"),
-        (18, {}, r"model\.name=18: "),
-        ("resnet18", {"num_classes": None}, r"model\.num_classes is null"),
-        ("resnet18", {"channels": 4}, r"model\.channels=4: .* 3 colours, or 1"),
-        ("resnet18", {"image_size": None}, r"model\.image_size is null .*model\.resize"),
-        ("resnet18", {"image_size": 0}, r"model\.image_size must be"),
-        ("resnet18", {"resize": 2.5}, r"model\.resize must be"),
-        ("vit_b_16", {"resize": 20}, r"takes no images of 20 pixels .*patch.*set model\.resize"),
-        ("alexnet", {"resize": 8}, r"model\.name=alexnet takes no images of 8 pixels"),
-        ("resnet18", {"dropout": 0.1}, r"model\.dropout: resnet18 has no such probability"),
-        ("alexnet", {"dropout": 1.5}, r"model\.dropout must be at least 0 and below 1"),
-        ("alexnet", {"dropout": "half"}, r"model\.dropout=half must be a number"),
+        ("resnet81", {}, r"^name=resnet81: .* did you mean 'resnet18'\?"),
+        ("zzz", {}, r"^name=zzz: .* the models are: alexnet, "),
+        ("fcn_resnet50", {}, r"^name=fcn_resnet50: .* no such classification model"),
+        (None, {}, r"^name=None: .* the models are: alexnet"),
+        (18, {}, r"^name=18: "),
+        ("resnet18", {"num_classes": None}, r"^num_classes=None: pass num_classes="),
+        ("resnet18", {"channels": 4}, r"^channels=4: .* 3 colours, or 1"),
+        ("resnet18", {"image_size": None}, r"^image_size=None: pass image_size="),
+        ("resnet18", {"image_size": 0}, r"^image_size=0 must be"),
+        ("resnet18", {"resize": 2.5}, r"^resize=2\.5 must be"),
+        ("vit_b_16", {"resize": 20}, r"takes no images of 20 pixels .*patch.*pass resize="),
+        ("alexnet", {"resize": 8}, r"^name=alexnet takes no images of 8 pixels"),
+        ("resnet18", {"dropout": 0.1}, r"^dropout=0\.1: resnet18 has no such argument"),
+        ("alexnet", {"dropout": 1.5}, r"^dropout=1\.5 must be a number of at least 0 and below 1"),
+        ("alexnet", {"dropout": "half"}, r"^dropout='half' must be a number"),
     ],
 )
-def test_a_bad_argument_is_refused_with_its_key(name, changes, message):
+def test_a_bad_argument_is_refused_by_its_name(name, changes, message):
     with pytest.raises(ConfigError, match=message):
         shapes_for_digits(name, **changes)
 

@@ -1,0 +1,70 @@
+"""Checks that modules are still as they were when their forward was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from hybridtrain._torch_private import has_hooks
+from hybridtrain.errors import ConfigError
+
+# The modules whose code a graph stands for, by name, and the training flags, in the order of the
+# modules, with which the graph was traced; empty if they make no difference.
+Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
+
+
+class TraceGuards:
+    """What the graphs of a model take for granted about its modules.
+
+    A graph contains the numbers, flags and texts that the forward read from its module, runs no
+    hooks of it, and is of one mode of all the modules together.
+
+    Args:
+        traced: the modules of each forward that was traced, and their flags.
+    """
+
+    def __init__(self, traced: Iterable[Traced] = ()) -> None:
+        self._traced = list(traced)
+        simple = (bool, int, float, str, type(None))
+        self._attributes = [
+            (name, vars(module), key, value)
+            for modules, _ in self._traced
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if key != "training" and not key.startswith("_") and type(value) in simple
+        ]
+
+    def check(self) -> None:
+        """Makes sure that the graphs still do what the modules would do.
+
+        Raises:
+            ConfigError: a module has changed; names it, and what has changed.
+        """
+        for modules, modes in self._traced:
+            for name, module in modules.items():
+                if has_hooks(module):
+                    raise ConfigError(
+                        f"{name or 'the model'} had a hook registered after tracing, which would "
+                        f"not run: register hooks before you create the HybridModel"
+                    )
+            _check_modes(modules, modes)
+        for name, attributes, key, value in self._attributes:
+            if attributes[key] != value:
+                raise ConfigError(
+                    f"{name or 'the model'}.{key} has changed from {value!r} to "
+                    f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "
+                    f"use it in a submodule without submodules, which is called and not traced"
+                )
+
+
+def _check_modes(modules: Mapping[str, nn.Module], modes: Sequence[tuple[bool, ...]]) -> None:
+    now = tuple(module.training for module in modules.values())
+    if not modes or now in modes:
+        return
+    flags = zip(modules, now, modes[0], strict=True)
+    name = next(name for name, is_on, was_on in flags if is_on != was_on)
+    raise ConfigError(
+        f"module {name!r} was switched to another mode than the model around it, whose forward "
+        f"depends on the mode: let its train() keep the mode, so that the trace has it so"
+    )
