@@ -1,8 +1,8 @@
 """Private parts of PyTorch that this project uses, behind names of this project.
 
-Each says which private name it uses, and why no public one will do. A new PyTorch release is checked
-here first. `torch.utils._pytree` is used everywhere: it has no public name, and its functions have
-not changed in years.
+Each says which private name it uses, and why no public one will do. A new PyTorch release is
+checked here first. `torch.utils._pytree` is used everywhere: it has no public name, and its
+functions have not changed in years.
 """
 
 from __future__ import annotations

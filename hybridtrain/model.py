@@ -177,9 +177,9 @@ class HybridModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
 
-        Called as the module is, or with the inputs of a batch as `train_step` takes them. The output
-        carries no graph. In `train()` mode dropout is active and running statistics are updated, as
-        in any module.
+        Called as the module is, or with the inputs of a batch as `train_step` takes them. The
+        output carries no graph. In `train()` mode dropout is active and running statistics are
+        updated, as in any module.
         """
         inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
         if args and kwargs:
@@ -207,14 +207,12 @@ class HybridModel:
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
 
-        schedule = forward_only(
-            self.world.nb_part, len(sizes), self.options.stages_per_device
-        )
+        schedule = forward_only(self.world.nb_part, len(sizes), self.options.stages_per_device)
         with torch.no_grad(), self.autocast():
             return self.pipeline.forward(schedule, input_parts.__getitem__, head)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the autocast context of `precision`; none for fp32, so the caller's own counts."""
+        """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
         return autocast(self.options.precision, self.world.devices[0].type)
 
     def train(self, mode: bool = True) -> HybridModel:

@@ -7,10 +7,9 @@ of its pipeline. 3 nodes of 4 GPUs with nb_part=2 are 6 processes, 2 on each nod
     rank 0: cuda:0 cuda:1   rank 2: cuda:0 cuda:1   rank 4: cuda:0 cuda:1
     rank 1: cuda:2 cuda:3   rank 3: cuda:2 cuda:3   rank 5: cuda:2 cuda:3
 
-Nothing outside this module takes a process for a replica. Code asks for what it means: `replica` and
-`replicas` (whose data, which dropout masks), `is_main` (who writes), `cluster` (which process of a
-replica owns which stage), and one of three sets of processes: all of them, those of this pipeline,
-and those that have the same stage in other replicas.
+Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
+and `replicas` (whose data, which dropout masks), `is_main` (who writes), `cluster` (which process
+of a replica owns which stage).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -395,5 +394,4 @@ def _join(
 def _new_group(
     backend: str, timeout: timedelta, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
-    return group
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, timeout=timeout))

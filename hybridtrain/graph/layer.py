@@ -39,11 +39,6 @@ def is_chain(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
-def works_in_place(module: nn.Module) -> bool:
-    """Returns whether a module in `module` says that it may change its input: `inplace=True`."""
-    return any(getattr(part, "inplace", False) for part in module.modules())
-
-
 def _flatten(name: str, module: nn.Module) -> list[Layer]:
     if not is_chain(module):
         return [Layer(name, module)]

@@ -88,7 +88,7 @@ class InputBoundary:
                 if not tensor.requires_grad:
                     return tensor
                 own.append(StageInput(tensor, capture_raw=self._captures_raw is not False))
-                return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor  # type: ignore[no-any-return]
+                return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor
 
             values.update(zip(names, map_tensors(as_leaf, message), strict=True))
             inputs.append(own)
@@ -134,7 +134,9 @@ class OutputBoundary:
             self._check_sendable(message)
             if torch.is_grad_enabled():
                 tensors: list[Any] = requiring_grad(message)
-                roots.append([get_gradient_edge(t) for t in tensors] if self._hold_edges else tensors)
+                roots.append(
+                    [get_gradient_edge(t) for t in tensors] if self._hold_edges else tensors
+                )
                 message = self._detached(message)
             messages.append(message)
         return messages, roots

@@ -62,8 +62,8 @@ class LayerRNG:
         """Moves to the next step; the layers seen to draw so far are those seeded from now on.
 
         `unseeded_draws`, a default generator that has moved, leads to another look at all layers: a
-        layer may begin to draw later (a dropout rate that rises). The draws of that one step are not
-        seeded by place; those of the next are.
+        layer may begin to draw later (a dropout rate that rises). Its draws in that one step are
+        not seeded by place; those in the next are.
         """
         self.step += 1
         if self.active:  # in evaluation mode no layer was looked at
@@ -71,9 +71,7 @@ class LayerRNG:
 
     def needs_seeding(self, layer: int) -> bool:
         """Returns whether `layer` must run inside `seeded`."""
-        return self.active and (
-            self.seeds_every_layer or self._detecting or layer in self._drawing
-        )
+        return self.active and (self.seeds_every_layer or self._detecting or layer in self._drawing)
 
     def seeded(self, layer: int, microbatch: int) -> _SeededDraws:
         """Returns a context in which the random operations of `layer` are seeded by place."""

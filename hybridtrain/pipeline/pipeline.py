@@ -1,4 +1,4 @@
-"""A model in stages: those that this process owns, placed, linked, tied, reduced and ready to run."""
+"""The stages that this process owns: placed, linked, tied, reduced and ready to run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import move_stage, tied_uses
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
-from hybridtrain.schedule import Schedule, peak_in_flight
+from hybridtrain.schedule import Schedule
 from hybridtrain.world import World
 
 
@@ -112,7 +112,9 @@ class Pipeline:
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
-        values = self._run(Step(schedule, source, head, checkpointed, reduce, timeline), trains=True)
+        values = self._run(
+            Step(schedule, source, head, checkpointed, reduce, timeline), trains=True
+        )
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.accumulate_into_owner()
@@ -150,10 +152,10 @@ class Pipeline:
         return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """Returns on every process the sum over the replicas of `values`, known at their last stage.
+        """Returns the sum over the replicas of `values`, on every process.
 
         Args:
-            values: of any shape, on the CPU; elsewhere than at a last stage it does not count.
+            values: of any shape, on the CPU; ignored in a process without the last stage.
         """
         return self._world.sum(values if self.owns_output else torch.zeros_like(values))
 

@@ -1,9 +1,9 @@
 """A stage: consecutive layers on one device, and what it keeps between forward and backward.
 
-                    forward                                   backward
-    messages -> input boundary -> leaves          gradients of what was sent -> roots
-                leaves -> layers -> output                 roots -> autograd -> leaf.grad
-    messages <- output boundary <- output         gradients of what came in <- input boundary
+                forward                                   backward
+messages -> input boundary -> leaves          gradients of what was sent -> roots
+            leaves -> layers -> output                 roots -> autograd -> leaf.grad
+messages <- output boundary <- output         gradients of what came in <- input boundary
 """
 
 from __future__ import annotations

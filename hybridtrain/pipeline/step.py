@@ -80,7 +80,7 @@ class Port(Protocol):
     """One end of a link between two stages, in this process or in two."""
 
     def send(self, message: Any) -> None:
-        """Sends the values, or the gradients, of one micro-batch; does not wait for the receiver."""
+        """Sends the values, or gradients, of one micro-batch; does not wait for the receiver."""
 
     def receive(self) -> Any:
         """Waits for the next micro-batch's message and returns it, on the receiver's device."""

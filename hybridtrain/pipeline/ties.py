@@ -1,9 +1,9 @@
 """Parameters that layers of different stages share, such as tied embeddings.
 
-The first stage that has the parameter owns it. Every other stage computes with an alias: a leaf that
-shares the memory on the same device, and is a copy on another one. So two stages' threads never add
-to one gradient, and each stage's DDP has parameters that no other has. After the backward the
-aliases' gradients are added to the parameter's, in the order of the stages.
+The first stage that has the parameter owns it. Every other stage computes with an alias: a leaf
+that shares the memory on the same device, and is a copy on another one. So two stages' threads
+never add to one gradient, and each stage's DDP has parameters that no other has. After the backward
+the aliases' gradients are added to the parameter's, in the order of the stages.
 
 An alias is put into the layer's instance dictionary, where Python looks first; the module keeps the
 parameter itself registered, under the user's names, counted once.

@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
 
 def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
-    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender's thread calls it."""
+    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender calls it."""
     if source == target:
         return Transfer(values)
     if source.type != "cuda" or target.type != "cuda":
@@ -55,7 +55,7 @@ def receive(transfer: Transfer, device: torch.device) -> Any:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a detached copy on `device` with the same `requires_grad`; `tensor` if it is there."""
+    """Returns a detached copy on `device` with the same `requires_grad`, or `tensor` itself."""
     if tensor.device == device:
         return tensor
     moved = tensor.detach().to(device, non_blocking=True)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.deferred import materialize
 from hybridtrain.graph.layer import Layer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
@@ -48,7 +47,7 @@ def measured(
     @contextmanager
     def on_device(layer: Layer) -> Iterator[None]:
         """Brings a layer's weights there, and does not keep all layers' where others will be."""
-        materialize(layer.module, own[0])
+        layer.module.to(own[0])
         try:
             yield
         finally:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hybridtrain.pipeline.step import Engine, HeadOutput, Step
 from hybridtrain.pipeline.engines.threads import ThreadEngine
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.step import Engine, HeadOutput, Step
 
 __all__ = ["ENGINES", "Engine", "HeadOutput", "Step", "ThreadEngine"]
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Transfer, receive, send, sync_streams
 from hybridtrain.schedule import Action
