@@ -7,16 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridtrain.cluster import Cluster
     from hybridtrain.model import HybridModel, TrainStepResult
+    from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
     from hybridtrain.skip import pop, stash
-    from hybridtrain.trainer import Trainer
+    from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.world import World
 
 __all__ = [
+    "Cluster",
     "HybridModel",
+    "PipelineOptions",
     "TrainStepResult",
     "Trainer",
+    "TrainerOptions",
     "World",
     "partition",
     "pop",
@@ -24,10 +29,15 @@ __all__ = [
     "stash",
 ]
 
-_HOME = {
+__version__ = "0.2.0.dev0"
+
+_MODULE_OF = {
+    "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
+    "PipelineOptions": "hybridtrain.options",
     "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
+    "TrainerOptions": "hybridtrain.trainer",
     "World": "hybridtrain.world",
     "partition": "hybridtrain.planning.marks",
     "set_partition": "hybridtrain.planning.marks",
@@ -37,7 +47,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # on first use, so that looking at a config does not wait a second for torch
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    # on first use, so that commands that only show a config do not wait a second for torch
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

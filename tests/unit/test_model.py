@@ -1,0 +1,162 @@
+"""A HybridModel from its constructor on: complete, readable, and clear about what it cannot do."""
+
+import copy
+import pickle
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hybridtrain
+from hybridtrain import HybridModel, PipelineOptions, World
+from hybridtrain.errors import BatchError, ConfigError
+
+LIBRARY = str(Path(hybridtrain.__file__).parent)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 3)
+        self.right = nn.Linear(2, 3)
+
+    def forward(self, a, b, scale=None):
+        out = self.left(a) + self.right(b)
+        return out if scale is None else out * scale
+
+
+class WhoCalls(nn.Module):
+    """Remembers the frames of the library on the way from the lane to its forward."""
+
+    def forward(self, x):
+        names = [frame.name for frame in traceback.extract_stack() if LIBRARY in frame.filename]
+        self.frames = names[names.index("run_lane") :]
+        return x
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.who = WhoCalls()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.who(self.first(x)))
+
+
+def test_settings_are_the_short_form_of_options():
+    world = World.from_env(nb_part=2, devices="cpu")
+    short = HybridModel(chain(), world, chunks=4, schedule="gpipe")
+    long = HybridModel(chain(), world, PipelineOptions(chunks=4, schedule="gpipe"))
+    assert short.options == long.options == PipelineOptions(chunks=4, schedule="gpipe")
+
+
+def test_an_unknown_setting_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"unknown setting chnks=: did you mean 'chunks'\?"):
+        HybridModel(chain(), World(), chnks=4)
+
+
+@pytest.mark.parametrize("split", ["time", "memory", "balanced"])
+def test_a_split_that_measures_asks_for_example_inputs(split):
+    with pytest.raises(ConfigError, match=r"split='.*example_inputs=<the inputs of a batch>"):
+        HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"), split=split)
+
+
+def test_a_forward_with_optional_arguments_asks_for_example_inputs():
+    with pytest.raises(ConfigError, match="example_inputs=<the inputs of a batch>"):
+        HybridModel(TwoInputs(), World.from_env(nb_part=2, devices="cpu"))
+
+
+def test_the_stages_are_there_before_the_first_batch():
+    model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"))
+    assert [[layer.name for layer in stage.layers] for stage in model.stages] == [["0", "1"], ["2"]]
+    assert model.plan.layer_names == [["0", "1"], ["2"]]
+
+
+def test_it_is_called_as_the_module_is():
+    net = TwoInputs().eval()
+    a, b = torch.randn(6, 4), torch.randn(6, 2)
+    plain = net(a, b)
+    world = World.from_env(nb_part=2, devices="cpu")
+    model = HybridModel(net, world, chunks=3, example_inputs=(a, b))
+    torch.testing.assert_close(model(a, b), plain)
+    torch.testing.assert_close(model((a, b)), plain)
+    with pytest.raises(BatchError, match="all by position or all by keyword"):
+        model(a, b=b)
+
+
+def test_inputs_by_keyword_are_passed_by_keyword():
+    net = TwoInputs().eval()
+    batch = {"a": torch.randn(6, 4), "b": torch.randn(6, 2)}
+    world = World.from_env(nb_part=2, devices="cpu")
+    model = HybridModel(net, world, chunks=3, example_inputs=batch)
+    torch.testing.assert_close(model(**batch), net(**batch))
+
+
+@pytest.mark.parametrize("net", [nn.Sequential(nn.Linear(4, 4), WhoCalls()), Traced()])
+def test_five_frames_at_most_lie_between_a_lane_and_the_users_forward(net):
+    model = HybridModel(net, World.from_env(nb_part=2, devices="cpu"), chunks=2)
+    for _ in range(2):  # the first step also looks at which layers are random
+        model.train_step(torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+    (who,) = (part for part in net.modules() if isinstance(part, WhoCalls))
+    assert len(who.frames) <= 5, who.frames
+
+
+def test_results_are_those_of_the_function_for_each_micro_batch_in_order():
+    model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"), chunks=4)
+    x, y = torch.randn(10, 4), torch.arange(10)
+    found = model.eval().map_outputs(x, y, lambda output, targets: (len(output), targets.tolist()))
+    assert found == [(3, [0, 1, 2]), (3, [3, 4, 5]), (2, [6, 7]), (2, [8, 9])]
+
+
+def test_an_output_of_map_outputs_carries_no_graph():
+    model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"), chunks=2)
+    (first, second) = model.map_outputs(torch.randn(4, 4), None, lambda output, _: output)
+    assert not first.requires_grad
+    assert not second.requires_grad
+
+
+def test_the_norm_is_that_of_all_stages_and_clipping_scales_them_alike():
+    net = chain()
+    model = HybridModel(net, World.from_env(nb_part=3, devices="cpu"), chunks=2)
+    model.train_step(torch.randn(4, 4), torch.randn(4, 3), nn.functional.mse_loss)
+    before = [p.grad.clone() for p in net.parameters()]
+    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in before]))
+    torch.testing.assert_close(model.grad_norm(), expected)
+    torch.testing.assert_close(model.clip_grad_norm_(0.5 * float(expected)), expected)
+    for parameter, grad in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, 0.5 * grad, rtol=1e-4, atol=1e-6)
+
+
+def test_its_repr_says_how_it_is_divided():
+    model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"), chunks=4)
+    assert repr(model).startswith("HybridModel(Sequential: 2 layers, 1 layers; PipelineOptions(")
+    assert "chunks=4" in repr(model)
+
+
+def test_copying_or_pickling_it_says_what_to_do_instead():
+    model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"))
+    with pytest.raises(TypeError, match=r"copy\.deepcopy\(model\.net\)"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"save model\.state_dict\(\)"):
+        pickle.dumps(model)
+    assert copy.deepcopy(model.net)(torch.randn(2, 4)).shape == (2, 3)
+
+
+def test_a_world_is_its_own_copy_and_does_not_pickle():
+    world = World.from_env(devices="cpu")
+    assert copy.deepcopy(world) is world
+    with pytest.raises(TypeError, match=r"call World\.from_env\(\) in the other process"):
+        pickle.dumps(world)
+
+
+def test_an_unknown_engine_is_refused_with_what_there_is():
+    with pytest.raises(ConfigError, match="engine=locale is unknown; did you mean 'local'"):
+        HybridModel(chain(), World.from_env(devices="cpu", engine="locale"))
