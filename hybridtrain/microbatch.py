@@ -1,8 +1,7 @@
-"""A batch in micro-batches, and back.
+"""Cutting a batch into micro-batches, and joining their outputs.
 
 A batch is any pytree (tuples, lists, dicts, dataclasses registered with torch's pytree). Its
-tensors are cut along dim 0; 0-dim tensors and everything that is not a tensor go to every
-micro-batch as they are.
+tensors are cut along dim 0; every micro-batch gets the same 0-dim tensors and other values.
 """
 
 from __future__ import annotations
@@ -24,43 +23,43 @@ from hybridtrain.pytree import leaves_of
 
 
 def batch_size(*batches: Any) -> int:
-    """The number of rows that all tensors of `batches` share in dim 0.
+    """Returns the number of samples, the size that all tensors of `batches` have in dim 0.
 
     Raises:
-        BatchError: they do not share it, there is no tensor, or there are no rows.
+        BatchError: they differ in it, there is no tensor, or there are no samples.
     """
-    rows: int | None = None
+    samples: int | None = None
     for batch in batches:
-        if isinstance(batch, Tensor) and batch.dim() and rows in (None, batch.shape[0]):
-            rows = batch.shape[0]
+        if isinstance(batch, Tensor) and batch.dim() and samples in (None, batch.shape[0]):
+            samples = batch.shape[0]
             continue
         for path, leaf in tree_flatten_with_path(batch)[0]:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 continue
-            if rows is not None and leaf.shape[0] != rows:
+            if samples is not None and leaf.shape[0] != samples:
                 raise BatchError(
-                    f"the tensors of a batch must have the same number of rows: "
-                    f"batch{keystr(path)} has shape {tuple(leaf.shape)}, others have {rows} rows"
+                    f"the tensors of a batch must have the same size in dim 0: batch{keystr(path)} has "
+                    f"shape {tuple(leaf.shape)}, others have {samples} samples"
                 )
-            rows = leaf.shape[0]
-    if not rows:
-        raise BatchError("a batch needs at least one tensor with at least one row")
-    return rows
+            samples = leaf.shape[0]
+    if not samples:
+        raise BatchError("a batch needs at least one tensor with at least one sample")
+    return samples
 
 
-def chunk_sizes(rows: int, chunks: int) -> list[int]:
-    """The rows of each micro-batch: as even as they can be, none empty, at most `chunks` of them.
+def chunk_sizes(samples: int, chunks: int) -> list[int]:
+    """Returns the sizes of at most `chunks` micro-batches, as even as possible, none empty.
 
     >>> chunk_sizes(10, 4), chunk_sizes(3, 4)
     ([3, 3, 2, 2], [1, 1, 1])
     """
-    chunks = min(chunks, rows)
-    small, larger = divmod(rows, chunks)
+    chunks = min(chunks, samples)
+    small, larger = divmod(samples, chunks)
     return [small + 1] * larger + [small] * (chunks - larger)
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts `batch` into micro-batches of `sizes` rows; views, no copies."""
+    """Cuts `batch` into micro-batches of the given sizes; views, no copies."""
     if len(sizes) == 1:
         return [batch]
     if isinstance(batch, Tensor) and batch.dim():
@@ -74,20 +73,20 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def merge(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of the micro-batches: tensors along dim 0, 0-dim tensors stacked.
+    """Joins the outputs of micro-batches: tensors along dim 0, 0-dim tensors stacked.
 
     Raises:
         BatchError: the outputs differ in structure.
     """
     leaves_of(outputs[0])
     first, spec = tree_flatten(outputs[0])
-    rows = [first]
+    columns = [first]
     for output in outputs[1:]:
         leaves, other = tree_flatten(output)
         if other != spec:
             raise BatchError(f"micro-batches gave outputs of different structure: {spec}, {other}")
-        rows.append(leaves)
-    return tree_unflatten([_join(column) for column in zip(*rows, strict=True)], spec)
+        columns.append(leaves)
+    return tree_unflatten([_join(column) for column in zip(*columns, strict=True)], spec)
 
 
 def _join(column: tuple[Any, ...]) -> Any:
