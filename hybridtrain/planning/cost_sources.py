@@ -14,6 +14,7 @@ from hybridtrain.deferred import materialize
 from hybridtrain.graph.layer import Layer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.planning.objective import Objective
 from hybridtrain.planning.profiler import LayerProfiler, intra_op_threads
 from hybridtrain.precision import autocast
@@ -30,7 +31,7 @@ CAREFUL_SECONDS = 3.0
 class Costs(NamedTuple):
     """The costs of a chain's layers, and how uneven noise alone may make even stages."""
 
-    layers: list[LayerCost]
+    layers: Sequence[LayerCost]
     noise: float
 
 
@@ -75,4 +76,20 @@ def measured(
     yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), COUNT_NOISE)
 
 
-COST_SOURCES: dict[str, CostSource] = {"measured": measured}
+def estimated(
+    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
+) -> Iterator[Costs]:
+    """Yields one estimate for the default `Hardware`, whatever the devices of the cluster are.
+
+    For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
+    """
+    costs = estimate_costs(
+        layers,
+        inputs,
+        precision=partial(autocast, options.precision, "cpu"),
+        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
+    )
+    yield Costs(costs, COUNT_NOISE)
+
+
+COST_SOURCES: dict[str, CostSource] = {"measured": measured, "estimated": estimated}

@@ -49,7 +49,7 @@ LARGE_LAYER = 0.1
 MAX_EXPANSIONS = 5
 
 # Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
-GivenCosts = Callable[[Sequence[Layer], Any], list[LayerCost]]
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
 
 
 def plan(
@@ -283,7 +283,7 @@ class Planner:
                     failure = error
                 else:
                     costs_from = self._costs_from if goal.unit == "costs" else "counted"
-                    best = _Decision(sorted(expand), costs, counts, costs_from)
+                    best = _Decision(sorted(expand), list(costs), counts, costs_from)
                 if expansions_left:
                     more = self._too_large(chain, costs, goal, counts, noise) - expand
                 if more or failure:
