@@ -9,8 +9,8 @@
     stage 3           F0 B0-- F1 B1-- F2 B2-- F3 B3-- F4 B4-- F5 B5--
 
 Everything else reads this one table: an engine executes it, `validate` proves that it cannot
-deadlock, `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts its
-times. Nothing here needs torch.
+deadlock, `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts
+when everything runs. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     rounds = _even(chunks, max(1, chunks // devices))
     lanes = []
     for d, own in enumerate(_stages_of_devices(devices, v)):
-        # a later device delays the first backward here by a forward there and back, a further stage
-        # on this device by a whole group
-        to_come = devices - 1 - d
-        warm_up = 1 + (to_come if v == 1 else 2 * to_come + (v - 1) * len(rounds[0]))
+        # each later device adds a forward to the warm-up, or two if stages are interleaved; each
+        # further stage of this device adds a whole group
+        later_devices = devices - 1 - d
+        warm_up = 1 + (later_devices if v == 1 else 2 * later_devices + (v - 1) * len(rounds[0]))
         forwards = [Action("F", s, i) for group in rounds for s in own for i in group]
         backwards = [Action("B", s, i) for group in rounds for s in reversed(own) for i in group]
         lane = forwards[:warm_up]

@@ -11,6 +11,7 @@ import torch
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.deferred import materialize
+from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.layer import Layer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
@@ -37,7 +38,33 @@ class Costs(NamedTuple):
 
 # Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
 # for better ones only while they may change the cut.
-CostSource = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+YieldCosts = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+
+# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+
+
+class CostSource(NamedTuple):
+    """Where costs come from, as a plan names it."""
+
+    name: str
+    of: YieldCosts
+
+
+def cost_source(costs: str | GivenCosts) -> CostSource:
+    """Returns the source of that name, or one of the costs that a function returns.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    if not isinstance(costs, str):
+        return CostSource("given", lambda *args: iter([Costs(costs(*args[:2]), COUNT_NOISE)]))
+    if costs not in COST_SOURCES:
+        raise ConfigError(
+            f"costs={costs!r} is unknown; {did_you_mean(costs, COST_SOURCES)} Or give a function "
+            f"of the layers and a micro-batch"
+        )
+    return CostSource(costs, COST_SOURCES[costs])
 
 
 def measured(
@@ -92,4 +119,4 @@ def estimated(
     yield Costs(costs, COUNT_NOISE)
 
 
-COST_SOURCES: dict[str, CostSource] = {"measured": measured, "estimated": estimated}
+COST_SOURCES: dict[str, YieldCosts] = {"measured": measured, "estimated": estimated}
