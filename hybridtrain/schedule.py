@@ -1,4 +1,4 @@
-"""Schedules as data: for every device, the ordered list of what it computes.
+"""Schedules as data: for every device, the ordered list of its actions.
 
     1F1B, 4 stages, 6 micro-batches (GPipe: Huang et al., arXiv:1811.06965; 1F1B: Narayanan et al.,
     arXiv:2006.09503); time runs to the right, a backward is drawn twice as long as a forward
@@ -9,8 +9,8 @@
     stage 3           F0 B0-- F1 B1-- F2 B2-- F3 B3-- F4 B4-- F5 B5--
 
 Everything else reads this one table: an engine executes it, `validate` proves that it cannot
-deadlock, `peak_in_flight` says how many micro-batches a stage keeps alive, `simulate` prices it.
-Nothing here needs torch.
+deadlock, `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts
+when everything runs. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from hybridtrain.errors import ScheduleError
+from hybridtrain.errors import ScheduleError, did_you_mean
 
 
 class Action(NamedTuple):
-    """One thing that a device does: the forward (`F`) or backward (`B`) of a micro-batch."""
+    """The forward (`F`) or backward (`B`) of one micro-batch on one stage."""
 
     kind: Literal["F", "B"]
     stage: int
@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each device computes, in order. `lanes[d]` is the list of device `d`."""
+    """The actions of each device, in order: `lanes[d]` are those of device `d`."""
 
     name: str
     stages: int
@@ -46,7 +46,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """When an action ran, or would run; the unit is the caller's."""
+    """The time of an action, measured or simulated; the unit is the caller's."""
 
     action: Action
     start: float
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
-    """All forwards, then all backwards.
+    """Returns a schedule of all forwards, then all backwards.
 
     The backwards go in the order of the micro-batches, so that gradients are added up in the
     same order as in the unsplit model under gradient accumulation.
@@ -68,22 +68,22 @@ def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
 
 
 def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
-    """As many forwards as there are stages to come, then a backward and a forward in turn.
+    """Returns a schedule of a few forwards, then a backward and a forward in turn.
 
-    With one stage a device, stage `s` holds at most `stages - s` micro-batches, whatever their
-    number. With `v` stages a device (Narayanan et al., arXiv:2104.04473) device `d` has the stages
-    `d`, `d + devices`, ... and takes the micro-batches in groups through one after the other; the
-    bubble shrinks to a `v`th, from (P-1)/m of the computing time to (P-1)/(v m), for about twice
-    the activations.
+    With one stage per device, stage `s` holds at most `stages - s` micro-batches, whatever their
+    number. With `v` stages per device (Narayanan et al., arXiv:2104.04473) device `d` has the
+    stages `d`, `d + devices`, ... and takes the micro-batches in groups through one after the
+    other; the bubble shrinks to a `v`th, from (P-1)/m of the computing time to (P-1)/(v m), for
+    about twice the activations.
     """
     v = stages_per_device
     rounds = _even(chunks, max(1, chunks // devices))
     lanes = []
     for d, own in enumerate(_stages_of_devices(devices, v)):
-        # a stage to come delays this one's first backward by a forward, a stage in the same device
-        # by a whole group
-        to_come = devices - 1 - d
-        warm_up = 1 + (to_come if v == 1 else 2 * to_come + (v - 1) * len(rounds[0]))
+        # each later device adds a forward to the warm-up, or two if stages are interleaved; each
+        # further stage of this device adds a whole group
+        later_devices = devices - 1 - d
+        warm_up = 1 + (later_devices if v == 1 else 2 * later_devices + (v - 1) * len(rounds[0]))
         forwards = [Action("F", s, i) for group in rounds for s in own for i in group]
         backwards = [Action("B", s, i) for group in rounds for s in reversed(own) for i in group]
         lane = forwards[:warm_up]
@@ -94,7 +94,7 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
 
 
 def in_blocks(builder: Builder, size: int, devices: int, chunks: int, v: int) -> Schedule:
-    """The schedule of `builder` for `size` micro-batches at a time, one block after the other."""
+    """Returns `builder`'s schedules for `size` micro-batches at a time, one after the other."""
     lanes: list[list[Action]] = [[] for _ in range(devices)]
     for block in _even(chunks, -(-chunks // size)):
         part = builder(devices, len(block), v)
@@ -123,7 +123,7 @@ def _stages_of_devices(devices: int, stages_per_device: int) -> list[range]:
 
 
 def _even(count: int, parts: int) -> list[range]:
-    """The numbers below `count` in `parts` runs, the longer ones first."""
+    """Returns the numbers below `count` in `parts` ranges, the longer ones first."""
     small, longer = divmod(count, parts)
     starts = [part * small + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
@@ -148,24 +148,24 @@ def make_schedule(
         name: one of `SCHEDULES`.
         devices: how many.
         chunks: micro-batches.
-        stages_per_device: how many stages each device has in turn.
-        max_inflight: how many micro-batches may be alive, begun and not finished, at one time.
+        stages_per_device: how many stages each device runs.
+        max_inflight: how many micro-batches may be in flight, begun and not finished, at one time.
 
     Raises:
         ScheduleError: `name` is unknown, or a count is not positive.
     """
     if name not in SCHEDULES:
         raise ScheduleError(
-            f"pipeline.schedule={name!r} is unknown; there are: {', '.join(sorted(SCHEDULES))}"
+            f"schedule={name!r} is unknown; {did_you_mean(name, SCHEDULES, 'schedules')}"
         )
     if min(devices, chunks, stages_per_device, max_inflight or 1) < 1:
         raise ScheduleError(
-            f"a schedule needs at least 1 device, 1 chunk, 1 stage a device and 1 micro-batch in "
-            f"flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
+            f"a schedule needs at least 1 device, 1 chunk, 1 stage per device and 1 micro-batch "
+            f"in flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
         )
     builder = SCHEDULES[name]
     schedule = builder(devices, chunks, stages_per_device)
-    # stage 0 holds every micro-batch that is alive
+    # stage 0 holds every micro-batch that is in flight
     if max_inflight is not None and peak_in_flight(schedule)[0] > max_inflight:
         schedule = in_blocks(builder, max_inflight, devices, chunks, stages_per_device)
     validate(schedule)
@@ -182,15 +182,17 @@ def validate(schedule: Schedule) -> None:
         ScheduleError: names the rule and the first action that breaks it.
     """
     seen: dict[tuple[str, int], int] = {}
-    home: dict[int, int] = {}
+    device_of: dict[int, int] = {}
     for device, lane in enumerate(schedule.lanes):
         for action in lane:
             kind, stage, microbatch = action
             if kind not in ("F", "B"):
-                raise ScheduleError(f"{schedule.name}: {action} is no forward (F) or backward (B)")
+                raise ScheduleError(
+                    f"{schedule.name}: {action} is not a forward (F) or backward (B)"
+                )
             if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.chunks):
-                raise ScheduleError(f"{schedule.name}: {action} is not a stage and micro-batch")
-            if home.setdefault(stage, device) != device:
+                raise ScheduleError(f"{schedule.name}: {action}: no such stage or micro-batch")
+            if device_of.setdefault(stage, device) != device:
                 raise ScheduleError(f"{schedule.name}: stage {stage} is on two devices")
             if seen.get((kind, stage), 0) != microbatch:
                 raise ScheduleError(
@@ -206,7 +208,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The largest number of micro-batches whose activations each stage holds at one time."""
+    """Returns the most micro-batches whose activations each stage holds at one time."""
     in_flight = [0] * schedule.stages
     peak = [0] * schedule.stages
     for lane in schedule.lanes:
@@ -219,9 +221,10 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def simulate(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float]
 ) -> tuple[tuple[Span, ...], ...]:
-    """When each action would run if stage `s` took `forward[s]` and `backward[s]` a micro-batch.
+    """Predicts when each action runs if stage `s` takes `forward[s]` and `backward[s]` for each.
 
-    Returns the spans of each device, in the unit of the costs, starting at 0.
+    Returns:
+        the spans of each device, in the unit of the costs, starting at 0.
 
     Raises:
         ScheduleError: the actions wait for one another in a circle.
@@ -254,7 +257,7 @@ def simulate(
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of the devices' time, first start to last end, in which they computed nothing."""
+    """Returns the share of the devices' time, first start to last end, in which they are idle."""
     start = min(lane[0].start for lane in spans)
     end = max(lane[-1].end for lane in spans)
     busy = sum(span.end - span.start for lane in spans for span in lane)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridtrain.cluster import Cluster
+from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.layer import Layer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.planning.objective import Objective
 from hybridtrain.planning.profiler import LayerProfiler, intra_op_threads
 from hybridtrain.precision import autocast
@@ -29,13 +31,39 @@ CAREFUL_SECONDS = 3.0
 class Costs(NamedTuple):
     """The costs of a chain's layers, and how uneven noise alone may make even stages."""
 
-    layers: list[LayerCost]
+    layers: Sequence[LayerCost]
     noise: float
 
 
 # Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
 # for better ones only while they may change the cut.
-CostSource = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+YieldCosts = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+
+# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+
+
+class CostSource(NamedTuple):
+    """Where costs come from, as a plan names it."""
+
+    name: str
+    of: YieldCosts
+
+
+def cost_source(costs: str | GivenCosts) -> CostSource:
+    """Returns the source of that name, or one of the costs that a function returns.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    if not isinstance(costs, str):
+        return CostSource("given", lambda *args: iter([Costs(costs(*args[:2]), COUNT_NOISE)]))
+    if costs not in COST_SOURCES:
+        raise ConfigError(
+            f"costs={costs!r} is unknown; {did_you_mean(costs, COST_SOURCES)} Or give a function "
+            f"of the layers and a micro-batch"
+        )
+    return CostSource(costs, COST_SOURCES[costs])
 
 
 def measured(
@@ -74,4 +102,20 @@ def measured(
     yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), COUNT_NOISE)
 
 
-COST_SOURCES: dict[str, CostSource] = {"measured": measured}
+def estimated(
+    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
+) -> Iterator[Costs]:
+    """Yields one estimate for the default `Hardware`, whatever the devices of the cluster are.
+
+    For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
+    """
+    costs = estimate_costs(
+        layers,
+        inputs,
+        precision=partial(autocast, options.precision, "cpu"),
+        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
+    )
+    yield Costs(costs, COUNT_NOISE)
+
+
+COST_SOURCES: dict[str, YieldCosts] = {"measured": measured, "estimated": estimated}

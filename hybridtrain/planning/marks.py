@@ -36,7 +36,7 @@ _MARK = "_pipeline_stage"
 
 
 class _CurrentPartition(threading.local):
-    """The partition that this thread is in."""
+    """The partition that this thread is in; None outside of any."""
 
     stage: int | None = None
 
@@ -92,7 +92,7 @@ def partition(stage: int) -> Iterator[None]:
     Of nested partitions the innermost counts.
 
     Raises:
-        SplitError: `stage` is no stage's index.
+        SplitError: `stage` is not the index of a stage.
     """
     _check_index(stage)
     before = _current.stage
@@ -108,7 +108,7 @@ def set_partition(module: nn.Module, stage: int) -> None:
     """Marks `module` for `stage`, with what is in it; parts that are marked otherwise stay.
 
     Raises:
-        SplitError: `stage` is no stage's index.
+        SplitError: `stage` is not the index of a stage.
     """
     _check_index(stage)
     before = _mark(module)
@@ -121,7 +121,7 @@ def set_partition(module: nn.Module, stage: int) -> None:
 
 
 def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
-    """The mark of the module that `net` has as `name`, or else of the nearest one around it.
+    """Returns the mark of the module `name` of `net`, or else of the nearest one around it.
 
     A name that `net` does not have, such as that of an operation in a module's forward, counts as
     being in the nearest module that it does have.
@@ -140,13 +140,13 @@ def has_marks(net: nn.Module) -> bool:
 
 
 def spans_stages(module: nn.Module, default: int | None = None) -> bool:
-    """Whether what is in `module` belongs to different stages, so that it must be cut inside.
+    """Whether parts of `module` belong to different stages, so that it must be cut inside.
 
     A container without parameters belongs to none itself.
 
     Args:
         module: any module.
-        default: the stage of parameters and buffers without a mark; None is one of its own.
+        default: the stage of parameters and buffers without a mark; None counts as a stage too.
     """
     wanted = {
         default if mark is None else mark
@@ -167,14 +167,14 @@ def _check_index(stage: object) -> None:
 
 
 def own_state(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that `module` holds itself."""
+    """Returns the parameters and buffers that `module` holds itself."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def marks_in(
     module: nn.Module, around: int | None = None
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """The modules in `module`, it among them, each with its mark or that of the nearest around."""
+    """Yields `module` and all modules in it, each with its mark or that of the nearest around."""
     mark = _mark(module, around)
     yield module, mark
     for child in module.children():
@@ -184,16 +184,16 @@ def marks_in(
 def counts_by_marks(
     net: nn.Module, layers: Sequence[Layer], stages: int, default_partition: int | None
 ) -> list[int]:
-    """How many layers each stage gets if they go where the marks say.
+    """Returns how many layers each stage gets if they go where the marks say.
 
     A layer with neither a mark nor parameters nor buffers, or a stateless one that runs again, can
-    run anywhere: it is as near to its mark or to `default_partition` as the order allows, and
+    run anywhere: it goes as near to its mark or to `default_partition` as the order allows, and
     without either with the layer before it.
 
     Args:
         net: the model.
         layers: its layers in the order in which they run, by their names in `net`; a further
-            use of a module may be told apart by a suffix (`decoder@2`).
+            call of a module has a suffix (`decoder@2`).
         stages: how many stages.
         default_partition: the stage of layers without a mark; None allows none.
 
@@ -229,10 +229,10 @@ def counts_by_marks(
 def _stage_of(
     net: nn.Module, layer: Layer, marks: Mapping[int, int | None], default: int | None
 ) -> int | None:
-    """Where the marks want the layer; None if it can run anywhere.
+    """Returns the stage that the marks ask for; None if the layer can run anywhere.
 
-    What holds state decides, since the rest can be computed next to it. The layer may be a stretch
-    of the model's forward: no module of the model's, but with some of its modules and parameters.
+    What holds state decides, since the rest can be computed next to it. The layer may be a segment
+    of the model's forward: not a module of the model, but with some of its modules and parameters.
 
     Args:
         net: the model.
@@ -257,7 +257,7 @@ def _stage_of(
     if len(known) < len(found):
         raise SplitError(
             f"layer {layer.name!r} has no partition: put its construction into "
-            f"`with partition(i):`, call set_partition, or set default_partition"
+            f"`with partition(i):`, call set_partition, or set default_partition="
         )
     if len(known) > 1:
         raise SplitError(

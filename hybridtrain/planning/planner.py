@@ -9,47 +9,34 @@ Nothing here needs an engine, a process group or a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import ConfigError, SplitError, did_you_mean
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
 from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.cost_sources import COST_SOURCES, COUNT_NOISE, Costs, CostSource
+from hybridtrain.planning.cost_sources import COUNT_NOISE, Costs, GivenCosts, cost_source
 from hybridtrain.planning.costs import LayerCost, count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
-from hybridtrain.planning.objective import (
-    MEASURED_SPLITS,
-    Objective,
-    cut_by_costs,
-    stage_tables,
-)
+from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
 from hybridtrain.planning.plan import Plan, StagePlan, counts_for
-from hybridtrain.planning.split_spec import modules_around, split_layers, strip_call_index
+from hybridtrain.planning.search import Decision, find_best_cut
+from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
-
-# Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
-LARGE_LAYER = 0.1
-
-# How often layers are expanded and the cut is looked for anew, at most.
-MAX_EXPANSIONS = 5
-
-# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
-GivenCosts = Callable[[Sequence[Layer], Any], list[LayerCost]]
 
 
 def plan(
@@ -108,15 +95,6 @@ class PlannedLayers:
     guards: TraceGuards
 
 
-class _Decision(NamedTuple):
-    """The modules that are expanded, what the layers cost, and how many each stage gets."""
-
-    expand: Collection[str]
-    costs: list[LayerCost]
-    counts: list[int]
-    costs_from: str = "counted"
-
-
 class Planner:
     """Makes a plan for a model, and rebuilds the layers of a plan without tracing anew.
 
@@ -135,7 +113,7 @@ class Planner:
         self._net = net
         self._options = options
         self._cluster = cluster or Cluster()
-        self._costs_from, self._cost_source = _cost_source(costs)
+        self._costs = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
@@ -172,7 +150,7 @@ class Planner:
                     device=cluster.device_of(stage),
                     process=cluster.process_of(stage),
                     in_flight=in_flight,
-                    layers=decision.costs[start:end],
+                    layers=list(decision.costs[start:end]),
                 )
                 for stage, (in_flight, (start, end)) in enumerate(
                     zip(self._in_flight(), bounds, strict=True)
@@ -225,7 +203,7 @@ class Planner:
         tensors = self._options.optimizer_tensors_per_param
         return count(chain.layers, optimizer_tensors_per_param=tensors)
 
-    def _decide(self) -> _Decision:
+    def _decide(self) -> Decision:
         split = self._options.split
         if isinstance(split, str):
             if split.lower().endswith((".yaml", ".yml")):
@@ -235,9 +213,9 @@ class Planner:
         expand = modules_around([name for name, _ in self._net.named_modules()], names)
         chain = self._chain(expand)
         counts = split_layers(chain.layers, self._stages, split)
-        return _Decision(expand, self._counted(chain), counts)
+        return Decision(expand, self._counted(chain), counts)
 
-    def _by_plan(self, plan: Plan) -> _Decision:
+    def _by_plan(self, plan: Plan) -> Decision:
         chain = self._chain(plan.expand)
         counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
         if plan.chunks != self._options.chunks:
@@ -246,9 +224,9 @@ class Planner:
                 self._options.split,
                 plan.chunks,
             )
-        return _Decision(plan.expand, plan.costs, counts, plan.costs_from)
+        return Decision(plan.expand, plan.costs, counts, plan.costs_from)
 
-    def _by_marks(self) -> _Decision:
+    def _by_marks(self) -> Decision:
         net, default = self._net, self._options.default_partition
         expand = [
             name
@@ -257,88 +235,28 @@ class Planner:
         ]
         chain = self._chain(expand)
         counts = counts_by_marks(net, chain.layers, self._stages, default)
-        return _Decision(expand, self._counted(chain), counts)
+        return Decision(expand, self._counted(chain), counts)
 
-    def _by_objective(self) -> _Decision:
-        """Finds the best cut, and expands layers that are too large for a good one."""
+    def _by_objective(self) -> Decision:
         goal = Objective.of(self._options)
-        expand: set[str] = set()
-        best: _Decision | None = None
-        for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
-            chain = self._chain(expand)
-            more: set[str] = set()
-            for costs, noise in self._costs(chain, goal):
-                counts: list[int] | None = None
-                failure: SplitError | None = None
-                try:
-                    counts = cut_by_costs(costs, self._in_flight(), goal, chain.no_cut_before)
-                except SplitError as error:
-                    failure = error
-                else:
-                    costs_from = self._costs_from if goal.unit == "costs" else "counted"
-                    best = _Decision(sorted(expand), costs, counts, costs_from)
-                if expansions_left:
-                    more = self._too_large(chain, costs, goal, counts, noise) - expand
-                if more or failure:
-                    break  # better times would not change that
-            if not more:
-                break
-            expand |= more
-        if best is None:
-            assert failure is not None
-            raise SplitError(f"{failure}{_hints(chain)}") from failure
-        return best
+        by_costs = goal.unit == "costs"
+        root = self._net
 
-    def _costs(self, chain: Chain, goal: Objective) -> Iterator[Costs]:
-        if goal.unit != "costs":
-            return iter([Costs(self._counted(chain), COUNT_NOISE)])
-        return self._cost_source(chain.layers, self._microbatch, self._options, self._cluster)
+        def costs(chain: Chain) -> Iterator[Costs]:
+            if not by_costs:
+                return iter([Costs(self._counted(chain), COUNT_NOISE)])
+            return self._costs.of(chain.layers, self._microbatch, self._options, self._cluster)
 
-    def _too_large(
-        self,
-        chain: Chain,
-        costs: Sequence[LayerCost],
-        goal: Objective,
-        counts: Sequence[int] | None,
-        tolerance: float,
-    ) -> set[str]:
-        """Returns the modules to expand for a better cut than `counts`, or for one at all."""
-        tables = stage_tables(costs, self._in_flight(), goal, chain.no_cut_before)
-        sizes = [tables[0][i, i + 1].item() for i in range(len(chain.layers))]
-        mean = sum(sizes) / self._stages
-        if counts is not None:
-            stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
-            largest = max(table[start, end].item() for table, (start, end) in stages)
-            # a number of layers is even enough
-            if goal.unit == "layers" or largest <= (1 + tolerance) * mean:
-                return set()
-        return {
-            path
-            for layer, size in zip(chain.layers, sizes, strict=True)
-            if size > LARGE_LAYER * mean
-            and self._may_expand(path := strip_call_index(layer.name), goal)
-        }
+        def may_expand(path: str) -> bool:
+            if is_chain(root) and not by_costs:
+                return False  # a chain is cut as such
+            try:
+                return can_expand(root.get_submodule(path))
+            except AttributeError:
+                return False  # a layer without a module of its own
 
-    def _may_expand(self, path: str, goal: Objective) -> bool:
-        if is_chain(self._net) and goal.unit != "costs":
-            return False  # a chain is cut as such
-        try:
-            return can_expand(self._net.get_submodule(path))
-        except AttributeError:
-            return False  # a layer without a module of its own
-
-
-def _cost_source(costs: str | GivenCosts) -> tuple[str, CostSource]:
-    """Returns the name of where costs come from, and the source."""
-    if isinstance(costs, str):
-        if costs not in COST_SOURCES:
-            raise ConfigError(
-                f"costs={costs!r} is unknown; {did_you_mean(costs, COST_SOURCES)}; or give a "
-                f"function of the layers and a micro-batch"
-            )
-        return costs, COST_SOURCES[costs]
-    given = costs
-    return "given", lambda layers, inputs, *_: iter([Costs(given(layers, inputs), COUNT_NOISE)])
+        found = find_best_cut(self._chain, costs, self._in_flight(), goal, may_expand)
+        return found._replace(costs_from=self._costs.name if by_costs else "counted")
 
 
 def _check_cuts(chain: Chain, counts: Sequence[int]) -> None:
@@ -355,23 +273,3 @@ def _check_cuts(chain: Chain, counts: Sequence[int]) -> None:
                 f"and after it, or a tensor is changed in place there. Cut elsewhere, or let two "
                 f"modules share the parameters instead (b.weight = a.weight)"
             )
-
-
-def _hints(chain: Chain) -> str:
-    """Returns why there are not more places to cut."""
-    hints = [
-        f"; {name} could not be expanded: {why}"
-        for name, why in list(chain.unexpanded.items())[-3:]
-    ]
-    if chain.no_cut_before:
-        first = min(chain.no_cut_before)
-        last = (
-            next(i for i in range(first, len(chain.layers) + 1) if i not in chain.no_cut_before) - 1
-        )
-        begin, end = chain.layers[first - 1].name, chain.layers[last].name
-        hints.insert(
-            0,
-            f"; {begin!r} to {end!r} stay together, since they use one module, or one of them "
-            f"changes in place what another one reads",
-        )
-    return "".join(hints)

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.graph.layer import Layer
@@ -19,6 +19,7 @@ from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import (
     LayerCost,
     LayerInput,
+    LayerRun,
     count,
     detached,
     preserve_buffers,
@@ -146,26 +147,33 @@ class _LayerTimer:
 
     def warm_up(self) -> tuple[Any, dict[str, Any], dict[int, int]]:
         """Runs the layer and counts what it keeps; see `RunLayer`."""
-        with count_saved(self.layer.module) as saved:
-            output, stashed = self.run()
-        return *tree_map_only(Tensor, detached, (output, stashed)), saved.storages
+        # inside, where the buffers are copies
+        with self._prepared() as module, count_saved(module) as saved:
+            ran = self._run(module)
+        return *tree_map_only(Tensor, detached, (ran.output, ran.stashed)), saved.storages
 
-    def run(self) -> tuple[Any, dict[str, Any]]:
-        """Runs the layer, notes how long it took, and returns its output and what it stashes."""
+    def run(self) -> None:
+        """Runs the layer and notes how long it took."""
+        with self._prepared() as module:
+            self._run(module)
+
+    @contextmanager
+    def _prepared(self) -> Iterator[nn.Module]:
         module = self.layer.module
         try:
             module.to(self.device)
             with preserve_buffers(module):
-                run = run_layer(
-                    module, self.given, self.precision, lambda work: _timed(work, self.device)
-                )
+                yield module
         except Exception as error:
             error.add_note(f"in layer {self.layer.name!r}, while its cost was measured")
             raise
-        self.forward_ms.append(run.forward_ms)
-        self.backward_ms.append(run.backward_ms)
-        self.recent.append((run.output, run.gradients))
-        return run.output, run.stashed
+
+    def _run(self, module: nn.Module) -> LayerRun:
+        ran = run_layer(module, self.given, self.precision, lambda work: _timed(work, self.device))
+        self.forward_ms.append(ran.forward_ms)
+        self.backward_ms.append(ran.backward_ms)
+        self.recent.append((ran.output, ran.gradients))
+        return ran
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Layers placed by hand: what a mark reaches, and which marks and patterns describe a split."""
+"""Marks: which modules `partition` and `set_partition` reach, and which stages marks describe."""
 
 import copy
 import pickle
@@ -10,8 +10,8 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
-from hybridtrain.planning.marks import counts_by_marks
 from hybridtrain.planning.marks import (
+    counts_by_marks,
     has_marks,
     marked_stage,
     partition,
@@ -43,7 +43,7 @@ class Grouped(nn.Module):
             self.act = nn.ReLU()
 
 
-def test_what_is_made_inside_is_marked_and_the_module_around_it_is_not():
+def test_modules_made_in_a_partition_are_marked_and_the_one_around_them_is_not():
     assert marks(Grouped()) == {
         "": None,
         "norm": None,
@@ -55,7 +55,7 @@ def test_what_is_made_inside_is_marked_and_the_module_around_it_is_not():
     }
 
 
-def test_the_default_is_for_what_has_no_mark_around_it_either():
+def test_the_default_stage_is_for_modules_with_no_mark_around_them_either():
     net = Grouped()
     assert marked_stage(net, "norm", 3) == 3
     assert marked_stage(net, "decoder.0", 3) == 1
@@ -64,12 +64,12 @@ def test_the_default_is_for_what_has_no_mark_around_it_either():
     assert marked_stage(net, "decoder.2", 3) == 1
 
 
-def test_an_operation_in_a_forward_is_where_the_module_around_it_is():
+def test_an_operation_in_a_forward_goes_with_the_module_around_it():
     assert marked_stage(Grouped(), "decoder.add_1", 3) == 1
     assert marked_stage(Grouped(), "add_1", 3) == 3
 
 
-def test_the_innermost_partition_counts_also_for_what_is_put_into_a_module_further_out():
+def test_the_innermost_partition_counts_also_for_parts_of_a_module_further_out():
     with partition(0):
         with partition(1):
             inner, act = nn.Linear(2, 2), nn.ReLU()
@@ -77,7 +77,7 @@ def test_the_innermost_partition_counts_also_for_what_is_put_into_a_module_furth
     assert marks(outer) == {"": 0, "0": 1, "1": 1, "2": 0}
 
 
-def test_a_module_from_outside_that_is_put_in_inside_stays_unmarked_and_the_other_way_round():
+def test_a_mark_depends_on_where_a_module_is_made_not_on_where_it_is_assigned():
     net, outside = nn.Module(), nn.ReLU()
     with partition(1):
         net.outside = outside
@@ -86,7 +86,7 @@ def test_a_module_from_outside_that_is_put_in_inside_stays_unmarked_and_the_othe
     assert marks(net) == {"": None, "outside": None, "inside": 1}
 
 
-def test_what_a_function_makes_inside_is_marked_with_all_its_parts():
+def test_modules_that_a_function_makes_in_a_partition_are_marked_with_all_their_parts():
     def build():
         return nn.TransformerEncoder(
             nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False
@@ -105,7 +105,7 @@ def test_a_copy_keeps_the_marks_outside_a_partition():
     assert marks(pickle.loads(pickle.dumps(net))) == marks(net)
 
 
-def test_a_copy_made_in_a_partition_is_for_that_one():
+def test_a_copy_made_in_a_partition_is_marked_for_that_one():
     with partition(0):
         lower = nn.Sequential(nn.Linear(2, 2))
     with partition(1):
@@ -127,7 +127,7 @@ def test_a_mark_shows_in_no_state_dict_and_no_repr():
     assert mark(plain) is None
 
 
-def test_a_compiled_module_has_the_mark_of_what_it_wraps():
+def test_a_compiled_module_has_the_mark_of_the_module_it_wraps():
     with partition(1):
         module = nn.Linear(2, 2)
     assert mark(torch.compile(module, backend="eager")) == 1
@@ -136,7 +136,7 @@ def test_a_compiled_module_has_the_mark_of_what_it_wraps():
         assert mark(torch.fx.symbolic_trace(module)) == 2
 
 
-def test_tied_modules_have_one_mark_and_tied_parameters_those_of_their_modules():
+def test_tied_modules_share_a_mark_and_tied_parameters_have_those_of_their_modules():
     net = nn.Module()
     with partition(0):
         net.embed = nn.Linear(2, 2, bias=False)
@@ -150,7 +150,7 @@ def test_tied_modules_have_one_mark_and_tied_parameters_those_of_their_modules()
     assert counts_by_marks(net, layers, 2, None) == [1, 1]
 
 
-def test_a_partition_that_an_exception_leaves_leaves_nothing_behind():
+def test_an_exception_in_a_partition_leaves_no_patched_method_behind():
     init, setstate = nn.Module.__init__, nn.Module.__setstate__
 
     def fail():
@@ -170,7 +170,7 @@ def test_a_partition_that_an_exception_leaves_leaves_nothing_behind():
     assert nn.Module.__init__ is init
 
 
-def test_a_partition_is_one_threads_own():
+def test_a_partition_marks_only_modules_that_its_own_thread_makes():
     init = nn.Module.__init__
     made = {}
     entered, left = threading.Event(), threading.Event()
@@ -200,14 +200,14 @@ def test_a_partition_is_one_threads_own():
     assert nn.Module.__init__ is init
 
 
-def test_set_partition_takes_along_what_is_in_a_module_unless_it_is_marked_otherwise():
+def test_set_partition_marks_the_parts_of_a_module_unless_they_are_marked_otherwise():
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     set_partition(net[1], 2)
     set_partition(net, 1)
     assert marks(net) == {"": 1, "0": 1, "1": 2, "1.0": 2}
 
 
-def test_set_partition_moves_what_was_made_in_one_partition_as_a_whole():
+def test_set_partition_moves_modules_that_were_made_in_one_partition_together():
     with partition(0):
         net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
         with partition(2):
@@ -217,7 +217,7 @@ def test_set_partition_moves_what_was_made_in_one_partition_as_a_whole():
 
 
 @pytest.mark.parametrize("index", [-1, 1.0, "1", True, None])
-def test_an_index_that_is_none_is_refused(index):
+def test_a_partition_that_is_not_an_index_is_refused(index):
     with pytest.raises(SplitError, match=r"partition .*: give the index of a stage, 0 for"):
         set_partition(nn.ReLU(), index)
     with pytest.raises(SplitError, match="give the index"), partition(index):
@@ -232,7 +232,7 @@ def test_has_marks_looks_at_every_depth():
     assert has_marks(net)
 
 
-def test_mixed_is_what_has_state_or_marks_for_several_stages():
+def test_a_module_spans_stages_if_it_has_state_or_marks_for_several():
     net = Grouped()
     assert spans_stages(net)
     assert not spans_stages(net.decoder)
@@ -253,7 +253,7 @@ def test_mixed_is_what_has_state_or_marks_for_several_stages():
     assert spans_stages(wrapped), "a mark is meant, also without state"
 
 
-def test_mixed_takes_a_default_for_state_without_a_mark():
+def test_state_without_a_mark_counts_for_the_default_stage():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     set_partition(net[1], 1)
     assert spans_stages(net)
@@ -262,7 +262,7 @@ def test_mixed_takes_a_default_for_state_without_a_mark():
 
 
 def chain(*stages):
-    """Linear layers marked for `stages` or, for None, not; `~i` and `...` are ReLUs likewise."""
+    """Linear layers marked for `stages` or, for None, not; `~i` and `...` are ReLUs."""
     modules = []
     for stage in stages:
         if stage is ... or (stage is not None and stage < 0):
@@ -310,14 +310,14 @@ def test_a_layer_without_state_or_mark_is_as_near_to_the_default_as_the_order_al
 
 
 @pytest.mark.parametrize("suffix", ["", "@2"])
-def test_a_stateless_layer_that_runs_again_does_not_go_back(suffix):
+def test_a_stateless_layer_that_runs_again_stays_on_the_later_stage(suffix):
     net = chain(0, ~0, 1)
     layers = layers_of(net)
     again = net[1] if not suffix else nn.Sequential(net[1])
     assert counts_by_marks(net, [*layers, Layer(f"1{suffix}", again)], 2, None) == [2, 2]
 
 
-def test_a_module_with_state_that_runs_again_has_its_one_place():
+def test_a_module_with_state_that_runs_again_cannot_be_on_two_stages():
     net = chain(0, 1)
     layers = [*layers_of(net), Layer("0@2", net[0])]
     with pytest.raises(SplitError, match="layer '0@2' is to be on stage 0 but runs after '1'"):
@@ -331,14 +331,14 @@ class Whole(nn.Module):
         self.act = nn.ReLU()
 
 
-def test_a_layer_goes_with_what_is_in_it():
+def test_a_layer_goes_where_the_marks_of_its_parts_say():
     net = nn.Sequential(nn.Linear(2, 2), Whole())
     set_partition(net[0], 0)
     set_partition(net[1].inner, 1)
     assert counts(net, 2) == [1, 1]
 
 
-def test_a_stretch_of_a_forward_goes_with_the_modules_and_parameters_in_it():
+def test_a_segment_of_a_forward_goes_with_the_modules_and_parameters_in_it():
     net = Grouped()
     set_partition(net.norm, 0)
     first = nn.Module()
@@ -379,7 +379,7 @@ def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
             [0, None, 1],
             None,
             r"layer '1' has no partition: put its construction into `with partition\(i\):`, call "
-            r"set_partition, or set pipeline\.default_partition$",
+            r"set_partition, or set default_partition=$",
         ),
         (
             [0, 1, 0],
@@ -390,18 +390,18 @@ def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
         (
             [0, 1, None],
             0,
-            r"runs after '1' on stage 1 \(without a mark: pipeline\.default_partition=0\): stages",
+            r"runs after '1' on stage 1 \(without a mark: default_partition=0\): stages",
         ),
         (
             [0, 1, ~0],
             None,
             r"layer '2' is to be on stage 0 but runs after '1'",
         ),
-        ([0, 2], None, r"layer '1' is to be on stage 2, but pipeline\.nb_part=2 has stages 0 and"),
-        ([..., 1], None, r"pipeline\.nb_part=2, but no layer is on stage 0: place one there"),
-        ([0, 0], None, r"pipeline\.nb_part=2, but no layer is on stage 1: place one there"),
-        ([0, None], 2, r"^pipeline\.default_partition=2, but pipeline\.nb_part=2 has stages 0"),
-        ([0, None], -1, r"^pipeline\.default_partition=-1, but pipeline\.nb_part=2 has stages"),
+        ([0, 2], None, r"layer '1' is to be on stage 2, but there are stages 0 and 1"),
+        ([..., 1], None, r"2 stages are asked for, but no layer is on stage 0: place one there"),
+        ([0, 0], None, r"2 stages are asked for, but no layer is on stage 1: place one there"),
+        ([0, None], 2, r"^default_partition=2, but there are stages 0 and 1"),
+        ([0, None], -1, r"^default_partition=-1, but there are stages 0 and 1"),
     ],
 )
 def test_marks_that_do_not_fit_say_what_would(stages, default, message):
@@ -409,10 +409,10 @@ def test_marks_that_do_not_fit_say_what_would(stages, default, message):
         counts(chain(*stages), 2, default)
 
 
-def test_the_stages_that_there_are_are_named_for_any_number_of_them():
-    with pytest.raises(SplitError, match=r"nb_part=1 has only stage 0"):
+def test_an_error_names_the_possible_stages_whatever_their_number():
+    with pytest.raises(SplitError, match=r"there is only stage 0"):
         counts(chain(0, 1), 1)
-    with pytest.raises(SplitError, match=r"nb_part=4 has stages 0 to 3"):
+    with pytest.raises(SplitError, match=r"there are stages 0 to 3"):
         counts(chain(0, 4), 4)
     with pytest.raises(SplitError, match=r"no layer is on stage 1 and 3"):
         counts(chain(0, 2), 4)
@@ -430,47 +430,3 @@ def test_a_layer_with_parts_for_several_stages_is_refused():
     set_partition(net[1].third, 3)
     with pytest.raises(SplitError, match=r"parts for the stages 0, 1 and 3: place all of it on on"):
         counts(net, 4)
-
-
-def named(*names):
-    return [Layer(name, nn.ReLU()) for name in names]
-
-
-LAYERS = named("embed", "blocks.0.mix", "blocks.0.mlp", "blocks.1.mix", "act", "head", "head@2")
-
-
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        (["embed", "blocks", "head"], [1, 4, 2]),
-        (["blocks.0", "blocks.1", "head"], [3, 2, 2]),
-        (["*.mix"], [7]),
-        ([["embed", "blocks.0.mix"], "*.mlp", ["blocks.[1-9]", "act", "head"]], [2, 1, 4]),
-        (["embed", "head"], [5, 2]),
-        (["embed", "act", "head@2"], [4, 2, 1]),
-        (["b*", ("act", "head")], [4, 3]),
-    ],
-)
-def test_a_pattern_places_what_it_matches_and_all_in_it(patterns, expected):
-    assert counts_by_patterns(LAYERS, len(expected), patterns) == expected
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
-        (["embed"], r"patterns for 1 stages, but pipeline\.nb_part=2"),
-        (["embed", "heat"], r"no layer matches 'heat'; did you mean 'head'\?"),
-        (["embed", "block"], r"no layer matches 'block'; did you mean 'blocks'\?"),
-        (["embed", "x?"], r"no layer matches 'x\?'; the layers are: embed, blocks\.0\.mix, "),
-        (
-            ["blocks", "blocks.1"],
-            r"layer 'blocks\.1\.mix' matches 'blocks' of stage 0 and 'blocks\.1' of stage 1; it",
-        ),
-        (["blocks.1", "blocks.0"], r"layer 'blocks\.1\.mix' is to be on stage 0 but runs after 'b"),
-        ([[], "blocks"], r"nb_part=2, but no layer is on stage 0"),
-        (["embed", []], r"nb_part=2, but no layer is on stage 1"),
-    ],
-)
-def test_patterns_that_do_not_fit_say_what_would(patterns, message):
-    with pytest.raises(SplitError, match=message):
-        counts_by_patterns(LAYERS, 2, patterns)

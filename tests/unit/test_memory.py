@@ -1,14 +1,17 @@
-"""What a stage keeps alive, counted and not timed: as many micro-batches as its schedule says."""
+"""A stage keeps as many micro-batches alive as its schedule says; bytes are counted by storage."""
 
 import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridtrain import HybridModel, World
+from hybridtrain.memory import count_saved, storage_id
 from hybridtrain.schedule import peak_in_flight
 
 CHUNKS = [4, 8, 16, 32]
@@ -16,13 +19,11 @@ WIDTH = 4
 
 
 class Probe(nn.Module):
-    """The only layer of its stage: counts what the stage holds when its next micro-batch comes."""
+    """The only layer of its stage: counts the micro-batches whose activations are alive."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.stage = None
-        self.held = []
         self.alive = []
         self.outputs = []
         self.inners = []
@@ -30,8 +31,6 @@ class Probe(nn.Module):
     def forward(self, x):
         inner = self.linear(x)  # the backward of sin needs it
         y = inner.sin()
-        # what the stage holds already, and this one
-        self.held.append(len(self.stage._held) + 1)
         self.inners.append(weakref.ref(inner))
         self.outputs.append(weakref.ref(y))
         self.alive.append(living(self.inners))
@@ -47,16 +46,18 @@ def probed(devices, chunks, v=1, **options):
     net = nn.Sequential(*[Probe() for _ in range(devices * v)])
     world = World.from_env(nb_part=devices, devices="cpu")
     model = HybridModel(net, world, chunks=chunks, stages_per_device=v, **options)
-    for layer, stage in zip(net, model.stages, strict=True):
-        layer.stage = stage
     return net, model
 
 
-def step(model, rows=None, seed=0):
-    rows = rows or model.chunks
+def step(model, samples, seed=0):
     g = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
+    x, y = torch.randn(samples, WIDTH, generator=g), torch.randn(samples, WIDTH, generator=g)
     model.train_step(x, y, F.mse_loss)
+
+
+def peaks(net):
+    """The most micro-batches that each stage kept alive at one time."""
+    return [max(layer.alive) for layer in net]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
@@ -64,20 +65,16 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come(devices)
     for chunks in CHUNKS:
         net, model = probed(devices, chunks)
         for seed in range(2):
-            step(model, seed=seed)
-        expected = [min(chunks, devices - s) for s in range(devices)]
-        assert [max(layer.held) for layer in net] == expected, chunks
-        # not counted by the stage, but what is there
-        assert [max(layer.alive) for layer in net] == expected, chunks
+            step(model, chunks, seed=seed)
+        assert peaks(net) == [min(chunks, devices - s) for s in range(devices)], chunks
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_gpipe_holds_all_micro_batches(devices):
     for chunks in CHUNKS:
         net, model = probed(devices, chunks, schedule="gpipe")
-        step(model)
-        assert [max(layer.held) for layer in net] == [chunks] * devices
-        assert [max(layer.alive) for layer in net] == [chunks] * devices
+        step(model, chunks)
+        assert peaks(net) == [chunks] * devices
 
 
 @pytest.mark.parametrize(("devices", "v"), [(2, 2), (2, 3), (3, 2), (1, 3)])
@@ -85,10 +82,8 @@ def test_gpipe_holds_all_micro_batches(devices):
 def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
     for chunks in (4, 16):
         net, model = probed(devices, chunks, v, schedule=schedule)
-        step(model)
-        expected = list(peak_in_flight(model.schedule(chunks)))
-        assert [max(layer.held) for layer in net] == expected
-        assert [max(layer.alive) for layer in net] == expected
+        step(model, chunks)
+        assert peaks(net) == list(peak_in_flight(model.schedule(chunks)))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -97,17 +92,15 @@ def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
 def test_no_more_than_max_inflight_are_held_anywhere(limit, devices, v, schedule):
     for chunks in (4, 7, 16):
         net, model = probed(devices, chunks, v, schedule=schedule, max_inflight=limit)
-        step(model)
-        for layer in net:
-            assert max(layer.held) <= limit
-            assert max(layer.alive) <= limit
-        assert max(net[0].held) == min(limit, peak_in_flight(model.schedule(chunks))[0])
+        step(model, chunks)
+        assert max(peaks(net)) <= limit
+        assert peaks(net)[0] == min(limit, peak_in_flight(model.schedule(chunks))[0])
 
 
-def test_a_short_batch_holds_no_more_than_its_rows():
+def test_a_short_batch_holds_no_more_than_its_samples():
     net, model = probed(2, 8, schedule="gpipe")
-    step(model, rows=3)
-    assert [max(layer.held) for layer in net] == [3, 3]
+    step(model, 3)
+    assert peaks(net) == [3, 3]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -115,11 +108,10 @@ def test_a_short_batch_holds_no_more_than_its_rows():
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_nothing_of_a_step_is_alive_after_it(devices, v, schedule, checkpoint):
     net, model = probed(devices, 8, v, schedule=schedule, checkpoint=checkpoint)
-    step(model)
+    step(model, 8)
     refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
     assert len(refs) >= 2 * 8 * devices * v
     _wait_until(lambda: living(refs) == 0)
-    assert all(stage._held == {} for stage in model.stages)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -149,7 +141,6 @@ def test_nothing_of_a_failed_step_is_alive_after_it():
     x = torch.randn(8, WIDTH)
     with pytest.raises(ArithmeticError):
         model.train_step(x, x, loss)
-    assert all(stage._held == {} for stage in model.stages)
     refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
     _wait_until(lambda: living(refs) == 0)
 
@@ -159,14 +150,32 @@ def test_an_evaluation_holds_nothing(devices):
     net, model = probed(devices, 8)
     with torch.no_grad():
         output = model(torch.randn(8, WIDTH))
-    assert all(max(layer.held) == 1 for layer in net)
+    assert peaks(net) == [1] * devices
     refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
     _wait_until(lambda: living(refs) == 0)
     assert output.shape == (8, WIDTH)
 
 
+# Bytes by storage ------------------------------------------------------------------------------
+
+
+def test_saved_tensors_are_counted_once_per_storage_without_weights_and_given_ones():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(5, WIDTH, requires_grad=True)
+    with count_saved(layer, [x]) as saved:
+        y = layer(x).sigmoid()
+        (y * y.view(-1, WIDTH)).sum()
+    assert saved.bytes == 5 * WIDTH * 4  # the sigmoid's output, which three operations keep
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_views_share_the_id_of_their_storage_also_without_memory(fake):
+    with FakeTensorMode() if fake else nullcontext():
+        x, y = torch.empty(4, 4), torch.empty(4, 4)
+    assert storage_id(x) == storage_id(x[1:].view(-1)) != storage_id(y)
+
+
 def _wait_until(done):
-    """The threads let go of a step right after they have said that it is over."""
+    """The threads release a step right after they have reported its end."""
     for _ in range(500):
         if done():
             return

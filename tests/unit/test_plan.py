@@ -1,4 +1,4 @@
-"""The plan file: what is written is read, and a plan that does not fit says why and what would."""
+"""The plan file: `read` returns what was written, and names what does not fit and how to fix it."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import yaml
 
 from hybridtrain.errors import SplitError
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.plan import Plan, counts_for, table
+from hybridtrain.planning.plan import Plan, StagePlan, counts_for, table
 
 MIB = 2**20
 
@@ -17,7 +17,6 @@ def cost(name, forward=1.0, backward=2.0, **others):
 
 
 def plan(*stages, **others):
-    stages = [list(stage) for stage in stages]
     return Plan(
         **{
             "model": "Transformer",
@@ -26,11 +25,13 @@ def plan(*stages, **others):
             "chunks": 8,
             "nb_part": len(stages),
             "stages_per_device": 1,
-            "recomputes": False,
+            "checkpoint": "never",
             "expand": ["blocks.0"],
-            "stages": stages,
-            "in_flight": list(range(len(stages), 0, -1)),
-            "devices": [f"cuda:{index}" for index in range(len(stages))],
+            "costs_from": "measured",
+            "stages": [
+                StagePlan(f"cuda:{index}", index, len(stages) - index, list(layers))
+                for index, layers in enumerate(stages)
+            ],
         }
         | others
     )
@@ -49,14 +50,35 @@ TWO_NAMES = ["embed", "blocks.0.0", "1"]
 # ---------------------------------------------------------------- the file
 
 
-def test_what_is_written_is_read(tmp_path):
-    TWO.write(tmp_path / "plan.yaml")
-    assert Plan.read(tmp_path / "plan.yaml") == TWO
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", {"every": 2}, ["blocks"]], ids=str)
+def test_read_returns_what_was_written(tmp_path, checkpoint):
+    written = replace(TWO, checkpoint=checkpoint)
+    written.write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml") == written
+
+
+@pytest.mark.parametrize(("recomputes", "checkpoint"), [(True, "always"), (False, "never")])
+@pytest.mark.parametrize(("split", "costs_from"), [("time", "measured"), ("size", "counted")])
+def test_a_file_of_an_earlier_version_is_read(tmp_path, recomputes, checkpoint, split, costs_from):
+    path = tmp_path / "plan.yaml"
+    TWO.write(path)
+    content = yaml.safe_load(path.read_text()) | {"recomputes": recomputes, "split": split}
+    content["deeper"] = content.pop("expand")
+    del content["checkpoint"], content["costs_from"]
+    for stage in content["stages"]:
+        stage["held"] = stage.pop("in_flight")
+        del stage["process"]
+    path.write_text(yaml.safe_dump(content))
+    found = Plan.read(path)
+    assert (found.checkpoint, found.costs_from) == (checkpoint, costs_from)
+    assert (found.expand, found.in_flight) == (TWO.expand, TWO.in_flight)
+    assert [stage.process for stage in found.stages] == [0, 0]
+    assert found.costs == TWO.costs
 
 
 @pytest.mark.parametrize("name", ["", "0", "1.0", "on", "null", "1e3", "a: b", "a, [b] {c}", "né"])
 def test_every_name_of_a_layer_survives_the_file(tmp_path, name):
-    written = plan([cost(name)], expand=[], model=name, split="[3, 4]")
+    written = plan([cost(name)], expand=[name], model=name, checkpoint=[name])
     written.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == written
 
@@ -66,9 +88,10 @@ def test_a_person_can_read_the_file(tmp_path):
     plan([cost("embed"), long], [cost("head")]).write(str(tmp_path / "plan.yaml"))
     text = (tmp_path / "plan.yaml").read_text()
     assert text.startswith("#")
-    assert "pipeline.split=" in text.split("\nmodel:")[0]
+    assert "split=" in text.split("\nmodel:")[0]
     assert "model: Transformer\nsplit: time\nschedule: 1f1b\nchunks: 8\n" in text
-    assert "\nexpand: [blocks.0]\n" in text
+    assert "\ncheckpoint: never\nexpand: [blocks.0]\ncosts_from: measured\n" in text
+    assert "\n- device: cuda:1\n  process: 1\n  in_flight: 1\n  layers:\n" in text
     lines = [line.strip() for line in text.splitlines() if "name:" in line]
     assert len(lines) == 3  # a layer's costs stand on one line
     assert lines[1].startswith("- {name: blocks.11.attention.")
@@ -85,7 +108,7 @@ def test_layers_may_be_moved_by_hand_to_the_next_stage(tmp_path):
     assert counts_for(Plan.read(path), TWO_NAMES, 2) == [1, 2]
 
 
-def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path):
+def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
     path = tmp_path / "plan.yaml"
     with pytest.raises(SplitError, match=r"cannot read .*plan\.yaml: No such file"):
         Plan.read(path)
@@ -93,12 +116,12 @@ def test_a_file_that_is_not_there_or_no_yaml_is_named(tmp_path):
         Plan.read(tmp_path)
     for content in (b"stages: [\n - {", b"\xff\xfe\x00 no text", b"a: b: c"):
         path.write_bytes(content)
-        with pytest.raises(SplitError, match=r"plan\.yaml is no YAML file: ") as caught:
+        with pytest.raises(SplitError, match=r"plan\.yaml is not a YAML file: ") as caught:
             Plan.read(path)
         assert "\n" not in str(caught.value)
     for content in ("", "just a text", "- a\n- list\n"):
         path.write_text(content)
-        with pytest.raises(SplitError, match=r"plan\.yaml is no part of a plan, .*keys model, "):
+        with pytest.raises(SplitError, match=r"plan\.yaml is not a part of a plan, .*keys model, "):
             Plan.read(path)
 
 
@@ -116,8 +139,10 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
     TWO.write(path)
     whole = path.read_text()
     keys = [(i, k) for i, (_, part) in enumerate(places(yaml.safe_load(whole))) for k in part]
-    assert len(keys) == 9 + 2 * 3 + 3 * 8
+    assert len(keys) == 10 + 2 * 4 + 3 * 8
     for index, key in keys:
+        if key in ("checkpoint", "costs_from", "process"):
+            continue  # files of earlier versions lack these
         content = yaml.safe_load(whole)
         where, part = list(places(content))[index]
         del part[key]
@@ -132,16 +157,18 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("chunks", "many", r"plan\.yaml: chunks='many' must be a whole number"),
         ("chunks", True, "must be a whole number"),
         ("stages", None, "stages=None must be a list"),
+        ("expand", [0], r"plan\.yaml: expand\[0\]=0 must be a text"),
+        ("checkpoint", 3, "checkpoint=3 must be a mode, {every: k} or a list of layer names"),
         (
             "stages",
             [3],
-            "stage 0 is no part of a plan, which has the keys device, in_flight, layers",
+            "stage 0 is not a part of a plan, which has the keys device, process, in_flight, la",
         ),
         ("stages", [{"device": "cpu", "in_flight": 1, "layers": []}], "stage 0 has no layers"),
         (
             "stages",
             [{"device": "cpu", "in_flight": 1, "layers": ["a"]}],
-            "stage 0, layer 0 is no part",
+            "stage 0, layer 0 is not a part",
         ),
         (
             "stages",
@@ -163,7 +190,7 @@ def test_numbers_of_a_layer_may_be_whole_and_its_name_must_be_quoted(tmp_path):
     TWO.write(path)
     whole = path.read_text()
     path.write_text(whole.replace("forward_ms: 1.125", "forward_ms: 1"))
-    assert Plan.read(path).stages[1][0].forward_ms == 1
+    assert Plan.read(path).stages[1].layers[0].forward_ms == 1
     path.write_text(whole.replace("name: '1'", "name: 1"))
     with pytest.raises(SplitError, match=r"stage 1, layer 0: name=1 must be a text \(in quotes\)"):
         Plan.read(path)
@@ -186,7 +213,7 @@ def test_a_plan_gives_the_counts_of_its_stages():
             ["embed", "blocks.0.1", "1"],
             2,
             r"model has no layer 'blocks\.0\.0' of the plan \(did you mean 'blocks\.0\.1'\?\).* "
-            r"made for a Transformer: make a new plan with pipeline\.split=time",
+            r"made for a Transformer: make a new plan with split=time",
         ),
         (["xyz"], 2, r"no layer 'embed' of the plan, which"),
         (
@@ -202,18 +229,20 @@ def test_a_plan_gives_the_counts_of_its_stages():
         (
             TWO_NAMES,
             4,
-            r"has 2 stages, and 4 are asked for: set pipeline\.nb_part=2 and "
-            r"pipeline\.stages_per_device=1 as in the plan, or make a new plan",
+            r"has 2 stages, and 4 are asked for: set nb_part=2 and stages_per_device=1 as in the "
+            r"plan, or make a new plan",
         ),
     ],
 )
-def test_a_plan_for_another_model_says_what_differs_and_the_way_out(names, stages, message):
+def test_a_plan_for_another_model_says_what_differs_and_how_to_fix_it(names, stages, message):
     with pytest.raises(SplitError, match=message):
         counts_for(TWO, names, stages)
 
 
 def test_a_layer_that_was_copied_instead_of_moved_is_named():
-    twice = replace(TWO, stages=[TWO.stages[0], [TWO.stages[0][1], *TWO.stages[1]]])
+    first, second = TWO.stages
+    copied = replace(second, layers=[first.layers[1], *second.layers])
+    twice = replace(TWO, stages=[first, copied])
     with pytest.raises(SplitError, match=r"'blocks\.0\.0' stands twice in the plan"):
         counts_for(twice, TWO_NAMES, 2)
 
@@ -222,9 +251,9 @@ def test_a_layer_that_was_copied_instead_of_moved_is_named():
 
 
 TWO_AS_TEXT = """\
-  stage  layers  parameters  forward ms  backward ms     memory  of the time  device  from ... to
-      0       2       1,000       1.500        2.250  60.00 MiB          51%  cuda:0  embed ... blocks.0.0
-      1       1       3,000       1.125        2.500   1.01 GiB          49%  cuda:1  1"""  # noqa: E501
+  stage  layers  parameters  forward ms  backward ms     memory  share of time  device  from ... to
+      0       2       1,000       1.500        2.250  60.00 MiB            51%  cuda:0  embed ... blocks.0.0
+      1       1       3,000       1.125        2.500   1.01 GiB            49%  cuda:1  1"""  # noqa: E501
 
 
 def test_the_table_shows_time_memory_and_share_of_each_stage():
@@ -234,21 +263,22 @@ def test_the_table_shows_time_memory_and_share_of_each_stage():
 
 def test_without_times_the_table_shows_the_share_of_the_parameters():
     counted = [
-        [LayerCost(c.name, c.parameters, weight_bytes=c.weight_bytes) for c in stage]
+        [LayerCost(c.name, c.parameters, weight_bytes=c.weight_bytes) for c in stage.layers]
         for stage in TWO.stages
     ]
     assert table(plan(*counted)).splitlines() == [
-        "  stage  layers  parameters  weights + state  of all  device  from ... to",
-        "      0       2       1,000        40.00 MiB     25%  cuda:0  embed ... blocks.0.0",
-        "      1       1       3,000         1.00 GiB     75%  cuda:1  1",
-        "layer 1 alone is 75% of the parameters: no cut makes its stage smaller than that",
+        "  stage  layers  parameters  weights + state  share of parameters  device  from ... to",
+        "      0       2       1,000        40.00 MiB                  25%  cuda:0  embed ... "
+        "blocks.0.0",
+        "      1       1       3,000         1.00 GiB                  75%  cuda:1  1",
+        "layer 1 alone is 75% of the parameters: no cut makes its stage smaller",
     ]
 
 
-def test_a_layer_larger_than_the_mean_stage_is_told():
-    dear = plan([cost("a", 0.1, 0.2)], [cost("b", 0.4, 0.1)], [cost("c", 0.1, 0)])
-    assert table(dear).splitlines()[-1] == (
-        "layer b alone is 56% of the step: no cut makes its stage smaller than that"
+def test_the_table_names_a_layer_larger_than_the_mean_stage():
+    expensive = plan([cost("a", 0.1, 0.2)], [cost("b", 0.4, 0.1)], [cost("c", 0.1, 0)])
+    assert table(expensive).splitlines()[-1] == (
+        "layer b alone is 56% of the step: no cut makes its stage smaller"
     )
     ten_alike = plan(*[[cost(f"{index}", 0.1, 0)] for index in range(10)])
     for even in (plan([cost("a")], [cost("b")]), ten_alike):

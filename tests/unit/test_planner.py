@@ -1,9 +1,10 @@
-"""Every way to say where a model is cut, from HybridModel's arguments to its stages."""
+"""How a model is planned, by every kind of split, and that a planned model trains as the whole."""
 
 import copy
-import time
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -11,12 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain import HybridModel, World, partition, set_partition
-from hybridtrain.deferred import construct
+from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning import (
+    LayerCost,
+    Plan,
+    Planner,
+    balance_by_size,
+    balance_by_time,
+    plan,
+)
+from hybridtrain.planning.plan import table
 from hybridtrain.planning.profiler import LayerProfiler
-from hybridtrain.planning.objective import stage_costs
-from hybridtrain.planning.plan import Plan, table
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -27,24 +36,41 @@ def _seeded(one_intra_op_thread):
     torch.manual_seed(0)
 
 
-class Slow(nn.Linear):
-    """A layer that takes longer than its parameters say."""
+class Clock:
+    """Stands still while it is not told otherwise."""
 
-    def __init__(self, seconds):
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _fake_clock(monkeypatch):
+    monkeypatch.setattr("hybridtrain.planning.profiler.perf_counter", CLOCK)
+
+
+class Slow(nn.Linear):
+    """A layer that takes longer than its parameters say, by the clock of these tests."""
+
+    def __init__(self, ms):
         super().__init__(WIDTH, WIDTH)
-        self.seconds = seconds
+        self.ms = ms
 
     def forward(self, x):
-        time.sleep(self.seconds)
+        CLOCK.now += self.ms / 1000
         return super().forward(x)
 
 
 class Net(nn.Module):
-    """Its forward is no chain: the input is needed at the end."""
+    """Its forward is not a chain: the input is needed at the end."""
 
-    def __init__(self, *seconds):
+    def __init__(self, *ms):
         super().__init__()
-        self.layers = nn.ModuleList(Slow(s) for s in seconds)
+        self.layers = nn.ModuleList(Slow(each) for each in ms)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -54,20 +80,31 @@ class Net(nn.Module):
         return self.last(x + y)
 
 
-def rows():
+class Block(nn.Module):
+    def __init__(self, ms):
+        super().__init__()
+        self.first, self.second = Slow(ms), Slow(ms)
+
+    def forward(self, x):
+        return x + self.second(self.first(x).tanh())
+
+
+def samples():
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def hybrid(net, stages, **options):
-    return HybridModel(net, World.from_env(nb_part=stages), chunks=2, **options)
+def planned(net, stages, example_inputs=None, costs="measured", **settings):
+    options = PipelineOptions(chunks=2, **settings)
+    return plan(net, options, example_inputs, Cluster.of_cpus(stages), costs=costs)
 
 
-def names(model):
-    return [[layer.name for layer in stage.layers] for stage in model.stages]
+def hybrid(net, stages, **settings):
+    world = World.from_env(nb_part=stages, devices="cpu")
+    return HybridModel(net, world, chunks=2, example_inputs=samples(), **settings)
 
 
 def assert_trains_as_whole(model, whole):
-    x = rows()
+    x = samples()
     model.train_step(x, None, lambda out, _: out.square().mean())
     for part in x.split(ROWS // 2):
         (whole(part).square().mean() / 2).backward()
@@ -75,103 +112,170 @@ def assert_trains_as_whole(model, whole):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("split", ["uniform", "size", *MEASURED])
-def test_every_split_trains_as_the_whole_model(split):
-    net = Net(0, 0, 0, 0)
-    whole = copy.deepcopy(net)
-    assert_trains_as_whole(hybrid(net, 3, split=split), whole)
+# Alone ---------------------------------------------------------------------------------------
 
 
-def test_time_makes_the_slowest_stage_as_fast_as_can_be():
-    net = Net(0.02, 0, 0, 0, 0.01, 0.01)
-    model = hybrid(net, 2, split="time", example_inputs=rows())
-    assert names(model)[0][-1] in ("layers.0", "layers.1", "layers.2", "layers.3")
-    assert {"layers.4", "layers.5"} <= set(names(model)[1])
+def test_planning_imports_neither_an_engine_nor_a_process_group():
+    code = (
+        "import sys, hybridtrain.planning\n"
+        "above = ('hybridtrain.pipeline', 'hybridtrain.world', 'hybridtrain.model', 'hydra')\n"
+        "print([name for name in sys.modules if name.startswith(above)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_says_who_owns_each_stage_and_what_it_keeps():
+    cluster = Cluster(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
+    options = PipelineOptions(chunks=8, stages_per_device=2, checkpoint=["3", "4"])
+    found = plan(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), options, cluster=cluster)
+    assert (found.model, found.nb_part, found.stages_per_device) == ("Sequential", 4, 2)
+    assert (found.chunks, found.schedule, found.checkpoint) == (8, "1f1b", ["3", "4"])
+    assert (found.split, found.costs_from, found.expand) == ("uniform", "counted", [])
+    assert [stage.process for stage in found.stages] == [0, 0, 1, 1] * 2
+    assert [stage.device for stage in found.stages] == ["cuda:0", "cuda:1"] * 4
+    assert found.layer_names[:2] == [["0", "1"], ["2"]]
+    assert found.in_flight[0] > found.in_flight[-1] >= 1
+
+
+def test_a_plan_pickles_compares_and_shows_itself_in_a_line():
+    found = planned(Net(0, 0, 0), 2, split="size")
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert again != planned(Net(0, 0, 0), 3, split="size")
+    assert repr(found).startswith("Plan(Net, split='size', schedule='1f1b', chunks=2, ")
+    assert "\n" not in repr(found)
+
+
+def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
+    net = nn.Sequential(*(Block(0) for _ in range(3)), Block(20))
+    options, cluster = PipelineOptions(split="time"), Cluster.of_cpus(2)
+    decided = Planner(net, options, samples(), cluster).plan()
+    assert decided.expand == ["3"]
+
+    def never(layers, inputs):
+        raise AssertionError("decides anew")
+
+    other = Planner(copy.deepcopy(net), options, samples(), cluster, costs=never)
+    found = other.layers_of(decided)
+    assert [[layer.name for layer in stage] for stage in found.stages] == decided.layer_names
+    assert len(found.units) == sum(decided.counts)
+    found.guards.check()
+
+
+def test_the_number_of_layers_per_stage_balances_time_and_size():
+    net = nn.Sequential(Slow(30), Slow(0), Slow(0), Slow(10), Slow(10), Slow(10))
+    assert balance_by_time(net, samples(), 2) == [3, 3]
+    sizes = nn.Sequential(*(nn.Linear(1, size, bias=False) for size in (9, 1, 1, 1, 1)))
+    assert balance_by_size(sizes, 2) == [1, 4]
+
+
+# By costs ------------------------------------------------------------------------------------
+
+
+def declared(layers, inputs):
+    """The costs that the layers of these tests declare."""
+    return [
+        LayerCost(layer.name, forward_ms=sum(getattr(m, "ms", 0) for m in layer.module.modules()))
+        for layer in layers
+    ]
+
+
+@pytest.mark.parametrize("costs", ["measured", declared])
+def test_time_makes_the_slowest_stage_as_fast_as_can_be(costs):
+    found = planned(Net(20, 0, 0, 0, 10, 10), 2, samples(), costs, split="time")
+    assert found.layer_names[0][-1] in ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert {"layers.4", "layers.5"} <= set(found.layer_names[1])
+    assert found.costs_from == ("given" if costs is declared else costs)
+
+
+def test_the_caller_may_compute_the_costs_of_a_micro_batch():
+    seen = []
+
+    def costs(layers, inputs):
+        seen.append(inputs)
+        return declared(layers, inputs)
+
+    planned(Net(20, 0, 10, 10), 2, samples(), costs, split="time")
+    assert torch.equal(seen[0], samples()[: ROWS // 2])
+
+
+def test_an_unknown_source_of_costs_says_which_there_are():
+    with pytest.raises(ConfigError, match=r"costs='measure' is unknown; did you mean 'measured'\?"):
+        planned(Net(0, 0), 2, samples(), "measure", split="time")
+
+
+@pytest.mark.parametrize("split", MEASURED)
+def test_a_split_by_costs_without_inputs_says_to_pass_them(split):
+    with pytest.raises(ConfigError, match=rf"split='{split}' .*: pass example_inputs=<"):
+        planned(Net(0, 0), 2, split=split)
+
+
+def test_a_model_that_needs_inputs_to_be_traced_says_to_pass_them():
+    class Optional(Net):
+        def forward(self, x, scale=None):
+            return super().forward(x if scale is None else x * scale)
+
+    with pytest.raises(ConfigError, match=r"Optional can be traced only .*: pass example_inputs=<"):
+        planned(Optional(0, 0), 2)
+    assert len(planned(Optional(0, 0), 2, samples()).stages) == 2
+
+
+def memory_net():
+    return nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
+
+
+def by_memory(**settings):
+    options = PipelineOptions(chunks=8, split="memory", **settings)
+    return plan(memory_net(), options, torch.randn(64, 1, 256), Cluster.of_cpus(3))
 
 
 def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
-    net = nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
-    world, sample = World.from_env(nb_part=3), torch.randn(64, 1, 256)
-    model = HybridModel(net, world, chunks=8, split="memory", example_inputs=sample)
-    counts = [len(stage) for stage in names(model)]
-    assert model.plan.in_flight == [3, 2, 1]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[2]
+    found = by_memory()
+    assert found.in_flight == [3, 2, 1]
+    assert found.counts == sorted(found.counts)
+    assert found.counts[0] < found.counts[2]
 
 
-def test_a_recomputed_stage_counts_what_it_was_sent_and_one_micro_batch():
-    net = nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
-    world, sample = World.from_env(nb_part=3), torch.randn(64, 1, 256)
-    options = {"chunks": 8, "split": "memory", "example_inputs": sample}
-    kept = HybridModel(copy.deepcopy(net), world, **options).plan
-    recomputed = HybridModel(net, world, checkpoint="always", **options).plan
-    assert recomputed.recomputes
-    assert max(
-        s.memory_bytes
-        for s in stage_costs(
-            recomputed.costs, recomputed.counts, recomputed.in_flight, recomputes=True
-        )
-    ) < max(s.memory_bytes for s in stage_costs(kept.costs, kept.counts, kept.in_flight))
+def test_a_checkpointed_stage_counts_its_inputs_and_the_activations_of_one_micro_batch():
+    kept, recomputed = by_memory(), by_memory(checkpoint="always")
+    assert recomputed.checkpoint == "always"
+    most = [max(s.memory_bytes for s in found.stage_costs()) for found in (recomputed, kept)]
+    assert most[0] < most[1]
 
 
 @pytest.mark.parametrize("split", [3, None, [1.5, 2], [["a"], ["b", 3]], {"a": 3}], ids=str)
 def test_a_split_that_is_neither_a_name_nor_a_list_is_one_message(split):
-    with pytest.raises(SplitError, match=r"pipeline\.split=.*: use a name, the path of a plan"):
-        hybrid(Net(0, 0), 2, split=split)
+    with pytest.raises(SplitError, match=r"^split=.*: use a name, the path of a plan"):
+        planned(Net(0, 0), 2, split=split)
 
 
 def test_a_memory_limit_moves_layers_or_says_what_would_fit():
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    net.append(nn.Linear(64, 4096))
-    sample = torch.randn(4, 64)
-    by_time = hybrid(copy.deepcopy(net), 2, split="time", example_inputs=sample)
-    sizes = [sum(cost.weight_bytes for cost in stage) for stage in by_time.plan.stages]
-    limit = (max(sizes) * 0.2) / 2**30
-    with pytest.raises(SplitError, match=r"layer '4' alone needs .* pipeline\.memory_limit_gib="):
-        hybrid(net, 2, split="time", example_inputs=sample, memory_limit_gib=limit)
+    def costs(layers, inputs):
+        return [LayerCost(f"{i}", forward_ms=ms, weight_bytes=2**30) for i, ms in enumerate(times)]
+
+    net, times = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), [1, 1, 1, 3]
+    free = planned(net, 2, samples(), costs, split="time")
+    tight = planned(net, 2, samples(), costs, split="time", memory_limit_gib=2)
+    assert (free.counts, tight.counts) == ([3, 1], [2, 2])
+    with pytest.raises(SplitError, match=r"Set memory_limit_gib= to 2 GiB or more"):
+        planned(net, 2, samples(), costs, split="time", memory_limit_gib=1.5)
 
 
-def test_a_split_by_costs_without_a_sample_is_made_at_the_first_batch():
-    model = hybrid(Net(0.01, 0, 0, 0.01), 2, split="time")
-    with pytest.raises(ConfigError, match="example_inputs="):
-        names(model)
-    model.train_step(rows(), None, lambda out, _: out.mean())
-    assert {"layers.3"} <= set(names(model)[1])
+# Modules are expanded where balance asks for it ------------------------------------------------
 
 
-def test_measuring_leaves_no_trace():
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Tanh())
-    net[0].weight.grad = torch.ones(WIDTH, WIDTH)
-    before = copy.deepcopy(net.state_dict())
-    state = torch.get_rng_state()
-    hybrid(net, 2, split="time", example_inputs=rows())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(net[0].weight.grad, torch.ones(WIDTH, WIDTH))
-    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
-
-
-# Deeper, where balance asks for it ---------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.first, self.second = Slow(seconds), Slow(seconds)
-
-    def forward(self, x):
-        return x + self.second(self.first(x).tanh())
-
-
-def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven():
+@pytest.mark.parametrize("costs", ["measured", declared])
+def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven(costs):
     small = [Block(0) for _ in range(20)]
-    net = nn.Sequential(*small, Block(0.02), *copy.deepcopy(small))
-    model = hybrid(net, 2, split="time", example_inputs=rows())
-    assert "20" in model.plan.expand
-    first, second = names(model)
+    net = nn.Sequential(*small, Block(20), *copy.deepcopy(small))
+    found = planned(net, 2, samples(), costs, split="time")
+    assert "20" in found.expand
+    first, second = found.layer_names
     assert "20.first" in first
     assert "20.second" in second
-    even = nn.Sequential(*(Block(0.05) for _ in range(2)))
-    assert hybrid(even, 2, split="time", example_inputs=rows()).plan.expand == []
+    even = nn.Sequential(Block(50), Block(50))
+    assert planned(even, 2, samples(), costs, split="time").expand == []
 
 
 @pytest.fixture
@@ -189,47 +293,80 @@ def careful(monkeypatch):
     return repeated
 
 
-def test_only_a_chain_that_is_even_at_a_glance_is_timed_with_care_and_cut_by_that(careful):
-    net = nn.Sequential(Block(0), Block(0), Block(0.03), Slow(0))
-    model = hybrid(net, 2, split="time", example_inputs=rows())
-    assert all(len(measurement.costs()) > len(net) for measurement in careful)
-    assert [cost.forward_ms for cost in model.plan.costs] == [7.0] * len(careful[-1].costs())
+def test_only_a_chain_that_looks_even_is_timed_carefully_and_cut_by_those_times(careful):
+    net = nn.Sequential(Block(0), Block(0), Block(30), Slow(0))
+    found = planned(net, 2, samples(), split="time")
+    assert all(len(profiler.costs()) > len(net) for profiler in careful)
+    assert [cost.forward_ms for cost in found.costs] == [7.0] * len(careful[-1].costs())
 
 
-def test_after_the_last_opening_the_layers_are_still_timed_with_care(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.planner.MAX_EXPANSIONS", 0)
-    model = hybrid(nn.Sequential(Block(0), Block(0.03)), 2, split="time", example_inputs=rows())
-    assert model.plan.expand == []
+def test_after_the_last_expansion_the_layers_are_still_timed_carefully(careful, monkeypatch):
+    monkeypatch.setattr("hybridtrain.planning.search.MAX_EXPANSIONS", 0)
+    found = planned(nn.Sequential(Block(0), Block(30)), 2, samples(), split="time")
+    assert found.expand == []
     assert len(careful) == 1
 
 
-def test_a_split_by_memory_alone_times_nothing_with_care(careful):
-    hybrid(nn.Sequential(Block(0), Block(0)), 2, split="memory", example_inputs=rows())
+def test_a_split_by_memory_alone_times_nothing_carefully(careful):
+    planned(nn.Sequential(Block(0), Block(0)), 2, samples(), split="memory")
     assert careful == []
 
 
-class Threads(nn.Linear):
-    seen: ClassVar[set[int]] = set()
-
-    def forward(self, x):
-        self.seen.add(torch.get_num_threads())
-        return super().forward(x)
-
-
 def test_layers_are_measured_with_the_intra_op_threads_of_a_stage():
+    seen = set()
+
+    class Threads(nn.Linear):
+        def forward(self, x):
+            seen.add(torch.get_num_threads())
+            return super().forward(x)
+
     torch.set_num_threads(4)
     net = nn.Sequential(*(Threads(WIDTH, WIDTH) for _ in range(4)))
-    hybrid(net, 2, split="time", example_inputs=rows())
-    assert Threads.seen == {2}
+    planned(net, 2, samples(), split="time")
+    assert seen == {2}
     assert torch.get_num_threads() == 4
 
 
+def test_measuring_changes_no_weight_buffer_gradient_or_generator():
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Tanh())
+    net[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    before = copy.deepcopy(net.state_dict())
+    state = torch.get_rng_state()
+    planned(net, 2, samples(), split="time")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(net[0].weight.grad, torch.ones(WIDTH, WIDTH))
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
 def test_a_name_inside_a_block_cuts_it_there():
-    net = nn.Sequential(Block(0), Block(0), Block(0))
-    whole = copy.deepcopy(net)
-    model = hybrid(net, 2, split=["1.second"])
-    assert names(model) == [["0", "1.first"], ["1.second", "2"]]
-    assert_trains_as_whole(model, whole)
+    found = planned(nn.Sequential(Block(0), Block(0), Block(0)), 2, split=["1.second"])
+    assert found.layer_names == [["0", "1.first"], ["1.second", "2"]]
+
+
+def test_too_few_layers_says_why_there_are_not_more():
+    class Opaque(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.second(self.first(x)) if x.sum() > 0 else x
+
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Opaque()
+
+        def forward(self, x):
+            return self.body(x)
+
+    message = (
+        r"a model of 1 layer cannot be cut into 2 stages: .*"
+        r"body could not be expanded: .*test_planner\.py:\d+: `return .* if x\.sum\(\) > 0"
+    )
+    with pytest.raises(SplitError, match=message):
+        planned(Outside(), 2, samples())
+    assert [layer.name for layer in ChainBuilder(Net(0)).chain().layers] == ["layers.0", "last"]
 
 
 # By hand -----------------------------------------------------------------------------------------
@@ -253,11 +390,73 @@ class Placed(nn.Module):
         return self.head(self.third(self.second(self.first(self.embed(x)))))
 
 
-def test_partition_puts_modules_where_it_says_and_ties_hold():
+def test_partition_puts_modules_where_it_says():
+    found = planned(Placed(), 3, split="manual")
+    assert found.layer_names == [["embed", "first"], ["second"], ["third", "head"]]
+
+
+def test_set_partition_and_the_default_place_the_rest():
+    net = Net(0, 0, 0)
+    set_partition(net.layers[2], 1)
+    set_partition(net.last, 1)
+    found = planned(net, 2, split="manual", default_partition=0)
+    assert found.layer_names == [["layers.0", "layers.1"], ["layers.2", "last"]]
+    with pytest.raises(SplitError, match=r"'layers\.0' has no partition.*default_partition="):
+        planned(net, 2, split="manual")
+
+
+def test_a_module_placed_in_two_partitions_is_cut_inside():
+    net = nn.Sequential(Block(0), Block(0))
+    set_partition(net[0].first, 0)
+    set_partition(net[0].second, 1)
+    set_partition(net[1], 1)
+    found = planned(net, 2, split="manual", default_partition=0)
+    assert found.layer_names == [["0.first"], ["0.second", "1"]]
+
+
+# Plan files --------------------------------------------------------------------------------------
+
+
+def test_a_plan_cuts_the_model_again_where_it_was_cut(tmp_path):
+    net = nn.Sequential(*(Block(0) for _ in range(20)), Block(20))
+    found = planned(net, 2, samples(), split="time")
+    assert found.expand
+    found.write(tmp_path / "plan.yaml")
+    again = planned(copy.deepcopy(net), 2, split=str(tmp_path / "plan.yaml"))
+    assert again.layer_names == found.layer_names
+    assert again.costs == Plan.read(tmp_path / "plan.yaml").costs
+    assert again.costs_from == "measured"
+    assert table(again).count("\n") >= 2
+
+
+def test_a_plan_of_another_model_names_the_layer_that_is_missing(tmp_path):
+    planned(Net(0, 0, 0), 2).write(tmp_path / "plan.yaml")
+    with pytest.raises(SplitError, match=r"the model has no layer 'layers\.2' of the plan"):
+        planned(Net(0, 0), 2, split=str(tmp_path / "plan.yaml"))
+    with pytest.raises(SplitError, match=r"cannot read .*nowhere\.yaml"):
+        planned(Net(0, 0), 2, split=str(tmp_path / "nowhere.yaml"))
+
+
+# A planned model trains ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["uniform", "size", *MEASURED])
+def test_every_split_trains_as_the_whole_model(split):
+    net = Net(0, 0, 0, 0)
+    whole = copy.deepcopy(net)
+    assert_trains_as_whole(hybrid(net, 3, split=split), whole)
+
+
+def test_a_model_that_is_cut_inside_a_block_trains_as_the_whole():
+    net = nn.Sequential(Block(0), Block(0), Block(0))
+    whole = copy.deepcopy(net)
+    assert_trains_as_whole(hybrid(net, 2, split=["1.second"]), whole)
+
+
+def test_ties_hold_across_partitions():
     net = Placed()
     whole = copy.deepcopy(net)
-    model = hybrid(net, 3, split="manual")
-    assert names(model) == [["embed", "first"], ["second"], ["third", "head"]]
+    model = HybridModel(net, World.from_env(nb_part=3, devices="cpu"), chunks=2, split="manual")
     x = torch.arange(ROWS)
     model.train_step(x, x, F.cross_entropy)
     for part in x.split(ROWS // 2):
@@ -266,86 +465,18 @@ def test_partition_puts_modules_where_it_says_and_ties_hold():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
 
 
-def test_set_partition_and_the_default_place_the_rest():
-    net = Net(0, 0, 0)
-    set_partition(net.layers[2], 1)
-    set_partition(net.last, 1)
-    model = hybrid(net, 2, split="manual", default_partition=0)
-    assert names(model) == [["layers.0", "layers.1"], ["layers.2", "last"]]
-    with pytest.raises(SplitError, match=r"'layers\.0' has no partition.*default_partition"):
-        hybrid(net, 2, split="manual")
-
-
-def test_a_module_placed_in_two_partitions_is_cut_inside():
-    net = nn.Sequential(Block(0), Block(0))
-    set_partition(net[0].first, 0)
-    set_partition(net[0].second, 1)
-    set_partition(net[1], 1)
-    model = hybrid(net, 2, split="manual", default_partition=0)
-    assert names(model) == [["0.first"], ["0.second", "1"]]
-
-
-# Plans -------------------------------------------------------------------------------------------
-
-
-def test_a_plan_cuts_the_model_again_where_it_was_cut(tmp_path):
-    net = nn.Sequential(*(Block(0) for _ in range(20)), Block(0.02))
-    model = hybrid(net, 2, split="time", example_inputs=rows())
-    assert model.plan.expand
-    model.plan.write(tmp_path / "plan.yaml")
-    again = hybrid(copy.deepcopy(net), 2, split=str(tmp_path / "plan.yaml"))
-    assert names(again) == names(model)
-    assert again.plan.costs == Plan.read(tmp_path / "plan.yaml").costs
-    assert table(again.plan).count("\n") >= 2
-
-
-def test_a_plan_of_another_model_names_the_layer_that_is_missing(tmp_path):
-    hybrid(Net(0, 0, 0), 2).plan.write(tmp_path / "plan.yaml")
-    with pytest.raises(SplitError, match=r"the model has no layer 'layers\.2' of the plan"):
-        hybrid(Net(0, 0), 2, split=str(tmp_path / "plan.yaml"))
-    with pytest.raises(SplitError, match=r"cannot read .*nowhere\.yaml"):
-        hybrid(Net(0, 0), 2, split=str(tmp_path / "nowhere.yaml"))
-
-
-# The same values for every split -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", ["uniform", "time", ["layers.1"]], ids=str)
 def test_the_split_does_not_change_the_initial_weights(split):
+    from hybridtrain.deferred import construct
+
     torch.manual_seed(5)
     plain = Net(0, 0, 0)
     after = torch.get_rng_state()
     torch.manual_seed(5)
     deferred = construct(lambda: Net(0, 0, 0))
     assert all(parameter.device.type == "meta" for parameter in deferred.parameters())
-    model = hybrid(deferred, 2, split=split, example_inputs=rows())
+    model = hybrid(deferred, 2, split=split)
     assert torch.equal(torch.get_rng_state(), after)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert_trains_as_whole(model, plain)
-
-
-def test_too_few_layers_says_why_there_are_not_more():
-    class Opaque(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return self.second(self.first(x)) if x.sum() > 0 else x
-
-    class Outside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = Opaque()
-
-        def forward(self, x):
-            return self.body(x)
-
-    message = (
-        r"a model of 1 layer cannot be cut into 2 stages: .*"
-        r"body could not be looked into: .*test_divide\.py:\d+: `return .* if x\.sum\(\) > 0"
-    )
-    with pytest.raises(SplitError, match=message):
-        hybrid(Outside(), 2, example_inputs=rows())
-    assert [layer.name for layer in ChainBuilder(Net(0)).chain().layers] == ["layers.0", "last"]

@@ -1,16 +1,15 @@
-"""Where the model is cut: by size, explicit splits, layer names, and the messages."""
-
-from dataclasses import replace
+"""A model cut by number of layers, by size, or as a list says: counts, names and patterns."""
 
 import pytest
 import torch
 from torch import nn
 
-from hybridtrain import HybridModel, World
+from hybridtrain.cluster import Cluster
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import plan
-from hybridtrain.planning.split_spec import split_layers
+from hybridtrain.planning.split_spec import counts_by_patterns, split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 
@@ -21,28 +20,24 @@ def chain(*sizes):
 
 def stages_of(net, stages, split):
     """The names of the layers of each stage."""
-    world = World.from_env(nb_part=stages)
-    model = HybridModel(net, world, split=split)
-    return [[layer.name for layer in stage.layers] for stage in model.stages]
+    return plan(net, PipelineOptions(split=split), cluster=Cluster.of_cpus(stages)).layer_names
 
 
 @pytest.mark.parametrize("split", ["uniform", "size"])
 def test_every_layer_count_and_nb_part_gives_that_many_stages_or_says_why(split):
-    world = World.from_env(nb_part=1)
     for n, stages in ALL:
         net = nn.Sequential(*(nn.Linear(1, 1 + 7 * i % 11, device="meta") for i in range(n)))
-        ask = Ask(split, replace(world, devices=world.devices * stages), 1, "1f1b", 1, [1] * stages)
         if n < stages:
             with pytest.raises(SplitError, match=rf"\b{n} layers?\b.*\b{stages} stages\b"):
-                divide(net, ask)
+                stages_of(net, stages, split)
             continue
-        parts = divide(net, ask).parts
-        assert len(parts) == stages, (n, stages)
-        assert all(parts), (n, stages)
-        assert [layer.module for part in parts for layer in part] == list(net), (n, stages)
+        found = stages_of(net, stages, split)
+        assert len(found) == stages, (n, stages)
+        assert all(found), (n, stages)
+        assert [name for stage in found for name in stage] == [f"{i}" for i in range(n)]
         if split == "uniform":
-            assert max(map(len, parts)) == -(-n // stages), (n, stages)
-            assert min(map(len, parts)) == n // stages, (n, stages)
+            assert max(map(len, found)) == -(-n // stages), (n, stages)
+            assert min(map(len, found)) == n // stages, (n, stages)
 
 
 def test_size_balances_parameters_and_uniform_balances_layers():
@@ -179,21 +174,72 @@ def test_the_uses_of_one_layer_stay_in_one_stage(where):
     shared = nn.Linear(2, 2)
     inner = [nn.ReLU(), shared]
     uses = [shared, nn.Sequential(*inner)] if where == "nested" else [shared, *inner]
+    net = nn.Sequential(*uses, nn.Linear(2, 2), nn.Linear(2, 2))
     for split in ("uniform", "size", "time"):
-        model = HybridModel(
-            nn.Sequential(*uses, nn.Linear(2, 2), nn.Linear(2, 2)),
-            World.from_env(nb_part=2),
-            split=split,
-            example_inputs=torch.zeros(1, 2),
-        )
-        assert len(model.stages[0].layers) >= 3
+        options = PipelineOptions(split=split)
+        found = plan(net, options, torch.zeros(1, 2), Cluster.of_cpus(2))
+        assert found.counts[0] >= 3
     with pytest.raises(SplitError, match=r"'0' to '(1\.1|2)' stay together, since they use one"):
-        HybridModel(nn.Sequential(*uses), World.from_env(nb_part=2))
+        stages_of(nn.Sequential(*uses), 2, "uniform")
 
 
-def test_an_unknown_way_to_split_says_which_there_are():
-    with pytest.raises(SplitError, match=r"pipeline\.split='even' is unknown: use uniform, size, "):
+def test_a_list_cannot_cut_between_the_uses_of_one_layer():
+    shared = nn.Linear(2, 2)
+    with pytest.raises(SplitError, match=r"there can be no cut between '0' and '1': a module is"):
+        stages_of(nn.Sequential(shared, nn.ReLU(), shared), 2, [1, 2])
+
+
+def test_an_unknown_split_says_which_there_are():
+    with pytest.raises(SplitError, match=r"^split='even' is unknown: use uniform, size, "):
         stages_of(transformer_like(), 2, "even")
+    with pytest.raises(SplitError, match=r"^split='tiem' is unknown: did you mean 'time'\?"):
+        stages_of(transformer_like(), 2, "tiem")
+
+
+def named(*names):
+    return [Layer(name, nn.ReLU()) for name in names]
+
+
+LAYERS = named("embed", "blocks.0.mix", "blocks.0.mlp", "blocks.1.mix", "act", "head", "head@2")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["embed", "blocks", "head"], [1, 4, 2]),
+        (["blocks.0", "blocks.1", "head"], [3, 2, 2]),
+        (["*.mix"], [7]),
+        ([["embed", "blocks.0.mix"], "*.mlp", ["blocks.[1-9]", "act", "head"]], [2, 1, 4]),
+        (["embed", "head"], [5, 2]),
+        (["embed", "act", "head@2"], [4, 2, 1]),
+        (["b*", ("act", "head")], [4, 3]),
+    ],
+)
+def test_a_pattern_places_the_modules_it_matches_and_all_in_them(patterns, expected):
+    assert counts_by_patterns(LAYERS, len(expected), patterns) == expected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["embed", "heat"], r"no layer matches 'heat'; did you mean 'head'\?"),
+        (["embed", "block"], r"no layer matches 'block'; did you mean 'blocks'\?"),
+        (
+            ["embed", "x?"],
+            r"no layer matches 'x\?'; the layers and groups are: embed, blocks, ",
+        ),
+        (
+            ["blocks", "blocks.1"],
+            r"layer 'blocks\.1\.mix' matches 'blocks' of stage 0 and 'blocks\.1' of stage 1; it",
+        ),
+        (["blocks.1", "blocks.0"], r"layer 'blocks\.1\.mix' is to be on stage 0 but runs after 'b"),
+        ([[], "blocks"], r"2 stages are asked for, but no layer is on stage 0"),
+        (["embed", []], r"2 stages are asked for, but no layer is on stage 1"),
+    ],
+)
+def test_patterns_that_do_not_fit_say_what_would(patterns, message):
+    with pytest.raises(SplitError, match=message):
+        counts_by_patterns(LAYERS, 2, patterns)
 
 
 def test_a_model_without_layers_is_refused():

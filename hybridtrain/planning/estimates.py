@@ -1,0 +1,158 @@
+"""Estimated costs: FLOPs and bytes, counted on fake tensors, without running a kernel.
+
+Time follows the roofline model (Williams, Waterman and Patterson, CACM 2009): a forward or a
+backward takes as long as its arithmetic or its memory traffic, whichever is longer. The traffic is
+that of every operation by itself, as in eager mode: what it reads and what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridtrain.errors import SplitError
+from hybridtrain.graph.layer import Layer
+from hybridtrain.memory import count_saved
+from hybridtrain.planning.costs import (
+    LayerCost,
+    LayerInput,
+    count,
+    detached,
+    run_chain,
+    run_layer,
+    tensors_of,
+    undisturbed,
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The speed of a device, in what training reaches rather than in peak values.
+
+    Only the ratios matter for where a model is cut.
+
+    Attributes:
+        flops_per_s: floating point operations; a multiplication and an addition are two.
+        bytes_per_s: bytes read from and written to the device's memory.
+        link_bytes_per_s: bytes from one device to the next; None: crossing a cut is free.
+    """
+
+    flops_per_s: float = 100e12
+    bytes_per_s: float = 1e12
+    link_bytes_per_s: float | None = None
+
+
+def estimate_costs(
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    hardware: Hardware | None = None,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+    optimizer_tensors_per_param: int = 2,
+) -> list[LayerCost]:
+    """Returns what each layer should cost; the layers may be on the meta device.
+
+    Args:
+        layers: the chain.
+        inputs: a micro-batch, of which only shapes and types are used.
+        hardware: the device's speed; None: about that of a data-center GPU.
+        precision: the context that a forward runs in: an autocast for the CPU, where fake tensors
+            are.
+        optimizer_tensors_per_param: as for `count`.
+
+    Raises:
+        SplitError: a layer does not run on fake tensors, such as one whose control flow depends on
+            values; names the layer.
+    """
+    hardware = hardware or Hardware()
+    times: list[tuple[float, float]] = []
+    given: list[LayerInput] = []  # kept, so that no storage gets the id of an earlier one
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def run(layer: Layer, before: LayerInput) -> tuple[Any, dict[str, Any], dict[int, int]]:
+        given.append(before)
+        module = layer.module
+        parameters = {name: _fake(p) for name, p in module.named_parameters()}
+        fakes = parameters | {name: _fake(b) for name, b in module.named_buffers()}
+        try:
+            with count_saved(module, list(fakes.values())) as saved:
+                ran = run_layer(
+                    module,
+                    before,
+                    precision or nullcontext,
+                    lambda work: _roofline_ms(work, hardware),
+                    call=lambda value: functional_call(module, fakes, (value,)),
+                    parameters=list(parameters.values()),
+                )
+        except Exception as error:
+            raise SplitError(
+                f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): use "
+                f"costs='measured', or give a function that returns the costs"
+            ) from error
+        times.append((ran.forward_ms, ran.backward_ms))
+        return *tree_map_only(Tensor, detached, (ran.output, ran.stashed)), saved.storages
+
+    with undisturbed(layers, torch.device("cpu")), mode:
+        kept = run_chain(layers, tree_map_only(Tensor, _fake, inputs), run)
+    link = hardware.link_bytes_per_s
+    return [
+        replace(
+            cost,
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            activation_bytes=activations,
+            crossing_bytes=crossing,
+            crossing_ms=0.0 if link is None else crossing / link * 1e3,
+        )
+        for cost, (forward_ms, backward_ms), (activations, crossing) in zip(
+            count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param),
+            times,
+            kept,
+            strict=True,
+        )
+    ]
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """Returns a fake tensor on the CPU in the image of `tensor`; called in a fake mode."""
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _roofline_ms(work: Callable[[], Any], hardware: Hardware) -> tuple[Any, float]:
+    """Returns the result of `work`, and how many milliseconds it should take."""
+    with FlopCounterMode(display=False) as flops, _TrafficCounter() as traffic:
+        result = work()
+    arithmetic = flops.get_total_flops() / hardware.flops_per_s
+    return result, max(arithmetic, traffic.bytes / hardware.bytes_per_s) * 1e3
+
+
+class _TrafficCounter(TorchDispatchMode):
+    """Counts the bytes that operations read and write; views do neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.bytes += sum(t.nbytes for t in tensors_of((args, kwargs, result)))
+        return result

@@ -1,0 +1,121 @@
+"""The search for the best cut, which expands modules that are too large for a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from hybridtrain.errors import SplitError
+from hybridtrain.graph.chain import Chain
+from hybridtrain.planning.cost_sources import Costs
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.objective import Objective, cut_by_costs, stage_tables
+from hybridtrain.planning.split_spec import strip_call_index
+
+# Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
+LARGE_LAYER = 0.1
+
+# How often layers are expanded and the cut is looked for anew, at most.
+MAX_EXPANSIONS = 5
+
+
+class Decision(NamedTuple):
+    """The modules that are expanded, what the layers cost, and how many each stage gets."""
+
+    expand: Collection[str]
+    costs: Sequence[LayerCost]
+    counts: list[int]
+    costs_from: str = "counted"
+
+
+def find_best_cut(
+    chain_of: Callable[[Collection[str]], Chain],
+    costs_of: Callable[[Chain], Iterable[Costs]],
+    in_flight: Sequence[int],
+    goal: Objective,
+    may_expand: Callable[[str], bool],
+) -> Decision:
+    """Finds the best cut.
+
+    Args:
+        chain_of: returns the chain in which the given modules are expanded.
+        costs_of: yields the costs of its layers, each time more exact.
+        in_flight: for each stage, the most micro-batches that it keeps alive at one time.
+        goal: what makes a stage large.
+        may_expand: whether the module of that name may be expanded.
+
+    Raises:
+        SplitError: there is no cut; says why.
+    """
+    expand: set[str] = set()
+    best: Decision | None = None
+    for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
+        chain = chain_of(expand)
+        more: set[str] = set()
+        for costs, noise in costs_of(chain):
+            counts: list[int] | None = None
+            failure: SplitError | None = None
+            try:
+                counts = cut_by_costs(costs, in_flight, goal, chain.no_cut_before)
+            except SplitError as error:
+                failure = error
+            else:
+                best = Decision(sorted(expand), costs, counts)
+            if expansions_left:
+                large = _too_large(chain, costs, in_flight, goal, counts, noise)
+                more = {path for path in large if may_expand(path)} - expand
+            if more or failure:
+                break  # better times would not change that
+        if not more:
+            break
+        expand |= more
+    if best is None:
+        assert failure is not None
+        raise SplitError(f"{failure}{_hints(chain)}") from failure
+    return best
+
+
+def _too_large(
+    chain: Chain,
+    costs: Sequence[LayerCost],
+    in_flight: Sequence[int],
+    goal: Objective,
+    counts: Sequence[int] | None,
+    noise: float,
+) -> set[str]:
+    """Returns the layers that stand in the way of a better cut than `counts`, or of any."""
+    tables = stage_tables(costs, in_flight, goal, chain.no_cut_before)
+    sizes = [tables[0][i, i + 1].item() for i in range(len(chain.layers))]
+    mean = sum(sizes) / len(in_flight)
+    if counts is not None:
+        stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
+        largest = max(table[start, end].item() for table, (start, end) in stages)
+        # a number of layers is even enough
+        if goal.unit == "layers" or largest <= (1 + noise) * mean:
+            return set()
+    return {
+        strip_call_index(layer.name)
+        for layer, size in zip(chain.layers, sizes, strict=True)
+        if size > LARGE_LAYER * mean
+    }
+
+
+def _hints(chain: Chain) -> str:
+    """Returns why there are not more places to cut."""
+    hints = [
+        f"; {name} could not be expanded: {why}"
+        for name, why in list(chain.unexpanded.items())[-3:]
+    ]
+    if chain.no_cut_before:
+        first = min(chain.no_cut_before)
+        last = (
+            next(i for i in range(first, len(chain.layers) + 1) if i not in chain.no_cut_before) - 1
+        )
+        begin, end = chain.layers[first - 1].name, chain.layers[last].name
+        hints.insert(
+            0,
+            f"; {begin!r} to {end!r} stay together, since they use one module, or one of them "
+            f"changes in place what another one reads",
+        )
+    return "".join(hints)

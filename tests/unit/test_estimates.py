@@ -1,0 +1,140 @@
+"""Estimated costs: FLOPs and bytes by their formulas, and cuts like those by analytic costs."""
+
+import copy
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hybridtrain.cluster import Cluster
+from hybridtrain.errors import SplitError
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph.layer import layers_of
+from hybridtrain.models import gpt
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning import LayerCost, plan
+from hybridtrain.planning.estimates import Hardware, estimate_costs
+from hybridtrain.planning.profiler import LayerProfiler
+
+CPU = torch.device("cpu")
+ARITHMETIC = Hardware(flops_per_s=1e9, bytes_per_s=float("inf"))
+TRAFFIC = Hardware(flops_per_s=float("inf"), bytes_per_s=1e9)
+
+
+def estimated(net, inputs, **options):
+    return estimate_costs(ChainBuilder(net, inputs).chain().layers, inputs, **options)
+
+
+def mlp(*widths):
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def test_arithmetic_is_that_of_the_matrix_products_there_and_back():
+    first, second = estimated(mlp(16, 64, 8), torch.randn(32, 16), hardware=ARITHMETIC)
+    product = 2 * 32 * 16 * 64 / 1e6  # milliseconds at 1e9 FLOP/s
+    assert first.forward_ms == pytest.approx(product)
+    assert first.backward_ms == pytest.approx(product)  # the inputs need no gradient
+    assert second.forward_ms == pytest.approx(2 * 32 * 64 * 8 / 1e6)
+    assert second.backward_ms == pytest.approx(2 * second.forward_ms)
+
+
+def test_traffic_is_what_operations_read_and_write():
+    (cost,) = estimated(nn.Sequential(nn.Tanh()), torch.randn(10, 100), hardware=TRAFFIC)
+    assert cost.forward_ms == pytest.approx(2 * 4000 / 1e6)
+
+
+def test_time_is_the_longer_one_of_arithmetic_and_traffic():
+    net, x = mlp(64, 64), torch.randn(32, 64)
+    each = [estimated(net, x, hardware=h)[0].forward_ms for h in (ARITHMETIC, TRAFFIC)]
+    both = estimated(net, x, hardware=Hardware(flops_per_s=1e9, bytes_per_s=1e9))
+    assert both[0].forward_ms == max(each)
+
+
+def test_crossing_takes_time_only_over_a_link():
+    net, x = mlp(16, 64, 8), torch.randn(32, 16)
+    assert [cost.crossing_ms for cost in estimated(net, x)] == [0, 0]
+    linked = estimated(net, x, hardware=Hardware(link_bytes_per_s=1e9))
+    assert linked[0].crossing_ms == pytest.approx(32 * 64 * 4 / 1e6)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(x + self.norm(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: mlp(16, 64, 8), torch.randn(32, 16)),
+        (lambda: nn.Sequential(Residual(), nn.Dropout(), Residual()), torch.randn(2, 3, 8, 8)),
+        (lambda: gpt(16, 8, n_layer=2, d_model=16), torch.randint(16, (4, 8))),
+    ],
+    ids=["mlp", "residual", "gpt"],
+)
+def test_bytes_are_those_that_are_measured_also_on_the_meta_device(make, inputs):
+    def in_bytes(costs):
+        return [(c.name, c.weight_bytes, c.activation_bytes, c.crossing_bytes) for c in costs]
+
+    net = make()
+    found = estimated(net, inputs)
+    layers = ChainBuilder(net, inputs).chain().layers
+    assert in_bytes(found) == in_bytes(LayerProfiler(layers, inputs, CPU).costs())
+    with torch.device("meta"):
+        assert estimated(make(), inputs) == found
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_linear_layers_of_different_widths_are_cut_as_by_their_analytic_flops(stages):
+    widths = [256, 512, 128, 1024, 256, 256, 2048, 64, 512, 512]
+    net, x = mlp(*widths), torch.randn(64, 256)
+
+    def analytic(layers, inputs):
+        return [
+            LayerCost(
+                layer.name,
+                forward_ms=layer.module.weight.numel(),
+                backward_ms=(2 if index else 1) * layer.module.weight.numel(),
+            )
+            for index, layer in enumerate(layers)
+        ]
+
+    options, cluster = PipelineOptions(split="time"), Cluster.of_cpus(stages)
+    by_flops = partial(estimate_costs, hardware=ARITHMETIC)
+    expected = plan(net, options, x, cluster, costs=analytic).counts
+    assert plan(net, options, x, cluster, costs=by_flops).counts == expected
+
+
+def test_a_plan_by_estimates_needs_no_weights():
+    with torch.device("meta"):
+        net = mlp(64, 64, 64, 64, 4096, 64)
+    options = PipelineOptions(chunks=2, split="time")
+    found = plan(net, options, torch.randn(8, 64), Cluster.of_cpus(2), costs="estimated")
+    assert found.costs_from == "estimated"
+    assert found.counts == [4, 1]
+    assert all(parameter.is_meta for parameter in net.parameters())
+
+
+def test_estimating_changes_neither_weights_buffers_nor_generators():
+    net = nn.Sequential(Residual(), nn.Dropout())
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    estimated(net, torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_layer_whose_control_flow_depends_on_values_is_named():
+    class Either(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    message = r"costs='estimated': layer '1' does not run on fake tensors .*: use costs='measured'"
+    with pytest.raises(SplitError, match=message):
+        estimate_costs(layers_of(nn.Sequential(nn.Tanh(), Either())), torch.randn(2, 2))
