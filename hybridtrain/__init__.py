@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
     from hybridtrain.world import World
 
+__version__ = "0.1.0"
+
 __all__ = [
     "HybridModel",
     "TrainStepResult",
