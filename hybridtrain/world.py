@@ -111,6 +111,16 @@ class World:
         return len(self.devices)
 
     @property
+    def replica(self) -> int:
+        """The number of the replica that this process belongs to."""
+        return self.rank
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self.size
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which alone writes to disk and to the terminal."""
         return self.rank == 0
