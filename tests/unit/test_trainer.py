@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import LoaderOptions, EvalLoader, TrainLoader
+from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy, cross_entropy
@@ -388,9 +388,7 @@ def test_with_another_batch_size_a_run_goes_on_at_the_same_row(batch_size, drop_
     store = CheckpointStore(tmp_path)
     trainer(batch_size=2, steps=12, store=store).fit()  # up to row 24 of 28
     again = trainer(batch_size=batch_size, steps=14)
-    again.train = TrainLoader(
-        data(), batch_size, again.world, seed=1, options=LoaderOptions(drop_last=drop_last)
-    )
+    again.train = TrainLoader(data(), batch_size, again.world, seed=1, drop_last=drop_last)
     again.resume(store.newest())
     again.fit()
     assert [step for step, _ in again.monitor.steps] == [13, 14]
