@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+from uuid import uuid4
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces `path` at the end, unless an exception is raised."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Not tempfile's, which only its owner may read; and a process id would not tell apart two
+    # nodes that share the folder.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -46,7 +46,7 @@ def accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
 
 
 LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy, "nll": nll, "mse": mse}
-METRICS: dict[str, MetricFn] = {"accuracy": accuracy}
+METRICS: dict[str, Callable[[], MetricFn]] = {"accuracy": lambda: accuracy}
 
 
 def main_output(outputs: Any) -> Tensor:

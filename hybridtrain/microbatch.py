@@ -39,7 +39,8 @@ def batch_size(*batches: Any) -> int:
             if samples is not None and leaf.shape[0] != samples:
                 raise BatchError(
                     f"the tensors of a batch must have the same size in dim 0: "
-                    f"batch{keystr(path)} has shape {tuple(leaf.shape)}, others have {samples} samples"
+                    f"batch{keystr(path)} has shape {tuple(leaf.shape)}, others have {samples} "
+                    f"samples"
                 )
             samples = leaf.shape[0]
     if not samples:

@@ -1,12 +1,13 @@
-"""The settings of a pipeline, in one frozen object that every level reads.
+"""The settings of a pipeline and of a loader, each in one frozen object.
 
 `HybridModel(net, world, PipelineOptions(chunks=8))` and its short form `HybridModel(net, world,
-chunks=8)` are the same. The command line fills one from its config groups.
+chunks=8)` are the same. The command line fills both from its config groups, and takes their
+defaults for its own. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -109,6 +110,32 @@ def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
         if name not in known:
             raise TypeError(f"unknown setting {name}=: {did_you_mean(name, known, 'settings')}")
     return replace(options, **settings) if settings else options
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are loaded.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the argument.
+    """
+
+    workers: int = 0
+    """Processes per replica that load batches ahead; 0: a thread of the training process."""
+    drop_last: bool = False
+    """Leave out a last training batch that is not full."""
+    timeout_s: float = 120.0
+    """Seconds after which a worker that does not answer is an error."""
+    collate: Callable[[Any], Any] | None = None
+    """Makes a batch of a list of samples; None: torch's `default_collate`."""
+
+    def __post_init__(self) -> None:
+        if type(self.workers) is not int or self.workers < 0:
+            raise ConfigError(f"workers={self.workers} must be a number of processes, 0 or more")
+        if type(self.drop_last) is not bool:
+            raise ConfigError(f"drop_last={self.drop_last} must be true or false")
+        if type(self.timeout_s) not in (int, float) or self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be a positive number of seconds")
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,59 @@ from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Monitors, Throughput
 from hybridtrain.run_stats import RunStats
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How long to train, and at which steps to log, evaluate and save.
+
+    Each `..._every` also takes place at the last step.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the argument.
+    """
+
+    steps: int | None = None
+    """Optimizer steps in total; give this or `epochs`."""
+    epochs: int | None = None
+    """Passes over the data in total."""
+    accumulate: int = 1
+    """Batches whose gradients an optimizer step adds up. A step does not reach into the next
+    epoch."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient, over all stages."""
+    loss_scale: float | None = None
+    """A fixed scale for the `scaler`; None: it adapts the scale."""
+    log_every: int = 10
+    """Steps between two logged lines."""
+    eval_every: int | None = None
+    """Steps between two evaluations; None: only at the end."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; None: only at the end."""
+    timeline_every: int | None = None
+    """Steps between two timelines; None: only at the end."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"give exactly one of steps= and epochs=, not steps={self.steps} and "
+                f"epochs={self.epochs}"
+            )
+        for name, value in vars(self).items():
+            if value is None and name not in ("accumulate", "log_every"):
+                continue
+            if name in ("clip_norm", "loss_scale"):
+                if not value > 0:
+                    raise ConfigError(f"{name}={value} must be positive")
+            elif type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+
+    def total_steps(self, batches_per_epoch: int) -> int:
+        """Returns the number of optimizer steps of the whole run."""
+        if self.epochs is None:
+            assert self.steps is not None
+            return self.steps
+        return self.epochs * -(-batches_per_epoch // self.accumulate)
 
 
 class Trainer:
@@ -61,23 +115,17 @@ class Trainer:
         optimizer: Optimizer,
         loss_fn: LossFn,
         train: TrainLoader,
+        options: TrainerOptions | None = None,
         *,
         evaluation: EvalLoader | None = None,
         metrics: Mapping[str, Any] | None = None,
         lr_schedule: LRScheduler | None = None,
-        steps: int | None = None,
-        epochs: int | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
         scaler: GradScaler | None = None,
-        loss_scale: float | None = None,
-        log_every: int = 10,
-        eval_every: int | None = None,
         store: CheckpointStore | None = None,
-        checkpoint_every: int | None = None,
-        timeline_every: int | None = None,
         monitor: Monitor | None = None,
+        **settings: Any,
     ) -> None:
+        options = replace(options, **settings) if options else TrainerOptions(**settings)
         self.model = model
         self.world = model.world
         self.optimizer = optimizer
@@ -86,17 +134,17 @@ class Trainer:
         self.train = train
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self.total_steps = count_steps(train, steps, epochs, accumulate)
-        self._by_epochs = epochs is not None
-        self.accumulate = accumulate
-        self.clip_norm = clip_norm
+        self.total_steps = options.total_steps(train.batches_per_epoch)
+        self._by_epochs = options.epochs is not None
+        self.accumulate = options.accumulate
+        self.clip_norm = options.clip_norm
         self.scaler = scaler
-        self.loss_scale = loss_scale
-        self.log_every = log_every
-        self.eval_every = eval_every
+        self.loss_scale = options.loss_scale
+        self.log_every = options.log_every
+        self.eval_every = options.eval_every
         self.store = store
-        self.checkpoint_every = checkpoint_every
-        self.timeline_every = timeline_every or self.total_steps
+        self.checkpoint_every = options.checkpoint_every
+        self.timeline_every = options.timeline_every or self.total_steps
         self.monitor = monitor or Monitors([])
         self.step = 0
         self.samples = 0
@@ -304,17 +352,3 @@ class Trainer:
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._measured.read_stages(self.optimizer)
         self.monitor.scalars(self.step, values)
-
-
-def count_steps(train: TrainLoader, steps: int | None, epochs: int | None, accumulate: int) -> int:
-    """The optimizer steps of a run that is given in steps or in epochs.
-
-    Raises:
-        ConfigError: not one of the two is given.
-    """
-    if (steps is None) == (epochs is None):
-        raise ConfigError("give one of trainer.steps and trainer.epochs")
-    if steps is not None:
-        return steps
-    assert epochs is not None
-    return epochs * -(-train.batches_per_epoch // accumulate)

@@ -1,1 +1,1 @@
-"""SingleLayer runs, as YAML; shipped in the package as `hybridtrain.recipes`."""
+"""Whole runs, as YAML; shipped in the package as `hybridtrain.recipes`."""

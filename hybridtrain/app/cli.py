@@ -1,13 +1,14 @@
 """The command line: `python -m hybridtrain [train|plan|evaluate|export] [overrides...]`.
 
 The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
-through `hydra.main`: on several ranks that writes one log and one `.hydra` folder from all of
-them, and gives a restarted run a new directory.
+through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
+restarted run would get a new directory.
 """
 
 from __future__ import annotations
 
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +16,23 @@ from collections.abc import Callable, Sequence
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
-    own_recipe,
     register,
+    register_recipe_file,
     sweep_choices,
 )
 from hybridtrain.app.config import Config
+from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError, UserError
 
-COMMANDS = ("train", "plan", "evaluate", "export")
+# The function of each command, imported when it runs, because torch takes a second to import.
+COMMANDS = {
+    "train": "hybridtrain.app.commands:train",
+    "plan": "hybridtrain.app.commands:plan",
+    "evaluate": "hybridtrain.app.commands:evaluate",
+    "export": "hybridtrain.app.commands:export",
+}
 
-# torchrun ends the other ranks within a fraction of a second once rank 0 has failed.
+# torchrun ends the other ranks within a fraction of a second after rank 0 has failed.
 _WAIT_FOR_RANK_0_S = 10.0
 
 
@@ -54,8 +62,8 @@ def _dispatch(command: str, arguments: list[str]) -> int:
     unknown = [word for word in parsed.overrides if "=" not in word and not word.startswith("~")]
     if unknown and unknown[0] == parsed.overrides[0]:
         raise ConfigError(
-            f"there is no command {unknown[0]!r}; there are: {', '.join(COMMANDS)} (and overrides "
-            f"look like key=value)"
+            f"there is no command {unknown[0]!r}; the commands are: {', '.join(COMMANDS)} (and "
+            f"overrides look like key=value)"
         )
     config = compose_config(parsed.overrides, parsed.config_dir)
     run(command, config, parsed.overrides)
@@ -65,38 +73,30 @@ def _dispatch(command: str, arguments: list[str]) -> int:
 def run(command: str, config: Config, overrides: Sequence[str]) -> None:
     """Runs a command on a composed config."""
     if config.allow_targets and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the user's own packages, as `python -m` finds them
-    from hybridtrain.app import build  # here, because torch takes a second to import
-
-    if command == "train":
-        build.train(config, overrides)
-    elif command == "plan":
-        build.plan_run(config)
-    elif command == "evaluate":
-        build.evaluate_run(config)
-    else:
-        build.export_run(config)
+        sys.path.insert(0, os.getcwd())  # where `python -m` finds the user's packages
+    with errors_with_config_keys():
+        pkgutil.resolve_name(COMMANDS[command])(config, overrides)
 
 
 def _show(arguments: Sequence[str]) -> int:
-    """`--cfg job`, `--help` and the like, which are Hydra's own; rank 0 shows them."""
+    """Runs Hydra's own `--cfg job`, `--help` and the like, on rank 0."""
     if _rank() == 0:
-        _hydra_main(lambda config: None, [own_recipe(argument) for argument in arguments])
+        _hydra_main(lambda config: None, [register_recipe_file(word) for word in arguments])
     return 0
 
 
 def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> int:
-    """`--multirun`: one process runs every combination, one after the other."""
+    """Runs every combination of a `--multirun`, one after the other."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         raise ConfigError(
-            "--multirun does not work under torchrun or srun: every process would sweep by itself. "
-            "Start one torchrun for each combination, from a shell loop or an array of jobs"
+            "--multirun does not work under torchrun or srun: every process would sweep. Start one "
+            "torchrun for each combination, from a shell loop or an array of jobs"
         )
     choices = sweep_choices(overrides)
     swept = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
     runs = [(choice, compose_config(choice, config_dir)) for choice in choices]
     for number, (choice, config) in enumerate(runs):
-        # named after the values, so that another sweep does not go on with these runs
+        # Named after the values, so that another sweep does not resume these runs.
         values = [value for value, varies in zip(choice, swept, strict=True) if varies]
         config.run_name = "-".join([str(config.run_name), *values]).replace("/", "_")
         print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
@@ -115,10 +115,10 @@ def _hydra_main(job: Callable[[object], None], arguments: Sequence[str]) -> None
 
 
 def _report(error: BaseException) -> int:
-    """Prints an error once, not once a rank, and returns the exit code.
+    """Prints an error once, not on every rank, and returns the exit code.
 
-    All ranks mostly fail at the same thing. Rank 0 speaks at once; the others wait to be ended
-    by the launcher, and speak only if that does not happen, because then the error is theirs.
+    Mostly all ranks fail in the same way. Rank 0 prints at once; the others wait to be ended by
+    the launcher, and print only if that does not happen, because then the error is theirs alone.
     """
     if _rank() != 0:
         time.sleep(_WAIT_FOR_RANK_0_S)

@@ -1,8 +1,7 @@
-"""From the command line to a checked `Config`: the one place where Hydra composes."""
+"""Composes the command line's overrides, with Hydra, to a `Config`."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,16 +21,16 @@ from yaml import YAMLError
 
 from hybridtrain.app.config import Config, flat_keys
 from hybridtrain.app.instantiate import unknown_key, unknown_option
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, closest
 
 CONFIG_MODULE = "hybridtrain.configs"
 
 
 def register() -> None:
-    """Makes the schema and the recipes known to Hydra.
+    """Registers the schema and the recipes with Hydra.
 
-    The recipes are not below the configs, so that Hydra would not find them as a group: each file
-    is stored as an option of the group `recipe`, at the root of the config.
+    Hydra would not find the recipes, which are not in a folder of the configs: each file is stored
+    as an option of the group `recipe`, at the root of the config.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
@@ -44,14 +43,14 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
     """Composes the config of a run.
 
     Args:
-        overrides: Hydra overrides. `recipe=path/to/file.yaml` takes a recipe of the user's own.
+        overrides: Hydra overrides. `recipe=path/to/file.yaml` takes that file as the recipe.
         search_path: a folder with more groups and options.
 
     Raises:
         ConfigError: one line that names the key or option, and the one that was probably meant.
     """
     register()
-    overrides = [own_recipe(override) for override in overrides]
+    overrides = [register_recipe_file(override) for override in overrides]
     if search_path is not None:
         overrides.append(f"hydra.searchpath=[file://{Path(search_path).resolve()}]")
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
@@ -60,7 +59,7 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
             recipe = composed.hydra.runtime.choices.get("recipe")
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
-            # once more into the schema: `+key` and untyped files pass Hydra's own check
+            # Merged into the schema again: `+key` and untyped files pass Hydra's own check.
             plain = OmegaConf.to_container(composed, resolve=True)
             merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
             config = cast(Config, OmegaConf.to_object(merged))
@@ -79,39 +78,41 @@ def compose_config(overrides: Sequence[str], search_path: str | None = None) -> 
 
 
 def sweep_choices(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep such as `optim.lr=1e-3,1e-2`: every combination.
+    """Returns the overrides of each run of a sweep such as `optim.lr=1e-3,1e-2`.
 
     Raises:
         ConfigError: an override cannot be read or swept over.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        # not through hydra.main, in whose jobs nothing more can be composed
+        # Not through hydra.main: within its jobs no further config can be composed.
         return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
     except HydraException as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved config as it goes into the run directory."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(value: Config | list[str]) -> str:
+    """Returns a resolved config, or a list of overrides, as written to the run directory."""
+    return OmegaConf.to_yaml(value if isinstance(value, list) else OmegaConf.structured(value))
 
 
 def _store_recipe(name: str, text: str) -> None:
     try:
         node = OmegaConf.create(text)
     except YAMLError as error:
-        raise ConfigError(f"recipe {name} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"recipe {name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"recipe {name} must be a mapping of keys to values")
     ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
 
 
-def own_recipe(override: str) -> str:
-    """`recipe=path/to/file.yaml` as an option of the group `recipe`, which it then is.
+def register_recipe_file(override: str) -> str:
+    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`.
+
+    Any other override is returned unchanged.
 
     Raises:
-        ConfigError: the file is not there or no YAML.
+        ConfigError: the file cannot be read or is not YAML.
     """
     key, _, value = override.partition("=")
     if key.lstrip("+") != "recipe" or not value.endswith((".yaml", ".yml")):
@@ -122,12 +123,12 @@ def own_recipe(override: str) -> str:
     except OSError as error:
         raise ConfigError(f"recipe={value}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"recipe={value}: it is no text in UTF-8") from error
+        raise ConfigError(f"recipe={value}: it is not UTF-8 text") from error
     return f"{key}={path.stem}"
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for what Hydra or OmegaConf found, with the way out."""
+    """Returns one line that says what Hydra or OmegaConf found, and how to fix it."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -146,15 +147,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if not key:
             return f"cannot read the override {override!r}: there is no key before the ="
         if key.startswith("+") and key.lstrip("+") in _groups():
-            return f"{override}: {key.lstrip('+')} is there already; write {override.lstrip('+')}"
+            return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
         options = loader.get_group_options(key)
         if type(error) is ValueError and options and value not in options:  # a number, say
             return unknown_option(key, value, options)
-    if stranger := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
-        group = stranger[2].removeprefix("recipe/")
-        close = difflib.get_close_matches(group, loader.list_groups(""), n=1)
-        hint = f"; did you mean 'override /{close[0]}'?" if close else ""
-        return f"{stranger[1]}: there is no group {stranger[2]} in the defaults list{hint}"
+    if unknown := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
+        close = closest(unknown[2].removeprefix("recipe/"), loader.list_groups(""))
+        hint = f"; did you mean 'override /{close}'?" if close else ""
+        return f"{unknown[1]}: there is no group {unknown[2]} in the defaults list{hint}"
     known = _known_keys(overrides)
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
@@ -170,7 +170,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
-    """The keys of the config as the choices of groups alone make it, and the groups."""
+    """Returns the config's keys and groups, composed from the overrides that choose options."""
     groups = [group for group in _groups() if group != "schema"]
     choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
     try:

@@ -1,22 +1,22 @@
-"""From a `_target_` in a config to the object it names, through an allow-list.
+"""Calls the object that a `_target_` in a config names, if an allow-list has its package.
 
-Hydra's own `instantiate` calls whatever a config names, and its blocklist is declared to be no
-security boundary. Here a target must be what its key is for (an optimizer, a schedule, ...) and,
-as the resolved object, come from a package that is listed; a name that merely passes through such
-a package (`torch.optim.os.system`) does not.
+Hydra's own `instantiate` calls whatever a config names; its documentation says that its blocklist
+is not a security boundary. Here a target must fit its key (an optimizer, a schedule, ...), and the
+object it resolves to must come from a listed package: a name that only passes through such a
+package (`torch.optim.os.system`) is refused.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.errors import ConfigError, closest
 
-# What each key may name without the user's `allow_targets`.
+# The packages that each key may name without the user's `allow_targets`.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "model": ("hybridtrain.models", "torchvision.models", "torch.nn"),
     "data": ("hybridtrain.data",),
@@ -28,21 +28,21 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 
 def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., Any]:
-    """The class or function that `path`, the value of `<key>._target_`, names.
+    """Returns the class or function that `path`, the value of `<key>._target_`, names.
 
     Raises:
-        ConfigError: it is not allowed under `key`, does not exist or cannot be called.
+        ConfigError: it is not allowed under `key`, does not exist or is not callable.
     """
     packages = (*PACKAGES[key], *allow)
     where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
     if not isinstance(path, str) or not _within(path, packages):
         raise ConfigError(
-            f"{where} is not allowed: it must come from {', '.join(packages)}; to use a package of "
-            f"your own, set allow_targets=[its.name]"
+            f"{where} is not allowed: it must come from {', '.join(packages)}; to use your own "
+            f"package, set allow_targets=[its.name]"
         )
     target = _locate(where, path)
     if not callable(target) or inspect.ismodule(target):
-        raise ConfigError(f"{where} is no class or function")
+        raise ConfigError(f"{where} is not callable")
     if not _within(f"{getattr(target, '__module__', '')}.", packages):
         raise ConfigError(f"{where} is not allowed: it comes from {target.__module__}")
     return cast(Callable[..., Any], target)
@@ -54,31 +54,32 @@ def build(
     allow: Sequence[str] = (),
     *,
     positional: Sequence[object] = (),
-    facts: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
     ignore: Iterable[str] = (),
 ) -> Any:
     """Calls the target of `config` with `positional` and the config's other keys.
 
-    A key that is null is filled from `facts`, if they have it, and left out if the target does not
-    take it.
+    A key that is null takes its value from `defaults`, and is left out if the target does not take
+    it. Keys in `ignore` are known but not passed on.
 
     Raises:
-        ConfigError: an unknown or a missing key; says which are known. Those in `ignore` are, but
-            do not go to the target.
+        ConfigError: a key is unknown or missing.
+        UserError: the target's own, with config keys in the place of its arguments' names.
     """
     target = resolve(key, config.get("_target_"), allow)
-    facts, ignore = facts or {}, list(ignore)
+    defaults, ignore = defaults or {}, list(ignore)
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {
-        name: facts.get(name) if value is None else value
+        name: defaults.get(name) if value is None else value
         for name, value in config.items()
         if name != "_target_"
         and name not in ignore
         and (value is not None or takes_any or name in parameters)
     }
     check_arguments(key, target, positional, arguments, ignore)
-    return target(*positional, **arguments)
+    with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
+        return target(*positional, **arguments)
 
 
 def check_arguments(
@@ -88,11 +89,11 @@ def check_arguments(
     arguments: Mapping[str, Any],
     others: Sequence[str] = (),
 ) -> None:
-    """Makes sure that `target` takes `arguments`.
+    """Checks that `target` takes `arguments`.
 
     Raises:
-        ConfigError: names the key under `key`, and the one that was probably meant, also among
-            `others`, which are not for the target.
+        ConfigError: names the key under `key`, and the one that was probably meant, which may be
+            one of `others`, which the target does not take.
     """
     signature = inspect.signature(target)
     known = [*list(signature.parameters)[len(positional) :], *others]
@@ -111,23 +112,22 @@ def check_arguments(
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that does not exist."""
+    """Returns the message for a key that does not exist."""
     parent, _, leaf = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(leaf, siblings, n=1)
-    meant = siblings[close[0]] if close else None
-    if meant is None:  # the right key in the wrong place, or a typo in the first part
-        elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-        meant = next(iter([*elsewhere, *difflib.get_close_matches(key, known, 1, 0.8)]), None)
+    meant = siblings.get(closest(leaf, siblings) or "")
+    if meant is None:  # the right key in the wrong group, or a typo in the group
+        elsewhere = (k for k in known if k.rpartition(".")[2] == leaf)
+        meant = next(elsewhere, None) or closest(key, known, cutoff=0.8)
     if meant is not None:
         return f"{key}: there is no such key; did you mean {meant}?"
     return f"{key}: there is no such key; there are: {', '.join(siblings.values() or known)}"
 
 
 def unknown_option(group: str, chosen: str, options: Sequence[str]) -> str:
-    """The message for an option that a config group does not have."""
-    close = difflib.get_close_matches(chosen, options, n=1)
-    hint = f"did you mean {group}={close[0]}?" if close else f"there are: {', '.join(options)}"
+    """Returns the message for an option that a config group does not have."""
+    close = closest(chosen, options)
+    hint = f"did you mean {group}={close}?" if close else f"there are: {', '.join(options)}"
     return f"{group}={chosen}: there is no such option; {hint}"
 
 
@@ -147,8 +147,8 @@ def _locate(where: str, path: str) -> Any:
             continue
         for part in parts[cut:]:
             if not hasattr(found, part):
-                close = difflib.get_close_matches(part, dir(found), n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+                close = closest(part, dir(found))
+                hint = f"; did you mean {close}?" if close else ""
                 raise ConfigError(f"{where}: {module_name} has no {part}{hint}")
             found = getattr(found, part)
         return found

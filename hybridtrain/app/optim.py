@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule from their configs."""
+"""Builds the optimizer and the learning rate schedule from their configs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hybridtrain.errors import ConfigError
 def build_optimizer(
     config: Mapping[str, Any], parameters: Iterable[Parameter], allow: Sequence[str] = ()
 ) -> Optimizer:
-    """The optimizer that `config["_target_"]` names, over `parameters` that train.
+    """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
 
     Raises:
-        ConfigError: the target is no optimizer, or a key does not fit it.
+        ConfigError: the target is not an optimizer, or a key does not fit it.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     target = instantiate.resolve("optim", config.get("_target_"), allow)
     if not (isinstance(target, type) and issubclass(target, Optimizer)):
-        raise ConfigError(f"optim._target_={config['_target_']} is no torch optimizer")
+        raise ConfigError(f"optim._target_={config['_target_']} is not a torch.optim.Optimizer")
     try:
         optimizer = instantiate.build("optim", config, allow, positional=[trained])
     except ValueError as error:  # such as a negative learning rate
@@ -36,7 +36,7 @@ def build_optimizer(
 
 
 def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
-    """How many tensors of a parameter's size the optimizer of `config` keeps for it."""
+    """Returns how many tensors of a parameter's size the optimizer of `config` keeps for it."""
     parameter = Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(config, [parameter], allow)
     parameter.grad = torch.zeros_like(parameter)
@@ -48,39 +48,39 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
 def build_lr_schedule(
     config: Mapping[str, Any], optimizer: Optimizer, total_steps: int, allow: Sequence[str] = ()
 ) -> LRScheduler:
-    """The schedule that `config["_target_"]` names, stepped once an optimizer step.
+    """Returns the schedule that `config["_target_"]` names, stepped once per optimizer step.
 
     `warmup_steps` come first: the learning rate rises linearly from its
     `1 / (warmup_steps + 1)`th part. A null `T_max`, `total_iters` or `total_steps` becomes the
-    number of steps that are left after the warm-up.
+    number of steps after the warm-up.
 
     Raises:
-        ConfigError: the target is no schedule, or a key does not fit it.
+        ConfigError: the target is not a schedule, or a key does not fit it.
     """
-    warm_up = config.get("warmup_steps") or 0
-    if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 0:
-        raise ConfigError(
-            f"lr_schedule.warmup_steps={warm_up} must be a number of steps, 0 or more"
-        )
+    warmup = config.get("warmup_steps") or 0
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
     target = instantiate.resolve("lr_schedule", config.get("_target_"), allow)
     if not (isinstance(target, type) and issubclass(target, LRScheduler)):
-        raise ConfigError(f"lr_schedule._target_={config['_target_']} is no learning rate schedule")
+        raise ConfigError(
+            f"lr_schedule._target_={config['_target_']} is not an LRScheduler of torch.optim"
+        )
     if issubclass(target, ReduceLROnPlateau):
         raise ConfigError(
-            "lr_schedule: ReduceLROnPlateau goes by a metric, and the schedule of a run is a "
-            "function of the step alone, so that it can go on anywhere; use another"
+            "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
+            "step only if its schedule depends on the step alone; use another"
         )
-    left = max(1, total_steps - warm_up)
+    left = max(1, total_steps - warmup)
     schedule = instantiate.build(
         "lr_schedule",
         config,
         allow,
         positional=[optimizer],
-        facts={"T_max": left, "total_iters": left, "total_steps": left},
+        defaults={"T_max": left, "total_iters": left, "total_steps": left},
         ignore=["warmup_steps"],
     )
     assert isinstance(schedule, LRScheduler)
-    if not warm_up:
+    if not warmup:
         return schedule
-    rise = LinearLR(optimizer, start_factor=1 / (warm_up + 1), total_iters=warm_up)
-    return SequentialLR(optimizer, [rise, schedule], milestones=[warm_up])
+    rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])

@@ -1,29 +1,28 @@
-"""The layout of a run as text: which process has which stages, layers and devices."""
+"""The placement of a run as text: stages, layers and devices."""
 
 from __future__ import annotations
 
 import socket
 
-from hybridtrain.model import HybridModel
-from hybridtrain.planning.plan import table
+from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
+from hybridtrain.world import World
 
 
-def placement_summary(model: HybridModel, schedule: str) -> str:
-    """A table of the stages and, below it, the devices of every process; a collective call."""
-    world = model.world
-    places = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
-    parameters = sum(cost.parameters for cost in model.plan.costs)
+def placement_summary(plan: Plan, world: World) -> str:
+    """Returns a table of the stages and one of every process's devices; a collective call."""
+    hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
+    parameters = sum(cost.parameters for cost in plan.costs)
     head = (
-        f"{_count(world.size, 'process', 'es')} x {_count(world.nb_part, 'stage')}, {schedule}, "
-        f"{_count(model.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
+        f"{_count(world.size, 'process', 'es')} x {_count(world.nb_part, 'stage')}, "
+        f"{plan.schedule}, {_count(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
         f"started by {world.launcher}, {world.backend}"
     )
     processes = [("rank", "host", "devices, by stage")]
     processes += [
-        (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(places)
+        (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(hosts)
     ]
-    return "\n".join([head, table(model.plan), *text_table(processes, right_aligned=1)])
+    return "\n".join([head, table(plan), *text_table(processes, 1)])
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -1,10 +1,11 @@
-"""The run directory: where it is, who writes to it, and what a run leaves there.
+"""The run directory: its files, and who writes them.
 
     <output_dir>/<run_name>/
         config.yaml     the resolved config        overrides.yaml  the command line's
-        metrics.jsonl   a line a logged step       summary.json    written at the end
+        metrics.jsonl   a line per logged step     summary.json    written at the end
         tensorboard/    event files                checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
+        plan.yaml       stages and their costs     timeline.*      see `monitor.timeline_files`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError
+from hybridtrain.files import write_atomically
 from hybridtrain.monitor.progress import log_handler
 from hybridtrain.planning.plan import Plan
 
@@ -35,26 +37,26 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
-        """The run directory that `config` names."""
+        """Returns the run directory that `config` names."""
         return cls(Path(config.output_dir) / str(config.run_name))
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def plan(self) -> Path:
-        """Where the model was cut, and why."""
+        """The plan that the run is cut by."""
         return self.path / "plan.yaml"
 
     @property
     def tensorboard(self) -> Path:
-        """Where the event files are."""
+        """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     def create(self) -> None:
-        """Makes the directory; every rank does, since every rank has a log in it.
+        """Makes the directory; every process calls it, since each has a log in it.
 
         Raises:
             ConfigError: it cannot be made or written to.
@@ -68,32 +70,32 @@ class RunDirectory:
             ) from error
 
     def write_config(self, config: Config, overrides: Sequence[str]) -> None:
-        """Writes what the run was asked for."""
-        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        write_text(self.path / "overrides.yaml", OmegaConf.to_yaml(list(overrides)))
+        """Writes `config.yaml` and `overrides.yaml`."""
+        write_atomically(self.path / "config.yaml", to_yaml(config))
+        write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))
 
     def read_config(self) -> dict[str, Any]:
-        """What `write_config` wrote; empty if it did not."""
+        """Returns the config that `write_config` wrote, or an empty one."""
         path = self.path / "config.yaml"
         if not path.exists():
             return {}
         return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
 
     def write_plan(self, plan: Plan, proposed: bool = False) -> Path:
-        """Writes how the model is divided; `pipeline.split` takes the file.
+        """Writes a plan, which `pipeline.split` takes, and returns its path.
 
-        A plan that is `proposed` leaves that of the run in place.
+        A `proposed` plan does not replace that of the run.
         """
         path = self.path / "plan.new.yaml" if proposed else self.plan
-        write_text(path, plan.to_yaml())
+        write_atomically(path, plan.to_yaml())
         return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""
-        write_text(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """What `write_summary` wrote; empty if the run was ended before."""
+        """Returns the summary that `write_summary` wrote, or an empty one."""
         path = self.path / "summary.json"
         summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return summary
@@ -101,7 +103,8 @@ class RunDirectory:
     def log_to_files(self, rank: int) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too.
 
-        Without a run directory, as after a typo in the name of a run to evaluate, there is no file.
+        There is no file without a run directory, such as when the name of a run to evaluate has a
+        typo.
         """
         root = logging.getLogger()
         root.setLevel(logging.INFO)
@@ -114,10 +117,3 @@ class RunDirectory:
         if rank == 0:
             root.addHandler(log_handler())
         logging.captureWarnings(True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

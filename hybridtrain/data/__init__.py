@@ -1,9 +1,9 @@
-"""Data sets: one function each, from where the data lies to `DataSplits`.
+"""Data sets: one function each, which returns `DataSplits`.
 
 A function is the `_target_` of a file in `configs/data/`, and its parameters are that file's
-keys. It reads what is on the disk (or ships with the package), downloads only when told to, and
-raises `DataError` when the data is missing, damaged or too small. A file is imported when its
-function is called for: torchvision and torchtext cost seconds, and the second is optional.
+keys. It reads from the disk (or from the package), downloads only when told to, and raises
+`DataError` when the data is missing, damaged or too small. torchvision and torchtext are imported
+when a function needs them: they take seconds, and torchtext is optional.
 """
 
 from hybridtrain.data.digits import digits

@@ -10,36 +10,39 @@ from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 
 _FILE = "digits.csv.gz"
-_ROWS = 1797
+_SAMPLES = 1797
 _SIDE = 8
-_WHITE = 16  # a pixel counts the set dots of a 4x4 block
+_WHITE = 16  # a pixel is the number of dots set in a 4x4 block
 
 # Mean and standard deviation of the 1,797 x 64 pixels after scaling to 0..1.
 _MEAN, _STD = 0.3053, 0.3760
 
 
 def digits() -> DataSplits:
-    """The 1,797 digits of the UCI Optical Recognition set (its test half), 8x8 grey pixels.
+    """Returns the 1,797 digits of the UCI Optical Recognition set (its test split), 8x8 pixels.
 
     Items are `(image, label)`: float32 of shape (1, 8, 8), scaled from 0..16 to 0..1 and then
     normalised to mean 0 and standard deviation 1 over the set, and int64 in 0..9.
 
-    Held out for evaluation is every fifth digit of each class in the file's order (355 of them):
-    a choice without a random number, so that it never depends on a seed or on a release of torch,
-    and with the classes in the same proportion as in the 1,442 for training.
+    The evaluation split is every fifth digit of each class in the file's order, 355 in all; 1,442
+    are for training. This draws no random numbers, so it never depends on a seed or on a release
+    of torch, and both splits have the classes in the same proportion.
 
-    Facts: `num_classes` 10, `image_size` 8, `channels` 1.
+    Metadata: `num_classes` 10, `image_size` 8, `channels` 1.
 
     Source: E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, DOI 10.24432/C50P49,
-    CC BY 4.0. Raises `DataError` if the file in the installed package is missing or damaged.
+    CC BY 4.0.
+
+    Raises:
+        DataError: the file in the installed package is missing or damaged.
     """
     resource = files("hybridtrain.data") / _FILE
     try:
         text = gzip.decompress(resource.read_bytes()).decode("ascii")
-        table = np.array([row.split(",") for row in text.split()], dtype=np.int64)
+        table = np.array([line.split(",") for line in text.split()], dtype=np.int64)
     except (OSError, EOFError, ValueError) as error:
         raise DataError(_broken(str(resource), str(error))) from error
-    if table.shape != (_ROWS, _SIDE * _SIDE + 1):
+    if table.shape != (_SAMPLES, _SIDE * _SIDE + 1):
         raise DataError(_broken(str(resource), f"a table of shape {table.shape}"))
 
     values = torch.from_numpy(table)
@@ -47,7 +50,7 @@ def digits() -> DataSplits:
     images = (pixels / _WHITE - _MEAN) / _STD
     labels = values[:, -1].contiguous()
 
-    held_out = torch.zeros(_ROWS, dtype=torch.bool)
+    held_out = torch.zeros(_SAMPLES, dtype=torch.bool)
     for label in range(10):
         of_class = (labels == label).nonzero().flatten()
         held_out[of_class[4::5]] = True
@@ -56,12 +59,12 @@ def digits() -> DataSplits:
         train=InMemoryDataset(images[~held_out], labels[~held_out]),
         eval=InMemoryDataset(images[held_out], labels[held_out]),
         collate=already_batched,
-        facts={"num_classes": 10, "image_size": _SIDE, "channels": 1},
+        metadata={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )
 
 
 def _broken(path: str, found: str) -> str:
     return (
-        f"{path} should hold {_ROWS} rows of {_SIDE * _SIDE} pixels and a label, but: {found}. "
+        f"{path} should hold {_SAMPLES} lines of {_SIDE * _SIDE} pixels and a label, but: {found}. "
         "The file comes with the package: install hybridtrain again"
     )

@@ -1,10 +1,10 @@
-"""The IMDB reviews: from the archive to the tensors of a batch. What torchtext does is in text.py.
+"""The IMDB reviews, from the archive to the tensors of a batch. text.py tokenises them.
 
     aclImdb_v1.tar.gz  --unpack-->  aclImdb/{train,test}/{pos,neg}/*.txt
                        --encode-->  imdb-<key>.pt, the token ids, kept for the next run
 
-Both arrows write under another name and rename at the end, so that neither an interrupted run nor
-two runs at once leave half a folder or half a file.
+Both arrows write under a temporary name and rename at the end, so that neither an interrupted run
+nor two runs at a time leave a partial folder or file.
 """
 
 import dataclasses
@@ -17,12 +17,10 @@ import pickle
 import re
 import tarfile
 import tempfile
-import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 from urllib.request import urlopen
 
 import torch
@@ -38,6 +36,7 @@ from hybridtrain.data.text import (
     tokenizer_version,
 )
 from hybridtrain.errors import DataError
+from hybridtrain.files import atomic_file
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +46,10 @@ _TIMEOUT_S = 60
 
 _ARCHIVE = "aclImdb_v1.tar.gz"
 _FOLDER = "aclImdb"
-_HALVES = ("train", "test")
+_SPLITS = ("train", "test")
 _REVIEW = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/([^/]+\.txt)")
 
-# To be raised when the same settings and files would give other ids.
+# Raise it when the same settings and files would give other ids.
 _CACHE_FORMAT = 1
 
 
@@ -62,31 +61,35 @@ def imdb(
     max_vocab: int | None = 20_000,
     min_freq: int = 2,
 ) -> DataSplits:
-    """The 50,000 film reviews of the Large Movie Review Dataset, positive or negative.
-
-    `root` is the folder that holds `aclImdb/` or the archive `aclImdb_v1.tar.gz`, which is then
-    unpacked (the labelled reviews only). With `download` the archive (84 MB) is fetched if
-    neither is there. `tokenizer` is one of torchtext's or a function's path (see
-    `text.tokenizer_named`); a review is cut after `max_len` tokens; the vocabulary is that of the
-    training half, `max_vocab` tokens (None: all) that occur at least `min_freq` times, and two
-    special ones.
+    """Returns the 50,000 film reviews of the Large Movie Review Dataset, positive or negative.
 
     Items are `((tokens, mask), label)`: int64 of shape (max_len,), bool of shape (max_len,) that
     is True where there is padding, and int64, 0 for negative and 1 for positive. Every review has
     at least one token. The order is the same on every machine.
 
     Tokenising takes many seconds, so the ids are kept in `root` under a name that is a digest of
-    all they depend on. A read-only `root` works: nothing is kept then.
+    all they depend on. Nothing is kept in a read-only `root`.
 
-    Facts: `num_classes` 2, `vocab_size`, `max_len`, `pad_index`.
+    Metadata: `num_classes` 2, `vocab_size`, `max_len`, `pad_index`.
 
-    Source: A. Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011. Raises
-    `DataError` if the data is missing, cannot be fetched or is damaged, if the tokenizer cannot
-    be found, or if torchtext is not installed.
+    Source: A. Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011.
+
+    Args:
+        root: the folder that holds `aclImdb/`, or the archive `aclImdb_v1.tar.gz`, from which the
+            labelled reviews are unpacked.
+        download: fetch the archive (84 MB) if neither is there.
+        tokenizer: one of torchtext's, or a function's path; see `text.tokenizer_named`.
+        max_len: tokens after which a review is cut.
+        max_vocab: tokens of the vocabulary beside two special ones; None: all.
+        min_freq: how often a token of the vocabulary occurs in the training split at least.
+
+    Raises:
+        DataError: the data is missing, cannot be fetched or is damaged, the tokenizer cannot be
+            found, torchtext is not installed, or an argument is not positive.
     """
     for name, value in (("max_len", max_len), ("max_vocab", max_vocab), ("min_freq", min_freq)):
         if value is not None and value < 1:
-            raise DataError(f"data.{name} must be at least 1, not {value}")
+            raise DataError(f"{name}={value} must be at least 1")
     root = Path(root)
     if download and not (root / _FOLDER).is_dir() and not (root / _ARCHIVE).is_file():
         _fetch(root / _ARCHIVE)
@@ -94,19 +97,19 @@ def imdb(
     tokenize = tokenizer_named(tokenizer)
     with _unpacked(root) as folder:
         settings = [tokenizer, tokenizer_version(tokenize), max_len, max_vocab, min_freq]
-        key = json.dumps([_CACHE_FORMAT, *settings, _survey(folder)])
+        key = json.dumps([_CACHE_FORMAT, *settings, _file_counts(folder)])
         cache = root / f"imdb-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
         encoded = _load(cache)
         if encoded is None:
-            _log.info("tokenising the reviews in %s (once: the result is kept)", folder)
+            _log.info("tokenising the reviews in %s; later runs reuse the result", folder)
             encoded = encode_reviews(folder, tokenize, max_len, max_vocab, min_freq)
             _save(encoded, cache)
 
     return DataSplits(
-        train=_rows(encoded.train),
-        eval=_rows(encoded.test),
+        train=_dataset(encoded.train),
+        eval=_dataset(encoded.test),
         collate=already_batched,
-        facts={
+        metadata={
             "num_classes": len(LABELS),
             "vocab_size": encoded.vocab_size,
             "max_len": max_len,
@@ -116,21 +119,21 @@ def imdb(
 
 
 def tokens_and_mask(stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids (N, L) and lengths (N,) as kept, to int64 ids and the mask (N, L), True at padding.
+    """Returns int64 ids and the mask (N, L), True at padding, of stored ids and lengths (N,).
 
-    The mask comes from the lengths, not from the ids: a review may well contain "<pad>".
+    The mask comes from the lengths, not from the ids: a review may contain "<pad>".
     """
     tokens, lengths = stored
     return tokens.long(), torch.arange(tokens.shape[1]) >= lengths.unsqueeze(1)
 
 
-def _rows(reviews: EncodedReviews) -> InMemoryDataset:
+def _dataset(reviews: EncodedReviews) -> InMemoryDataset:
     return InMemoryDataset(
         (reviews.tokens, reviews.lengths), reviews.labels, prepare=tokens_and_mask
     )
 
 
-# From the network to the folder ------------------------------------------------------------------
+# Fetch and unpack
 
 
 def _fetch(archive: Path) -> None:
@@ -138,15 +141,15 @@ def _fetch(archive: Path) -> None:
     digest = hashlib.md5(usedforsecurity=False)
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with _published(archive) as file, urlopen(_URL, timeout=_TIMEOUT_S) as response:
+        with atomic_file(archive) as file, urlopen(_URL, timeout=_TIMEOUT_S) as response:
             while chunk := response.read(1 << 20):
                 digest.update(chunk)
                 file.write(chunk)
             if digest.hexdigest() != _MD5:
                 raise DataError(
-                    f"IMDB: what came from {_URL} is not the archive (its MD5 is "
-                    f"{digest.hexdigest()}, not {_MD5}): cut short on the way, or replaced. "
-                    f"Nothing was kept; try again. {_by_hand(archive.parent)}"
+                    f"IMDB: {_URL} did not send the archive (MD5 {digest.hexdigest()} instead of "
+                    f"{_MD5}): the transfer was cut short, or the file has been replaced. Nothing "
+                    f"was kept; try again. {_by_hand(archive.parent)}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
@@ -157,7 +160,7 @@ def _fetch(archive: Path) -> None:
 
 @contextmanager
 def _unpacked(root: Path) -> Iterator[Path]:
-    """The folder `aclImdb`, unpacked into `root` if need be (elsewhere if that is read-only)."""
+    """Yields the folder `aclImdb`, unpacked into `root`, or elsewhere if that is read-only."""
     folder, archive = root / _FOLDER, root / _ARCHIVE
     if folder.is_dir():
         yield folder
@@ -172,27 +175,27 @@ def _unpacked(root: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root if keep else None) as scratch:
         unpacked = Path(scratch) / _FOLDER
         _log.info("unpacking %s", archive)
-        for half, label, name, content in _reviews(archive):
-            place = unpacked / half / label
-            place.mkdir(parents=True, exist_ok=True)
-            (place / name).write_bytes(content)
+        for split, label, name, content in _reviews(archive):
+            target = unpacked / split / label
+            target.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(content)
         if not unpacked.is_dir():
-            raise DataError(_broken(archive, f"it holds no {_FOLDER}/train/pos/*.txt"))
+            raise DataError(_broken(archive, f"it has no {_FOLDER}/train/pos/*.txt"))
         if keep:
             try:
                 unpacked.rename(folder)
             except OSError:
-                # Another process was quicker, which is as good.
+                # Another process may have unpacked the same archive first.
                 if not folder.is_dir():
                     raise
         yield folder if keep else unpacked
 
 
 def _reviews(archive: Path) -> Iterator[tuple[str, str, str, bytes]]:
-    """Half, label, file name and content of every labelled review in the archive.
+    """Yields split, label, file name and content of every labelled review in the archive.
 
-    Regular files with one of the expected names, and nothing else: so the archive cannot say where
-    to write or make a link, and the 50,000 reviews without a label cost no time.
+    Only regular files with an expected name are read, so that the archive cannot choose where to
+    write or make a link, and the 50,000 unlabelled reviews take no time.
     """
     try:
         with tarfile.open(archive, "r:gz") as tar:
@@ -200,18 +203,18 @@ def _reviews(archive: Path) -> Iterator[tuple[str, str, str, bytes]]:
                 expected = _REVIEW.fullmatch(member.name)
                 content = tar.extractfile(member) if expected and member.isfile() else None
                 if expected and content:
-                    half, label, name = expected.groups()
-                    yield half, label, name, content.read()
+                    split, label, name = expected.groups()
+                    yield split, label, name, content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise DataError(_broken(archive, str(error))) from error
 
 
-def _survey(folder: Path) -> list[tuple[int, int]]:
-    """How many files there are in each of the four folders, and their bytes in all."""
+def _file_counts(folder: Path) -> list[tuple[int, int]]:
+    """Returns the number of files, and their bytes, of each of the four folders."""
     found = []
-    for half in _HALVES:
+    for split in _SPLITS:
         for label in LABELS:
-            place = folder / half / label
+            place = folder / split / label
             sizes = [path.stat().st_size for path in place.glob("*.txt")]
             if not sizes:
                 state = "is empty" if place.is_dir() else "is not there"
@@ -230,7 +233,7 @@ def _command(root: Path) -> str:
 def _by_hand(root: Path) -> str:
     return (
         f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
-        "or name another folder with data.root"
+        "or name another folder with root="
     )
 
 
@@ -241,42 +244,29 @@ def _broken(archive: Path, found: str) -> str:
     )
 
 
-# What is kept ------------------------------------------------------------------------------------
+# Cache of token ids
 
 
 def _load(cache: Path) -> EncodedSet | None:
-    """The ids kept in this file, or None if there is no such file or it is no good."""
+    """Returns the ids kept in this file, or None if it is missing or damaged."""
     try:
         kept = torch.load(cache, weights_only=True)
-        halves = {half: EncodedReviews(**kept[half]) for half in _HALVES}
-        return EncodedSet(**halves, vocab_size=kept["vocab_size"], pad_index=kept["pad_index"])
+        splits = {split: EncodedReviews(**kept[split]) for split in _SPLITS}
+        return EncodedSet(**splits, vocab_size=kept["vocab_size"], pad_index=kept["pad_index"])
     except FileNotFoundError:
         return None
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        # It can be made again, so a damaged one is no reason to stop.
+        # Not an error: the ids can be made again.
         _log.warning("%s cannot be used (%s): tokenising again", cache, error)
         return None
 
 
 def _save(encoded: EncodedSet, cache: Path) -> None:
     try:
-        with _published(cache) as file:
+        with atomic_file(cache) as file:
             torch.save(dataclasses.asdict(encoded), file)
     except OSError as error:
         _log.warning("the token ids are not kept for the next run: %s", error)
-
-
-@contextmanager
-def _published(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is complete, and is gone if that never happens."""
-    # Not tempfile's own, which nobody but its owner may read: a data folder is often shared.
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with scratch.open("xb") as file:
-            yield file
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _writable(folder: Path) -> bool:

@@ -22,19 +22,22 @@ _FILES = (
 
 
 def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
-    """The 70,000 handwritten digits of MNIST, through `torchvision.datasets.MNIST`.
-
-    `root` is the folder that holds `MNIST/raw/` with the four IDX files. With `download` they are
-    fetched into it if they are not there.
+    """Returns the 70,000 handwritten digits of MNIST, read by `torchvision.datasets.MNIST`.
 
     Items are `(image, label)`: float32 of shape (1, 28, 28), scaled to 0..1 and normalised with
     mean 0.1307 and standard deviation 0.3081, and int64 in 0..9. The pixels stay bytes in memory
-    (47 MB for the training half, not 188) and are normalised a batch at a time.
+    (47 MB for the training split instead of 188) and are normalised batch by batch.
 
-    Facts: `num_classes` 10, `image_size` 28, `channels` 1.
+    Metadata: `num_classes` 10, `image_size` 28, `channels` 1.
 
     Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits.
-    Raises `DataError` if files are missing, cannot be fetched, or are damaged.
+
+    Args:
+        root: the folder that holds `MNIST/raw/` with the four IDX files.
+        download: fetch the files into it if they are not there.
+
+    Raises:
+        DataError: files are missing, cannot be fetched, or are damaged.
     """
     raw = Path(root) / "MNIST" / "raw"
     if not download:
@@ -45,17 +48,17 @@ def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
         train=train,
         eval=held_out,
         collate=already_batched,
-        facts={"num_classes": 10, "image_size": _SIDE, "channels": 1},
+        metadata={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )
 
 
 def normalised(pixels: Tensor) -> Tensor:
-    """Bytes of shape (N, 28, 28) as the float32 images (N, 1, 28, 28) that a model takes."""
+    """Returns bytes of shape (N, 28, 28) as the float32 images (N, 1, 28, 28) of a model."""
     return pixels.unsqueeze(1).float().div_(255).sub_(_MEAN).div_(_STD)
 
 
 def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemoryDataset:
-    # A second of imports: only a run on MNIST pays for it.
+    # Takes a second to import.
     from torchvision.datasets import MNIST
 
     try:
@@ -104,7 +107,7 @@ def _by_hand(raw: Path) -> str:
     return (
         f"Or by hand: put {', '.join(_FILES)} (unpacked, from "
         f"https://ossci-datasets.s3.amazonaws.com/mnist/) into {raw.absolute()}, "
-        "or name another folder with data.root"
+        "or name another folder with root="
     )
 
 

@@ -1,4 +1,4 @@
-"""A text that is on every machine: the source of the interpreter's own standard library."""
+"""The source of the interpreter's standard library, a text that every machine has."""
 
 import os
 import sysconfig
@@ -36,9 +36,9 @@ class ByteWindows(Dataset[Batch]):
     """Windows of a text for next-byte prediction.
 
     `text` is a uint8 tensor of shape (bytes,). Item i is `(x, y)`, both int64 of shape
-    (seq_len,): x starts at byte `i * seq_len`, and y is x moved on by one byte. The windows do not
-    overlap, so that every byte is predicted at most once an epoch; a last one that would be too
-    short is left out.
+    (seq_len,): x starts at byte `i * seq_len`, and y is x shifted by one byte. The windows do not
+    overlap, so each byte is predicted at most once per epoch; a last one that would be too short
+    is left out.
     """
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
@@ -55,7 +55,7 @@ class ByteWindows(Dataset[Batch]):
         return x[0], y[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """The windows with these indices as one batch, x and y of shape (len(indices), seq_len)."""
+        """Returns these windows as one batch, x and y of shape (len(indices), seq_len)."""
         starts = torch.as_tensor(indices, dtype=torch.int64) * self.seq_len
         window = self.text[starts.unsqueeze(1) + torch.arange(self.seq_len + 1)].long()
         # Copies, so that a loss may flatten them with `view`.
@@ -65,24 +65,30 @@ class ByteWindows(Dataset[Batch]):
 def python_source(
     seq_len: int = 256, max_bytes: int | None = 8_000_000, eval_bytes: int | None = 400_000
 ) -> DataSplits:
-    """The Python source of the running interpreter's standard library, byte by byte.
+    """Returns the Python source of the interpreter's standard library, byte by byte.
 
     Items are `(x, y)`, both int64 of shape (seq_len,) with values 0..255: the bytes of a window,
-    and the byte that follows each of them. The files are taken in the order of their paths, every
-    20th of them held out for evaluation, the rest for training; each half is joined into one text,
-    cut after `max_bytes` and `eval_bytes` (null: no bound).
+    and the byte that follows each of them. The files are taken in the order of their paths: every
+    20th is held out for evaluation, the rest are for training, and those of a split are joined
+    into one text.
 
-    The text is that of the interpreter: the processes of one run must run the same release of
-    Python, and figures are comparable between runs on the same release only.
+    All processes of a run must have the same release of Python, and results are comparable only
+    between runs on the same release.
 
-    Facts: `vocab_size` 256, `seq_len`.
+    Metadata: `vocab_size` 256, `seq_len`.
 
-    Raises `DataError` if there are no sources (an interpreter with its library in a zip file, or
-    compiled only) or too few for a window in each half, or if an argument is not positive.
+    Args:
+        seq_len: bytes in a window.
+        max_bytes: the length of the training text at most; None: all of it.
+        eval_bytes: the length of the evaluation text at most; None: all of it.
+
+    Raises:
+        DataError: an argument is not positive, or the sources are missing (an interpreter with its
+            library in a zip file, or compiled only) or too few for a window in each split.
     """
     for name, value in (("seq_len", seq_len), ("max_bytes", max_bytes), ("eval_bytes", eval_bytes)):
         if value is not None and value < 1:
-            raise DataError(f"data.{name} must be at least 1, not {value}")
+            raise DataError(f"{name}={value} must be at least 1")
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = _sources(library)
     held_out = sources[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
@@ -90,37 +96,37 @@ def python_source(
 
     train = ByteWindows(_joined(training, max_bytes), seq_len)
     evaluation = ByteWindows(_joined(held_out, eval_bytes), seq_len)
-    for half, key, windows in (
+    for purpose, argument, windows in (
         ("train on", "max_bytes", train),
         ("evaluate on", "eval_bytes", evaluation),
     ):
         if len(windows) == 0:
             raise DataError(
-                f"python_source: {len(windows.text)} bytes to {half}, from {len(sources)} .py "
-                f"files under {library}, do not make one window of data.seq_len={seq_len} bytes "
-                f"and the one that follows. Use a smaller data.seq_len, a larger data.{key}, or "
-                "an interpreter that has its standard library as .py files on the disk"
+                f"python_source: {len(windows.text)} bytes to {purpose}, from {len(sources)} .py "
+                f"files under {library}, are too few for one window of seq_len={seq_len} bytes and "
+                f"the byte that follows. Set a smaller seq_len= or a larger {argument}=, or use an "
+                "interpreter that has its standard library as .py files on the disk"
             )
     return DataSplits(
         train=train,
         eval=evaluation,
         collate=already_batched,
-        facts={"vocab_size": 256, "seq_len": seq_len},
+        metadata={"vocab_size": 256, "seq_len": seq_len},
     )
 
 
 def _sources(library: Path) -> list[Path]:
-    """The .py files under `library`, in the order of their path, whatever the file system's."""
+    """Returns the .py files under `library`, sorted by path."""
     found = []
     for folder, subfolders, names in os.walk(library):
-        # In place: that is how os.walk is told where not to go.
+        # Changed in place, so that os.walk does not enter those left out.
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: path.relative_to(library).as_posix())
 
 
 def _joined(paths: Iterable[Path], limit: int | None) -> Tensor:
-    """The bytes of the files one after the other, `limit` at most, as a uint8 tensor."""
+    """Returns the first `limit` bytes of the files, joined, as a uint8 tensor."""
     text = bytearray()
     for path in paths:
         if limit is not None and len(text) >= limit:
@@ -128,7 +134,7 @@ def _joined(paths: Iterable[Path], limit: int | None) -> Tensor:
         try:
             text += path.read_bytes()
         except OSError as error:
-            # Going on without it would give this process another text than the others.
+            # Without it, this process would have another text than the others.
             raise DataError(f"python_source: {path} cannot be read: {error}") from error
     # frombuffer refuses an empty buffer.
     data = bytearray(text[:limit])

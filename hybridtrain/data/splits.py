@@ -1,4 +1,4 @@
-"""What a data set hands to the trainer: two halves, how to batch them, and facts for the model."""
+"""A data set as the trainer takes it: two splits, how to batch them, and metadata for the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,37 +16,39 @@ from hybridtrain.errors import DataError
 class DataSplits:
     """A data set, ready for a `DataLoader`.
 
-    Both halves are map-style (they have a length), can be sent to loader workers (they pickle),
+    Both splits are map-style (they have a length), can be sent to loader workers (they pickle),
     and yield `(inputs, target)`, where each is a tensor or a pytree of tensors.
     """
 
     train: Dataset[Any]
-    """The half that the model is trained on."""
+    """The training split."""
 
     eval: Dataset[Any] | None
-    """The half that it is evaluated on, or None where there is none."""
+    """The evaluation split, or None where there is none."""
 
     collate: Callable[[Any], Any] | None = None
-    """The loader's `collate_fn`; None is torch's `default_collate`."""
+    """The loader's `collate_fn`; None: torch's `default_collate`."""
 
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a model may want to know: `num_classes`, `vocab_size`, `seq_len`, `image_size`, ...
-    A key of the model's config that is null takes the fact of the same name."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes that a model may need: `num_classes`, `vocab_size`, `seq_len`, `image_size`, ...
+    A key of the model's config that is null takes the value of the same name."""
 
 
 class InMemoryDataset(Dataset[Any]):
-    """Rows of tensors held in memory, gathered a whole batch at a time.
-
-    `inputs` and `targets` are tensors, or pytrees of tensors, that agree in their first
-    dimension. `prepare`, if given, is applied to the inputs of every batch (a compact storage
-    becomes what the model takes: bytes to normalised floats, say). It must keep the first
-    dimension, and pickle: a function of a module, or a `functools.partial` of one.
+    """Samples held in memory as tensors, gathered a whole batch at a time.
 
     A `DataLoader` that finds `__getitems__` calls it with all the indices of a batch: one
-    `index_select` a tensor takes the place of a Python call and a copy a row, and then a stack.
-    What comes back is a batch already, so the loader's `collate_fn` must be `already_batched`.
+    `index_select` per tensor replaces a Python call and a copy per sample, and a stack. It returns
+    a whole batch, so the loader's `collate_fn` must be `already_batched`.
 
-    Raises `DataError` if the tensors differ in length, or there is none.
+    Args:
+        inputs: a tensor, or a pytree of tensors, with the samples in dim 0.
+        targets: likewise, with equally many samples.
+        prepare: applied to the inputs of every batch, such as from bytes to normalised floats. It
+            must keep dim 0, and pickle: a function of a module, or a `functools.partial` of one.
+
+    Raises:
+        DataError: the tensors differ in length, or there is none.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class InMemoryDataset(Dataset[Any]):
         lengths = {len(leaf) for leaf in tree_leaves((inputs, targets))}
         if len(lengths) != 1:
             raise DataError(
-                f"inputs and targets must have equally many rows, found {sorted(lengths)}"
+                f"inputs and targets must have equally many samples, found {sorted(lengths)}"
             )
         self.inputs = inputs
         self.targets = targets
@@ -72,19 +74,19 @@ class InMemoryDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if not -len(self) <= index < len(self):
-            # IndexError, and not torch's own message: it is what ends `for item in dataset`.
-            raise IndexError(f"row {index} of {len(self)}")
+            # An IndexError of Python's own ends `for item in dataset`; torch's does not.
+            raise IndexError(f"sample {index} of {len(self)}")
         # A batch of one, so that `prepare` has a single meaning.
         batch = self.__getitems__([index % len(self)])
         inputs, targets = tree_map(lambda leaf: leaf[0], batch)
         return inputs, targets
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """The batch `(inputs, targets)` of these rows, each stacked along a new first dimension."""
-        rows = torch.as_tensor(indices, dtype=torch.int64)
+        """Returns the batch `(inputs, targets)` of these samples, stacked in a new dim 0."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
 
         def pick(leaf: Tensor) -> Tensor:
-            return leaf.index_select(0, rows)
+            return leaf.index_select(0, index)
 
         inputs = tree_map(pick, self.inputs)
         if self.prepare is not None:
@@ -93,9 +95,9 @@ class InMemoryDataset(Dataset[Any]):
 
 
 def already_batched(batch: Any) -> Any:
-    """The `collate_fn` of a data set whose `__getitems__` returns whole batches.
+    """Returns `batch`; the `collate_fn` of a data set whose `__getitems__` makes whole batches.
 
-    It returns a batch as it is. A list is what the loader has when the data set was wrapped in
-    something that only knows `__getitem__`: its items are stacked with `default_collate`.
+    A data set that was wrapped in one that only knows `__getitem__` gives the loader a list of
+    items instead: they are stacked with `default_collate`.
     """
     return default_collate(batch) if isinstance(batch, list) else batch

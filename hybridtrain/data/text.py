@@ -1,8 +1,8 @@
 """Reviews as token ids, through torchtext. The one module that imports it.
 
 torchtext 0.6.0 is the last release in pure Python and works with today's torch. Its tokenizers,
-its reader of the aclImdb folder, its vocabulary and its padding are used here as they are; what it
-does not do (safe unpacking, a fixed order, a bound on memory, telling which file is bad) is added.
+its reader of the aclImdb folder, its vocabulary and its padding are used unchanged. Added here: a
+fixed order, a bound on memory, and the name of a file that cannot be read.
 """
 
 import functools
@@ -26,16 +26,15 @@ LABELS = {"neg": 0, "pos": 1}
 
 _UNKNOWN = "<unk>"
 
-# Reviews turned into a tensor at a time: as nested lists of Python numbers they take eight times
-# the tensor's memory.
-_AT_ONCE = 1000
+# Reviews made into a tensor at a time: nested lists of Python numbers take eight times its memory.
+_REVIEWS_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True)
 class EncodedReviews:
-    """One half of the set: `tokens` int32 (N, max_len), `lengths` int32 (N,), `labels` int64 (N,).
+    """A split: `tokens` int32 (N, max_len), `lengths` int32 (N,), `labels` int64 (N,).
 
-    Row i holds `lengths[i]` token ids, at least one, and then padding.
+    Review i has `lengths[i]` token ids, at least one, and then padding.
     """
 
     tokens: Tensor
@@ -45,7 +44,7 @@ class EncodedReviews:
 
 @dataclass(frozen=True)
 class EncodedSet:
-    """Both halves, the size of their vocabulary (special tokens included), and the padding's id."""
+    """Both splits, the size of the vocabulary (with special tokens), and the padding's id."""
 
     train: EncodedReviews
     test: EncodedReviews
@@ -54,29 +53,29 @@ class EncodedSet:
 
 
 def tokenizer_named(name: str) -> Tokenizer:
-    """The function from a text to its tokens that `name` stands for.
+    """Returns the tokenizer called `name`, a function from a text to a list of tokens.
 
     A name with a dot or a colon is any function that can be imported: `package.module:function`
-    or `package.module.function`. Any other is one that torchtext knows: `basic_english`, `spacy`,
-    `moses`, `toktok`, `revtok`, `subword` (all but the first need a package of their own).
+    or `package.module.function`. Any other is one of torchtext's: `basic_english`, `spacy`,
+    `moses`, `toktok`, `revtok`, `subword` (all but the first need a further package).
 
-    Raises `DataError` if it cannot be found, or does not turn a sentence into a list of strings.
+    Raises:
+        DataError: it cannot be found, or does not turn a sentence into a list of strings.
     """
     tokenize = _imported(name) if "." in name or ":" in name else _from_torchtext(name)
     tokens = tokenize("Once more, with feeling.")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise DataError(
-            f"data.tokenizer={name} must turn a string into a list of strings, "
+            f"tokenizer={name} must turn a string into a list of strings, "
             f"but it returned {tokens!r}"
         )
     return tokenize
 
 
 def tokenizer_version(tokenize: Tokenizer) -> str:
-    """A digest of the file that defines the tokenizer, or "" where there is no such file.
+    """Returns a digest of the file that defines the tokenizer, or "" where there is no such file.
 
-    Part of the key under which token ids are kept, so that an edited tokenizer is not answered
-    with the ids of the old one.
+    It is part of the cache key of the token ids, so that an edited tokenizer makes new ones.
     """
     try:
         source = inspect.getsourcefile(tokenize)
@@ -90,13 +89,14 @@ def tokenizer_version(tokenize: Tokenizer) -> str:
 def encode_reviews(
     folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
 ) -> EncodedSet:
-    """Read `folder`/{train,test}/{pos,neg}/*.txt and number the tokens.
+    """Reads `folder`/{train,test}/{pos,neg}/*.txt and numbers the tokens.
 
-    A review is cut after `max_len` tokens. The vocabulary is that of the training half as cut,
+    A review is cut after `max_len` tokens. The vocabulary is that of the training split as cut,
     by falling frequency (then by alphabet): at most `max_vocab` tokens (None: all of them) that
     occur at least `min_freq` times, after `<unk>` (0) and `<pad>` (1).
 
-    Raises `DataError` if a file is not UTF-8, or torchtext 0.6.0 is not installed.
+    Raises:
+        DataError: a file is not UTF-8, or torchtext 0.6.0 is not installed.
     """
     torchtext = _torchtext()
     text = torchtext.data.Field(
@@ -113,17 +113,17 @@ def encode_reviews(
     )
     try:
         # With a path given, splits() reads the folder and downloads nothing.
-        halves = torchtext.datasets.IMDB.splits(text, label, path=str(folder))
+        splits = torchtext.datasets.IMDB.splits(text, label, path=str(folder))
     except UnicodeDecodeError as error:
         raise DataError(
             f"IMDB: {_not_utf8(folder)} is not UTF-8 text ({error}). "
             f"Delete {folder} and unpack the archive again"
         ) from error
-    for half in halves:
-        # torchtext lists a folder as the file system does, in an order that differs between
-        # machines. Sorted by what they say, the reviews come in one order everywhere.
-        half.examples.sort(key=lambda review: (review.label, review.text))
-    train, test = halves
+    for split in splits:
+        # torchtext lists a folder in the file system's order, which differs between machines.
+        # Sorted by their text, the reviews have one order everywhere.
+        split.examples.sort(key=lambda review: (review.label, review.text))
+    train, test = splits
     text.build_vocab(train, max_size=max_vocab, min_freq=min_freq)
     return EncodedSet(
         train=_encoded(train.examples, text, label),
@@ -135,14 +135,14 @@ def encode_reviews(
 
 def _cut(tokens: list[str], max_len: int) -> list[str]:
     # A review without a token would be all padding, and its attention a softmax over nothing.
-    # Interned, the same word in 50,000 reviews is one object.
+    # Interning makes the same word in 50,000 reviews one object.
     return [sys.intern(token) for token in tokens[:max_len]] or [_UNKNOWN]
 
 
 def _encoded(reviews: list[Any], text: Any, label: Any) -> EncodedReviews:
     tokens, lengths, labels = [], [], []
-    for start in range(0, len(reviews), _AT_ONCE):
-        some = reviews[start : start + _AT_ONCE]
+    for start in range(0, len(reviews), _REVIEWS_AT_A_TIME):
+        some = reviews[start : start + _REVIEWS_AT_A_TIME]
         ids, counts = text.process([review.text for review in some])
         tokens.append(ids)
         lengths.append(counts)
@@ -151,7 +151,7 @@ def _encoded(reviews: list[Any], text: Any, label: Any) -> EncodedReviews:
 
 
 def _not_utf8(folder: Path) -> Path:
-    # The exception knows the byte but not the file.
+    # The exception names the byte but not the file.
     for path in sorted(folder.glob("*/*/*.txt")):
         try:
             path.read_bytes().decode("utf-8")
@@ -166,7 +166,7 @@ def _from_torchtext(name: str) -> Tokenizer:
         tokenize: Tokenizer = torchtext.data.get_tokenizer(name)
     except (ValueError, ImportError, OSError, LookupError) as error:
         raise DataError(
-            f"data.tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
+            f"tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
             "moses, toktok, revtok and subword; any other function is named by its path, "
             "package.module:function"
         ) from error
@@ -178,9 +178,9 @@ def _imported(path: str) -> Tokenizer:
     try:
         tokenize = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise DataError(f"data.tokenizer={path} cannot be imported: {error}") from error
+        raise DataError(f"tokenizer={path} cannot be imported: {error}") from error
     if not callable(tokenize):
-        raise DataError(f"data.tokenizer={path} is not a function but {tokenize!r}")
+        raise DataError(f"tokenizer={path} is not a function but {tokenize!r}")
     return tokenize  # type: ignore[no-any-return]
 
 
@@ -191,7 +191,7 @@ def _torchtext() -> Any:
     except ImportError as error:
         raise DataError(f"this data set needs torchtext ({error}): {install}") from error
     except OSError as error:
-        # 0.7 to 0.18 carry a library that is linked against a torch of their own time.
+        # 0.7 to 0.18 have a library that is linked against an older torch.
         raise DataError(f"torchtext is not the release 0.6.0 ({error}): {install}") from error
     if not hasattr(torchtext.data, "Field"):
         raise DataError(

@@ -1,10 +1,13 @@
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_launch import logging_as_before
+from cli_launch import SMALL, logging_as_before
+
+from hybridtrain.app.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +21,20 @@ def as_a_user_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "path", list(sys.path))
     with logging_as_before():
         yield
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an uninterrupted run of six steps; tests only read it."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    with pytest.MonkeyPatch.context() as patch, logging_as_before():
+        for key in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+            patch.delenv(key, raising=False)
+        assert main([*SMALL, f"output_dir={outputs}"]) == 0
+    return outputs / "digits"
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run in outputs/digits, where the same command line looks for it."""
+    return Path(shutil.copytree(finished, tmp_path / "outputs" / "digits"))

@@ -1,4 +1,4 @@
-"""Configs, recipes and overrides, up to the config of a run. Nothing here needs torch."""
+"""Configs, recipes and overrides, composed to the config of a run. Nothing here needs torch."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def write(name: str, text: str) -> str:
     return f"recipe={name}"
 
 
-# What is shipped -----------------------------------------------------------------------------
+# Recipes and options
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
@@ -49,7 +49,7 @@ def test_every_recipe_composes_and_names_its_run(recipe: str) -> None:
     assert (config.trainer.steps is None) != (config.trainer.epochs is None)
 
 
-def test_the_four_recipes_are_there() -> None:
+def test_the_four_recipes_exist() -> None:
     assert {path.stem for path in RECIPES} >= {
         "digits",
         "mnist_basicnet",
@@ -63,7 +63,9 @@ def test_every_option_of_every_group_composes_with_its_own_values(path: Path) ->
     group = path.parent.name
     chosen = getattr(compose_config([f"{group}={path.stem}"]), group)
     values = dataclasses.asdict(chosen) if dataclasses.is_dataclass(chosen) else chosen
-    assert values == OmegaConf.to_object(OmegaConf.load(path))
+    written = OmegaConf.to_object(OmegaConf.load(path))
+    of_the_schema = Config().data if group == "data" else {}
+    assert values == of_the_schema | written
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -84,7 +86,7 @@ def test_the_commands_at_the_head_of_a_recipe_compose(path: Path) -> None:
     assert words["3 nodes"][words["3 nodes"].index("--nnodes") + 1] == "3"
 
 
-# Who wins ------------------------------------------------------------------------------------
+# Precedence
 
 
 def test_run_name_defaults_to_the_name_of_the_recipe() -> None:
@@ -94,7 +96,7 @@ def test_run_name_defaults_to_the_name_of_the_recipe() -> None:
     assert compose_config([]).run_name == "run"
 
 
-def test_a_recipe_wins_over_the_defaults_and_an_override_over_the_recipe() -> None:
+def test_a_recipe_overrides_the_defaults_and_an_override_the_recipe() -> None:
     recipe = write(
         "mine.yaml",
         "defaults:\n  - override /optim: sgd\nseed: 7\noutput_dir: there\n"
@@ -111,11 +113,18 @@ def test_a_recipe_wins_over_the_defaults_and_an_override_over_the_recipe() -> No
     assert compose_config([recipe, "optim=adam"]).optim["_target_"] == "torch.optim.Adam"
 
 
-def test_a_config_folder_of_the_users_own_adds_options() -> None:
+def test_a_users_config_folder_adds_options() -> None:
     Path("mine/model").mkdir(parents=True)
     Path("mine/model/tiny.yaml").write_text("_target_: mine.tiny\nwidth: 3\n")
     config = compose_config(["model=tiny", "model.width=4"], "mine")
     assert config.model == {"_target_": "mine.tiny", "width": 4}
+
+
+def test_every_data_set_has_the_settings_of_the_loader() -> None:
+    Path("mine/data").mkdir(parents=True)
+    Path("mine/data/tiny.yaml").write_text("_target_: mine.tiny\nbatch_size: 8\nworkers: 2\n")
+    data = compose_config(["data=tiny", "data.drop_last=true"], "mine").data
+    assert (data["workers"], data["drop_last"], data["timeout_s"]) == (2, True, 120)
 
 
 def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
@@ -124,7 +133,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
     assert OmegaConf.to_object(merged) == config
 
 
-# Typos ---------------------------------------------------------------------------------------
+# Mistakes
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
         ("hydra.sweeep=3", "hydra.sweeep: "),
     ],
 )
-def test_a_typo_in_an_override_is_one_line_with_the_way_out(override: str, message: str) -> None:
+def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, message: str) -> None:
     first = [] if "recipe=" in override else ["recipe=digits"]
     assert re.match(message.replace("?", r"\?"), refusal(*first, override))
 
@@ -164,17 +173,17 @@ def test_a_typo_in_an_override_is_one_line_with_the_way_out(override: str, messa
         ("defaults:\n  - override model: gpt\n", "recipe/mine: .*model.* mean 'override /model'?"),
         ("pipeline:\n  nb_part: two\n", "pipeline.nb_part: .*'two'.* Integer"),
         ("trainer:\n  steps: ${trainer.epocs}\n", "trainer.steps: .*trainer.epocs"),
-        ("pipeline:\n  chunks: [1\n", "recipe mine is no YAML: .*line 2"),
-        ("pipeline:\n\tchunks: 1\n", "recipe mine is no YAML: .*line 2"),
-        ("seed: 1\nseed: 2\n", "recipe mine is no YAML: .*duplicate key seed"),
+        ("pipeline:\n  chunks: [1\n", "recipe mine is not YAML: .*line 2"),
+        ("pipeline:\n\tchunks: 1\n", "recipe mine is not YAML: .*line 2"),
+        ("seed: 1\nseed: 2\n", "recipe mine is not YAML: .*duplicate key seed"),
         ("- a\n- b\n", "recipe mine must be a mapping"),
     ],
 )
-def test_a_mistake_in_a_recipe_of_the_users_own_is_one_line(text: str, message: str) -> None:
+def test_a_mistake_in_a_users_recipe_is_one_line(text: str, message: str) -> None:
     assert re.match(message.replace("?", r"\?"), refusal(write("mine.yaml", text)))
 
 
-def test_a_recipe_file_that_is_missing_or_no_text_is_one_line() -> None:
+def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
     assert refusal("recipe=there/mine.yaml") == "recipe=there/mine.yaml: No such file or directory"
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in refusal("recipe=binary.yaml")
@@ -202,7 +211,7 @@ def test_a_wrong_value_or_grammar_is_one_line_that_names_the_key(
     assert re.match(message, refusal("recipe=digits", override))
 
 
-# The commands that show a config -------------------------------------------------------------
+# Flags that show a config
 
 
 def test_cfg_job_prints_the_recipes_values_without_importing_torch() -> None:
@@ -219,7 +228,7 @@ def test_cfg_job_prints_the_recipes_values_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--multirun"], []], ids=["cfg", "m", "run"])
-def test_a_typo_is_the_only_line_whatever_the_flags(
+def test_a_typo_is_reported_in_one_line_whatever_the_flags(
     flags: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*flags, "recipe=digits", "+trainer.step=3"]) == 2
@@ -228,7 +237,7 @@ def test_a_typo_is_the_only_line_whatever_the_flags(
     assert err == "error: trainer.step: there is no such key; did you mean trainer.steps?\n"
 
 
-def test_cfg_job_shows_a_recipe_of_the_users_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_shows_a_users_recipe(capfd: pytest.CaptureFixture[str]) -> None:
     Path("there").mkdir()
     assert main(["--cfg", "job", write("there/mine.yaml", "seed: 77\n")]) == 0
     assert yaml.safe_load(capfd.readouterr().out)["seed"] == 77

@@ -1,4 +1,4 @@
-"""IMDB: the reviews read, numbered, kept and fetched; and what is said when that fails."""
+"""IMDB: reviews are read, tokenised, kept and fetched; and the errors when that fails."""
 
 import hashlib
 import importlib
@@ -24,51 +24,51 @@ def same(one, other):
     return all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
 
 
-def everything(rows):
-    return rows.__getitems__(range(len(rows)))
+def everything(split):
+    return split.__getitems__(range(len(split)))
 
 
-def words_of(folder, half):
-    """Label and basic_english tokens of the reviews, read without any code of the library."""
+def words_of(folder, split):
+    """Returns label and basic_english tokens of the reviews, read without code of the library."""
     text = torchtext.data.get_tokenizer("basic_english")
     return sorted(
         (label, text(path.read_text(encoding="utf-8")))
         for label, name in enumerate(("neg", "pos"))
-        for path in (folder / half / name).iterdir()
+        for path in (folder / split / name).iterdir()
     )
 
 
-def test_imdb_rows_are_the_reviews_numbered_by_frequency_cut_and_padded(tmp_path):
+def test_samples_are_the_reviews_numbered_by_frequency_cut_and_padded(tmp_path):
     folder = write_imdb(tmp_path, 20)
     splits = imdb(tmp_path, max_len=24, min_freq=1)
-    expected = {half: words_of(folder, half) for half in ("train", "test")}
+    expected = {split: words_of(folder, split) for split in ("train", "test")}
     counts = {}
     for _, words in expected["train"]:
         for word in words[:24]:
             counts[word] = counts.get(word, 0) + 1
     order = sorted(counts, key=lambda word: (-counts[word], word))
     number = {word: i for i, word in enumerate(["<unk>", "<pad>", *order])}
-    for half, rows in (("train", splits.train), ("test", splits.eval)):
-        expected_rows = sorted((label, words[:24]) for label, words in expected[half])
-        assert len(rows) == len(expected_rows)
-        for ((tokens, mask), label), (true_label, words) in zip(rows, expected_rows, strict=True):
+    for name, split in (("train", splits.train), ("test", splits.eval)):
+        reviews = sorted((label, words[:24]) for label, words in expected[name])
+        assert len(split) == len(reviews)
+        for ((tokens, mask), label), (true_label, words) in zip(split, reviews, strict=True):
             ids = [number.get(word, 0) for word in words]
             assert tokens.tolist() == ids + [1] * (24 - len(ids))
             assert mask.tolist() == [False] * len(ids) + [True] * (24 - len(ids))
             assert label.item() == true_label
             assert (tokens.dtype, mask.dtype, label.dtype) == (torch.int64, torch.bool, torch.int64)
-    facts = {"num_classes": 2, "vocab_size": len(number), "max_len": 24, "pad_index": 1}
-    assert splits.facts == facts
+    metadata = {"num_classes": 2, "vocab_size": len(number), "max_len": 24, "pad_index": 1}
+    assert splits.metadata == metadata
 
 
-def test_imdb_vocabulary_is_bounded_by_size_and_frequency(tmp_path):
+def test_the_vocabulary_is_bounded_by_size_and_frequency(tmp_path):
     write_imdb(tmp_path, 20)
-    assert imdb(tmp_path, max_vocab=5).facts["vocab_size"] == 7
-    everything_once = imdb(tmp_path, max_vocab=None, min_freq=1).facts["vocab_size"]
-    assert 7 < imdb(tmp_path, max_vocab=None, min_freq=30).facts["vocab_size"] < everything_once
+    assert imdb(tmp_path, max_vocab=5).metadata["vocab_size"] == 7
+    everything_once = imdb(tmp_path, max_vocab=None, min_freq=1).metadata["vocab_size"]
+    assert 7 < imdb(tmp_path, max_vocab=None, min_freq=30).metadata["vocab_size"] < everything_once
 
 
-def test_imdb_from_the_archive_equals_imdb_from_the_folder(tmp_path):
+def test_the_archive_and_the_folder_give_the_same_samples(tmp_path):
     for name in ("packed", "folder"):
         (tmp_path / name).mkdir()
     write_imdb(tmp_path / "packed", 20, archive=True)
@@ -80,7 +80,7 @@ def test_imdb_from_the_archive_equals_imdb_from_the_folder(tmp_path):
     assert sum(1 for _ in (tmp_path / "packed/aclImdb").rglob("*.txt")) == 40  # none of unsup
 
 
-def test_imdb_order_is_that_of_no_file_system(tmp_path, monkeypatch):
+def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
     write_imdb(tmp_path, 20)
     first = imdb(tmp_path)
     for path in tmp_path.glob("*.pt"):
@@ -94,14 +94,14 @@ def test_imdb_order_is_that_of_no_file_system(tmp_path, monkeypatch):
     assert same(everything(imdb(tmp_path).train), everything(first.train))
 
 
-def test_imdb_is_tokenised_once_and_again_when_something_changed(tmp_path, monkeypatch):
+def test_reviews_are_tokenised_once_and_again_after_a_change(tmp_path, monkeypatch):
     folder = write_imdb(tmp_path, 20)
     first = imdb(tmp_path)
     calls = []
     encode = imdb_module.encode_reviews
     monkeypatch.setattr(imdb_module, "encode_reviews", lambda *a: calls.append(1) or encode(*a))
     assert same(everything(imdb(tmp_path).train), everything(first.train))
-    assert imdb(tmp_path).facts == first.facts
+    assert imdb(tmp_path).metadata == first.metadata
     assert calls == []
     imdb(tmp_path, max_len=8)
     assert len(calls) == 1
@@ -112,7 +112,7 @@ def test_imdb_is_tokenised_once_and_again_when_something_changed(tmp_path, monke
     assert len(calls) == 3
 
 
-def test_damaged_imdb_cache_is_made_again(tmp_path):
+def test_a_damaged_cache_is_made_again(tmp_path):
     write_imdb(tmp_path, 20)
     first = everything(imdb(tmp_path).train)
     (cache,) = tmp_path.glob("*.pt")
@@ -124,7 +124,7 @@ def test_damaged_imdb_cache_is_made_again(tmp_path):
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_imdb_works_from_a_folder_that_cannot_be_written(tmp_path, monkeypatch, archive):
+def test_a_read_only_folder_works_and_stays_unchanged(tmp_path, monkeypatch, archive):
     write_imdb(tmp_path, 20, archive=archive)
     before = sorted(tmp_path.rglob("*"))
 
@@ -133,12 +133,12 @@ def test_imdb_works_from_a_folder_that_cannot_be_written(tmp_path, monkeypatch, 
 
     # Permissions do not stop a superuser, and the tests may well be run by one.
     monkeypatch.setattr(imdb_module, "_writable", lambda folder: False)
-    monkeypatch.setattr(imdb_module, "_published", refuse)
+    monkeypatch.setattr(imdb_module, "atomic_file", refuse)
     assert len(imdb(tmp_path).train) == 20
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_interrupted_unpacking_leaves_no_half_folder(tmp_path, monkeypatch):
+def test_interrupted_unpacking_leaves_no_partial_folder(tmp_path, monkeypatch):
     write_imdb(tmp_path, 20, archive=True)
     reviews = imdb_module._reviews
 
@@ -154,7 +154,7 @@ def test_interrupted_unpacking_leaves_no_half_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["aclImdb_v1.tar.gz"]
 
 
-def test_archive_cannot_write_outside_its_folder(tmp_path):
+def test_an_archive_cannot_write_outside_its_folder(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     packed = write_imdb(root, 20, archive=True)
@@ -181,7 +181,7 @@ def test_archive_cannot_write_outside_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5])
-def test_broken_archive_says_so_and_leaves_nothing(tmp_path, part):
+def test_a_damaged_archive_is_an_error_and_leaves_nothing(tmp_path, part):
     packed = write_imdb(tmp_path, 20, archive=True)
     content = packed.read_bytes()
     packed.write_bytes(content[: int(len(content) * part)] or b"<html>")
@@ -190,14 +190,14 @@ def test_broken_archive_says_so_and_leaves_nothing(tmp_path, part):
     assert [path.name for path in tmp_path.iterdir()] == [packed.name]
 
 
-def test_another_archive_of_that_name_says_what_it_lacks(tmp_path):
+def test_another_archive_of_that_name_is_an_error_that_says_what_is_missing(tmp_path):
     with tarfile.open(tmp_path / "aclImdb_v1.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("README"))
-    with pytest.raises(DataError, match="holds no aclImdb/train/pos"):
+    with pytest.raises(DataError, match="has no aclImdb/train/pos"):
         imdb(tmp_path)
 
 
-def test_missing_imdb_says_where_it_looked_and_how_to_fetch(tmp_path):
+def test_missing_reviews_are_an_error_with_the_command_that_fetches_them(tmp_path):
     with pytest.raises(DataError) as caught:
         imdb(tmp_path / "nowhere")
     message = str(caught.value)
@@ -207,7 +207,7 @@ def test_missing_imdb_says_where_it_looked_and_how_to_fetch(tmp_path):
     assert "ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz" in message
 
 
-def test_folder_without_reviews_is_named(tmp_path):
+def test_a_folder_without_reviews_is_named(tmp_path):
     folder = write_imdb(tmp_path, 20)
     for path in (folder / "test/neg").iterdir():
         path.unlink()
@@ -218,14 +218,14 @@ def test_folder_without_reviews_is_named(tmp_path):
         imdb(tmp_path)
 
 
-def test_review_that_is_not_utf8_is_named(tmp_path):
+def test_a_review_that_is_not_utf8_is_named(tmp_path):
     bad = write_imdb(tmp_path, 20) / "test/pos/3_9.txt"
     bad.write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(DataError, match=r"test/pos/3_9\.txt is not UTF-8"):
         imdb(tmp_path)
 
 
-def test_empty_review_still_has_a_token(tmp_path):
+def test_an_empty_review_still_has_a_token(tmp_path):
     folder = write_imdb(tmp_path, 20)
     for path in (folder / "train/neg").iterdir():
         path.write_text("  \n")
@@ -241,13 +241,13 @@ def test_the_word_pad_in_a_review_is_not_masked(tmp_path):
     assert mask[labels == 0].sum(1).tolist() == [5] * 10
 
 
-def test_download_fetches_checks_and_keeps_the_archive(tmp_path, monkeypatch):
+def test_a_download_is_checked_and_kept(tmp_path, monkeypatch):
     for name in ("server", "root"):
         (tmp_path / name).mkdir()
     served = write_imdb(tmp_path / "server", 20, archive=True)
     monkeypatch.setattr(imdb_module, "_URL", served.as_uri())
     root = tmp_path / "new" / "root"
-    with pytest.raises(DataError, match="is not the archive"):
+    with pytest.raises(DataError, match="did not send the archive"):
         imdb(root, download=True)
     assert list(root.iterdir()) == []
 
@@ -258,7 +258,7 @@ def test_download_fetches_checks_and_keeps_the_archive(tmp_path, monkeypatch):
     assert len(imdb(root, download=True).train) == 20  # nothing is fetched twice
 
 
-def test_download_without_a_network_names_the_address_and_the_way_by_hand(tmp_path, monkeypatch):
+def test_a_failed_download_says_how_to_fetch_the_archive_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr(imdb_module, "_URL", "http://127.0.0.1:9/aclImdb_v1.tar.gz")
     with pytest.raises(DataError, match=r"(?s)http://127\.0\.0\.1:9/.*could not be fetched.*hand"):
         imdb(tmp_path, download=True)
@@ -277,7 +277,7 @@ def not_a_tokenizer(text):
 def test_any_function_can_be_the_tokenizer(tmp_path, path):
     write_imdb(tmp_path, 20)
     splits = imdb(tmp_path, tokenizer=path.format(__name__), max_len=32)
-    assert splits.facts["vocab_size"] < 40  # letters, not words
+    assert splits.metadata["vocab_size"] < 40  # letters, not words
     assert not everything(splits.train)[0][1].any()
 
 
@@ -292,19 +292,19 @@ def test_any_function_can_be_the_tokenizer(tmp_path, path):
         (f"{__name__}:not_a_tokenizer", "list of strings"),
     ],
 )
-def test_unusable_tokenizer_is_refused_with_its_key(tmp_path, tokenizer, message):
+def test_an_unusable_tokenizer_is_refused_by_name(tmp_path, tokenizer, message):
     write_imdb(tmp_path, 20)
-    with pytest.raises(DataError, match=rf"data\.tokenizer={tokenizer}.*({message})"):
+    with pytest.raises(DataError, match=rf"^tokenizer={tokenizer}.*({message})"):
         imdb(tmp_path, tokenizer=tokenizer)
 
 
-def test_missing_torchtext_names_the_extra(tmp_path, monkeypatch):
+def test_without_torchtext_the_error_names_the_extra_to_install(tmp_path, monkeypatch):
     write_imdb(tmp_path, 20)
     monkeypatch.setitem(sys.modules, "torchtext", None)
     with pytest.raises(DataError, match=r'pip install "hybridtrain\[text\]"'):
         imdb(tmp_path)
 
 
-def test_imdb_sizes_below_one_are_refused_by_key(tmp_path):
-    with pytest.raises(DataError, match=r"data\.max_len must be at least 1, not 0"):
+def test_sizes_below_one_are_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"^max_len=0 must be at least 1"):
         imdb(tmp_path, max_len=0)

@@ -1,10 +1,11 @@
-"""Which rows each replica gets: the same global batches for any number of replicas."""
+"""The samples of each replica: the same global batches for any number of replicas."""
 
 import gc
 import itertools
 import multiprocessing
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,43 +13,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from hybridtrain.data.loader import (
-    EvalLoader,
-    LoaderOptions,
-    TrainLoader,
-    permutation,
-    prefetch,
-    share_of,
-)
-from hybridtrain.errors import DataError
-from hybridtrain.world import World
+from hybridtrain.data.fetch import prefetch
+from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.options import LoaderOptions
 
-ROWS = st.integers(1, 40)
-SIZES = st.sampled_from([1, 2, 4])
+SAMPLES = st.integers(1, 40)
+REPLICAS = st.sampled_from([1, 2, 4])
 
 
 class Numbers(Dataset):
-    """Row i is (i, 10 i); row `bad` raises."""
+    """Sample i is (i, 10 i); sample `bad` raises."""
 
-    def __init__(self, rows, bad=None):
-        self.rows, self.bad = rows, bad
+    def __init__(self, samples, bad=None):
+        self.samples, self.bad = samples, bad
 
     def __len__(self):
-        return self.rows
+        return self.samples
 
     def __getitem__(self, index):
-        assert 0 <= index < self.rows
+        assert 0 <= index < self.samples
         if index == self.bad:
-            raise OSError(f"row {index} cannot be read")
+            raise OSError(f"sample {index} cannot be read")
         return torch.tensor(index), torch.tensor(10 * index)
 
 
-def replica(rank, size):
-    return World("torchrun", rank, size, rank, (torch.device("cpu"),), "gloo", 60.0, None)
+def world_of(replica, replicas):
+    """Returns the part of a World that a loader reads."""
+    return SimpleNamespace(replica=replica, replicas=replicas, devices=(torch.device("cpu"),))
 
 
-def loader(rows, batch_size, rank=0, size=1, **options):
-    return TrainLoader(Numbers(rows), batch_size, replica(rank, size), **options)
+def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
+    world, options = world_of(replica, replicas), LoaderOptions(**options)
+    return TrainLoader(Numbers(samples), batch_size, world, seed=seed, options=options)
 
 
 def take(loader, count, epoch=0, batch=0):
@@ -60,26 +57,28 @@ def take(loader, count, epoch=0, batch=0):
 
 
 def counted(batch):
-    """The rows of a share that count."""
+    """Returns the samples of a share that count."""
     assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
     return batch.inputs.tolist()[: batch.samples]
 
 
-@given(ROWS, st.integers(1, 12), SIZES, st.booleans(), st.integers(0, 3))
+@given(SAMPLES, st.integers(1, 12), REPLICAS, st.booleans(), st.integers(0, 3))
 def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
-    rows, batch_size, size, drop_last, seed
+    samples, batch_size, replicas, drop_last, seed
 ):
-    if drop_last and rows < batch_size:
+    if drop_last and samples < batch_size:
         return
     options = {"seed": seed, "drop_last": drop_last}
-    alone = loader(rows, batch_size, **options)
+    alone = loader(samples, batch_size, **options)
     steps = 2 * alone.batches_per_epoch + 1  # into the third epoch
-    replicas = [loader(rows, batch_size, rank, size, **options) for rank in range(size)]
-    assert {each.batches_per_epoch for each in replicas} == {alone.batches_per_epoch}
+    loaders = [
+        loader(samples, batch_size, replica, replicas, **options) for replica in range(replicas)
+    ]
+    assert {each.batches_per_epoch for each in loaders} == {alone.batches_per_epoch}
     expected = take(alone, steps)
-    shares = [take(each, steps) for each in replicas]
+    shares = [take(each, steps) for each in loaders]
     for step in range(steps):
-        union = [row for share in shares for row in counted(share[step])]
+        union = [sample for share in shares for sample in counted(share[step])]
         assert union == counted(expected[step]), step
         assert sum(share[step].samples for share in shares) == expected[step].total
         for share in shares:
@@ -87,37 +86,37 @@ def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
             assert len(share[step].inputs) == max(1, share[step].samples)
 
 
-@given(ROWS, st.integers(1, 12), st.booleans(), st.integers(0, 2))
-def test_an_epoch_is_every_row_once(rows, batch_size, drop_last, epoch):
-    if drop_last and rows < batch_size:
+@given(SAMPLES, st.integers(1, 12), st.booleans(), st.integers(0, 2))
+def test_an_epoch_is_every_sample_once(samples, batch_size, drop_last, epoch):
+    if drop_last and samples < batch_size:
         return
-    each = loader(rows, batch_size, drop_last=drop_last)
+    each = loader(samples, batch_size, drop_last=drop_last)
     batches = take(each, each.batches_per_epoch, epoch)
-    seen = [row for batch in batches for row in counted(batch)]
+    seen = [sample for batch in batches for sample in counted(batch)]
     assert len(set(seen)) == len(seen)
     if drop_last:
-        assert len(seen) == rows // batch_size * batch_size
+        assert len(seen) == samples // batch_size * batch_size
         assert {batch.total for batch in batches} == {batch_size}
     else:
-        assert set(seen) == set(range(rows))
-    assert seen == permutation(rows, 0, epoch).tolist()[: len(seen)]
+        assert set(seen) == set(range(samples))
+    assert seen == permutation(samples, 0, epoch).tolist()[: len(seen)]
 
 
-def test_where_a_batch_has_fewer_rows_than_there_are_replicas_a_row_stands_in_that_counts_0():
-    # 9 rows in batches of 4: the last global batch has one row, for 4 replicas
-    last = [take(loader(9, 4, rank, 4), 3)[2] for rank in range(4)]
+def test_a_replica_without_a_sample_of_a_short_batch_gets_one_that_counts_0():
+    # 9 samples in batches of 4: the last global batch has one sample, for 4 replicas
+    last = [take(loader(9, 4, replica, 4), 3)[2] for replica in range(4)]
     assert [share.samples for share in last] == [1, 0, 0, 0]
     assert [share.total for share in last] == [1, 1, 1, 1]
     assert all(len(share.inputs) == len(share.targets) == 1 for share in last)
     assert sum(share.samples / share.total for share in last) == 1
 
 
-@given(ROWS, st.integers(1, 9), st.integers(0, 3), SIZES, st.data())
+@given(SAMPLES, st.integers(1, 9), st.integers(0, 3), REPLICAS, st.data())
 def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
-    rows, batch_size, epoch, size, data
+    samples, batch_size, epoch, replicas, data
 ):
-    rank = data.draw(st.integers(0, size - 1))
-    each = loader(rows, batch_size, rank, size)
+    replica = data.draw(st.integers(0, replicas - 1))
+    each = loader(samples, batch_size, replica, replicas)
     batch = data.draw(st.integers(0, each.batches_per_epoch - 1))
     skipped = epoch * each.batches_per_epoch + batch
     full = take(each, skipped + 5)
@@ -126,7 +125,7 @@ def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
         assert (a.samples, a.total) == (b.samples, b.total)
 
 
-def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
+def test_the_order_depends_on_seed_and_epoch_alone():
     orders = {
         (seed, epoch): tuple(permutation(50, seed, epoch).tolist())
         for seed in range(5)
@@ -142,51 +141,53 @@ def test_the_order_depends_on_seed_and_epoch_and_nothing_else():
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_shares_cover_all_rows_in_order_and_differ_by_one_at_most(total, size):
-    shares = [list(range(total)[share_of(total, rank, size)]) for rank in range(size)]
-    assert [row for share in shares for row in share] == list(range(total))
+def test_shares_cover_all_samples_in_order_and_differ_by_one_at_most(total, replicas):
+    shares = [list(range(total)[share_of(total, replica, replicas)]) for replica in range(replicas)]
+    assert [sample for share in shares for sample in share] == list(range(total))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_evaluation_covers_every_row_exactly_once_in_order(size):
-    for rows in range(18):
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+def test_evaluation_covers_every_sample_exactly_once_in_order(replicas):
+    for samples in range(18):
         for batch_size in (1, 3, 8):
             seen = []
-            for rank in range(size):
-                for inputs, targets in EvalLoader(Numbers(rows), batch_size, replica(rank, size)):
-                    assert len(inputs) <= max(1, batch_size // size)
+            for replica in range(replicas):
+                for inputs, targets in EvalLoader(
+                    Numbers(samples), batch_size, world_of(replica, replicas)
+                ):
+                    assert len(inputs) <= max(1, batch_size // replicas)
                     assert torch.equal(targets, 10 * inputs)
                     seen += inputs.tolist()
-            assert seen == list(range(rows)), (rows, batch_size)
+            assert seen == list(range(samples)), (samples, batch_size)
 
 
 def test_evaluation_can_be_repeated():
-    each = EvalLoader(Numbers(7), 3, replica(0, 1))
+    each = EvalLoader(Numbers(7), 3, world_of(0, 1))
     assert [x.tolist() for x, _ in each] == [x.tolist() for x, _ in each]
 
 
-def test_no_batch_in_the_data_is_an_error_that_counts():
-    with pytest.raises(DataError, match=r"has 3 rows, less than one batch of data\.batch_size=4"):
+def test_less_than_one_batch_of_data_is_an_error_that_names_the_argument():
+    with pytest.raises(DataError, match=r"has 3 samples, less than one batch of batch_size=4"):
         loader(3, 4, drop_last=True)
-    with pytest.raises(DataError, match="has 0 rows"):
+    with pytest.raises(DataError, match="has 0 samples"):
         loader(0, 4)
     assert loader(3, 4).batches_per_epoch == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_exception_of_the_data_set_comes_out_after_the_batches_before_it(workers):
+def test_an_exception_of_the_data_set_is_raised_after_the_batches_before_it(workers):
     order = permutation(12, 0, 0).tolist()
     data = Numbers(12, bad=order[7])  # in the second batch of 4
     options = LoaderOptions(workers=workers)
-    stream = TrainLoader(data, 4, replica(0, 1), options=options).stream()
+    stream = TrainLoader(data, 4, world_of(0, 1), options=options).stream()
     assert next(stream).inputs.tolist() == order[:4]
-    with pytest.raises(OSError, match=f"row {order[7]} cannot be read"):
+    with pytest.raises(OSError, match=f"sample {order[7]} cannot be read"):
         next(stream)
-    evaluation = iter(EvalLoader(Numbers(12, bad=5), 4, replica(0, 1), options=options))
+    evaluation = iter(EvalLoader(Numbers(12, bad=5), 4, world_of(0, 1), options=options))
     assert next(evaluation)[0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(OSError, match="row 5 cannot be read"):
+    with pytest.raises(OSError, match="sample 5 cannot be read"):
         next(evaluation)
 
 
@@ -198,7 +199,7 @@ def test_worker_processes_end_with_their_stream(how):
     gc.collect()
     gc.disable()
     try:
-        stream = TrainLoader(data, 4, replica(0, 1), options=LoaderOptions(workers=2)).stream()
+        stream = TrainLoader(data, 4, world_of(0, 1), options=LoaderOptions(workers=2)).stream()
         next(stream)
         assert len(multiprocessing.active_children()) == 2
         if how == "exception":
@@ -212,9 +213,9 @@ def test_worker_processes_end_with_their_stream(how):
         gc.enable()
 
 
-def test_workers_bring_the_same_batches():
+def test_worker_processes_give_the_same_batches():
     plain = take(loader(10, 4, 1, 2), 7)
-    fetched = take(loader(10, 4, 1, 2, options=LoaderOptions(workers=2)), 7)
+    fetched = take(loader(10, 4, 1, 2, workers=2), 7)
     for a, b in zip(plain, fetched, strict=True):
         assert torch.equal(a.inputs, b.inputs)
         assert (a.samples, a.total) == (b.samples, b.total)
@@ -239,10 +240,10 @@ def test_an_iterator_closed_early_leaves_no_thread(how):
 
 
 def test_an_evaluation_left_early_leaves_no_thread():
-    for _ in EvalLoader(Numbers(10), 2, replica(0, 1)):
+    for _ in EvalLoader(Numbers(10), 2, world_of(0, 1)):
         break
     assert not prefetchers()
-    evaluation = iter(EvalLoader(Numbers(10), 2, replica(0, 1)))
+    evaluation = iter(EvalLoader(Numbers(10), 2, world_of(0, 1)))
     next(evaluation)
     evaluation.close()
     assert not prefetchers()
@@ -280,8 +281,21 @@ def test_prefetching_stays_within_its_depth():
     assert len(produced) < 100
 
 
-def test_collate_is_the_callers():
-    options = LoaderOptions(collate=lambda items: (len(items), [y for _, y in items]))
-    batch = take(loader(6, 3, options=options), 1)[0]
+def test_batches_are_made_by_the_given_collate_function():
+    batch = take(loader(6, 3, collate=lambda items: (len(items), [y for _, y in items])), 1)[0]
     assert batch.inputs == 3
     assert len(batch.targets) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": -1}, "workers=-1 must be a number of processes, 0 or more"),
+        ({"workers": True}, "workers=True must be a number of processes"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a positive number of seconds"),
+        ({"drop_last": "maybe"}, "drop_last=maybe must be true or false"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused_by_name(settings, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        LoaderOptions(**settings)

@@ -258,7 +258,7 @@ def test_transformer_learns_reviews(tmp_path):
     torch.manual_seed(0)
     write_imdb(tmp_path, 120)
     splits = data.imdb(tmp_path, max_len=32, min_freq=1)
-    model = models.transformer(**splits.facts, d_model=32, d_hid=64, nlayers=2)
+    model = models.transformer(**splits.metadata, d_model=32, d_hid=64, nlayers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(12):
         for rows in torch.randperm(120).split(20):
@@ -328,7 +328,7 @@ def test_gpt_dropout_acts_in_training_only():
 def test_gpt_learns_python():
     torch.manual_seed(0)
     splits = data.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)
-    model = models.gpt(**splits.facts, n_layer=2, d_model=64)
+    model = models.gpt(**splits.metadata, n_layer=2, d_model=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for rows in torch.randperm(len(splits.train)).split(16)[:70]:
         x, y = splits.train.__getitems__(rows.tolist())

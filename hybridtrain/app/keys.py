@@ -1,0 +1,59 @@
+"""Config keys in the place of argument names, in the messages of errors.
+
+The library speaks of its arguments (`chunks=3`); who runs the command line has set a key
+(`pipeline.chunks=3`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+from hybridtrain.app.config import LOADER_KEYS, Config
+from hybridtrain.errors import UserError
+
+KEYS: dict[str, str] = {
+    **{name: f"data.{name}" for name in LOADER_KEYS},
+    "checkpoint_every": "checkpoint.every_steps",
+    **{
+        setting.name: f"{group}.{setting.name}"
+        for group, schema in get_type_hints(Config).items()
+        if is_dataclass(schema)
+        for setting in fields(schema)
+    },
+}
+"""The config key of every argument. `timeout_s` is the world's; the loader's is named where its
+options are made."""
+
+# A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison.
+_QUOTE_OR_ARGUMENT = re.compile(
+    r"""(?<!\w)(?:'[^'\n]*'|"[^"\n]*")(?!\w)|(?<![\w.\-/?&])(\w+)=(?!=)(None\b|True\b|False\b|)"""
+)
+
+
+def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
+    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] not in keys:
+            return match[0]
+        value = "null" if match[2] == "None" else match[2].lower()
+        return f"{keys[match[1]]}={value}"
+
+    return _QUOTE_OR_ARGUMENT.sub(replaced, message)
+
+
+@contextmanager
+def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> Iterator[None]:
+    """Applies `with_config_keys` to an error that is raised inside, and to every error's notes."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError):
+            error.args = (with_config_keys(str(error), keys),)
+        if hasattr(error, "__notes__"):
+            error.__notes__ = [with_config_keys(note, keys) for note in error.__notes__]
+        raise

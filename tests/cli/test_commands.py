@@ -1,0 +1,123 @@
+"""The commands evaluate, export and plan, and sweeps."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cli_launch import SMALL
+from cli_runs import LAST, assert_same, contents, fail, metrics, succeed
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from hybridtrain import models
+
+
+def test_evaluate_gives_the_values_that_the_run_logged(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    by_step = {line["step"]: line for line in metrics(copied) if "eval/loss" in line}
+    for step, resume in (
+        (6, "auto"),
+        (4, "outputs/digits/checkpoints/step_00000004"),
+    ):
+        said = succeed(capfd, "evaluate", *SMALL, f"resume={resume}")
+        assert f"step {step}: " in said
+        assert f"loss {by_step[step]['eval/loss']:.4f}" in said
+        assert f"accuracy {by_step[step]['eval/accuracy']:.4f}" in said
+        assert "(355 samples)" in said
+    assert contents(copied) == before
+
+
+def test_export_writes_the_weights_under_the_names_of_the_model(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = succeed(capfd, "export", *SMALL)
+    written = copied / "export" / f"{LAST}.safetensors"
+    assert str(written.relative_to(Path.cwd())) in said
+    expected = torch.load(copied / "checkpoints" / LAST / "model.pt")
+    net = models.basicnet(num_classes=10, image_size=8, channels=1)
+    net.load_state_dict(load_file(written))
+    assert_same(dict(net.state_dict()), dict(expected))
+    others = copied / "config.yaml"
+    assert written.stat().st_mode == others.stat().st_mode
+
+
+def test_a_plan_is_shown_and_written_and_a_run_is_cut_by_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = succeed(capfd, "plan", *SMALL, "pipeline.split=balanced", "run_name=planned")
+    path = Path("outputs/planned/plan.yaml")
+    assert f"wrote {path}; to train with it: pipeline.split={path}" in said
+    assert "forward ms  backward ms" in said
+    plan = path.read_text()
+    assert re.search(r"^  - \{name: conv1, parameters: 320, forward_ms: \d", plan, re.M)
+    # a layer moved by hand
+    lines = plan.splitlines()
+    first = [i for i, line in enumerate(lines) if line.startswith("- device")][1] - 1
+    moved = lines.pop(first)
+    second = next(i for i, line in enumerate(lines) if i > first and line == "  layers:")
+    lines.insert(second + 1, moved)
+    path.write_text("\n".join(lines))
+    said = succeed(capfd, *SMALL, f"pipeline.split={path}", "monitor.tensorboard=false")
+    name = re.search(r"name: (\w+)", moved)
+    assert name is not None
+    assert f"{name[1]} ... " in said
+    assert f"name: {name[1]}," in Path("outputs/digits/plan.yaml").read_text()
+    message = fail(capfd, *SMALL, f"pipeline.split={path}", "pipeline.nb_part=3")
+    assert "the plan has 2 stages, and 3 are asked for: set pipeline.nb_part=2" in message
+
+
+def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = (copied / "plan.yaml").read_text()
+    said = succeed(capfd, "plan", *SMALL, "pipeline.split=size")
+    assert f"wrote {copied.relative_to(Path.cwd())}/plan.new.yaml" in said
+    assert (copied / "plan.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export"])
+def test_a_command_without_its_checkpoint_says_where_it_looked(
+    command: str, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = fail(capfd, command, *SMALL, "run_name=other")
+    assert "there is no checkpoint in outputs/other/checkpoints: train first" in message
+    assert not Path("outputs/other").exists()
+    assert "resume=null: set it to auto" in fail(capfd, command, *SMALL, "resume=null")
+
+
+def test_multirun_makes_a_run_directory_for_each_combination(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    quick = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
+    succeed(capfd, "-m", *quick, "optim.lr=1e-3,1e-2")
+    names = ["digits-optim.lr=0.001", "digits-optim.lr=0.01"]
+    rates = [OmegaConf.load(f"outputs/{name}/config.yaml").optim.lr for name in names]
+    assert rates == [1e-3, 1e-2]
+    assert sorted(path.name for path in Path().iterdir()) == ["outputs"]
+    assert sorted(path.name for path in Path("outputs").iterdir()) == names
+    said = succeed(capfd, "evaluate", "-m", *quick, "optim.lr=1e-3,1e-2")
+    assert (
+        len(re.findall(r"outputs/digits-optim.lr=0.0+1/checkpoints/step_00000002, step 2: ", said))
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("swept", "message"),
+    [
+        ("optim.lrr=1,2", "optim.lrr: .* did you mean optim.lr?"),
+        ("recipe=digits,digts", "recipe=digts: .* did you mean recipe=digits?"),
+        ("seed=interval(1,2)", ".*INTERVAL_SWEEP"),
+        ("seed=[1", ".*'\\[1'"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_reported_before_its_first_run(
+    swept: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(capfd, "-m", *SMALL, swept)
+    assert re.match("error: " + message.replace("?", r"\?"), said)
+    assert said.count("\n") == 1
+    assert not Path("outputs").exists()

@@ -1,0 +1,49 @@
+"""Every recipe, for a few steps on small data."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from cli_runs import metrics, succeed
+from small_data import write_imdb, write_mnist
+
+TINY = {
+    "digits": [],
+    "mnist_basicnet": ["data.root=data"],
+    "imdb_transformer": [
+        *("data.root=data", "data.max_len=32", "model.d_model=16", "model.d_hid=16"),
+        "model.nhead=2",
+    ],
+    "python_source_gpt": [
+        *("data.seq_len=32", "data.max_bytes=20000", "data.eval_bytes=2000"),
+        *("model.d_model=16", "model.n_head=2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_every_recipe_trains_a_few_steps_on_small_data(
+    recipe: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if recipe == "mnist_basicnet":
+        write_mnist("data", n_train=48, n_test=20)
+    if recipe == "imdb_transformer":
+        pytest.importorskip("torchtext")
+        write_imdb("data", n=40)
+    few = ["trainer.epochs=null", "trainer.steps=3", "trainer.log_every=1", "data.batch_size=16"]
+    cpu = ["world.devices=cpu", "monitor.tensorboard=false"]
+    said = succeed(capfd, f"recipe={recipe}", *few, *cpu, *TINY[recipe])
+    run = Path("outputs") / recipe
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["world"]["nb_part"] == len(summary["stages"]) == 2
+    losses = [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+    classes = {"imdb_transformer": 2, "python_source_gpt": 256}.get(recipe, 10)
+    assert len(losses) == 3
+    # untrained, a model knows about as much as one that guesses
+    assert losses[0] == pytest.approx(math.log(classes), rel=0.5)
+    assert summary["eval"]["samples"] > 0
+    assert 0 <= summary["eval"]["accuracy"] <= 1
+    assert (run / "checkpoints" / "step_00000003").is_dir()
+    assert "1 process x 2 stages" in said

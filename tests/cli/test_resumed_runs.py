@@ -1,0 +1,169 @@
+"""Runs that resume: from where, with which settings, and when that is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_launch import SMALL
+from cli_runs import LAST, assert_same_checkpoint, contents, fail, learned, succeed
+
+from hybridtrain.app.cli import main
+from hybridtrain.model import HybridModel
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(
+    finished: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = HybridModel.train_step, []
+
+    def fail_in_the_sixth_step(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            raise RuntimeError("the power went")
+        return step(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HybridModel, "train_step", fail_in_the_sixth_step)
+        assert main(SMALL) == 1
+    assert "the power went" in capfd.readouterr().err
+    run = Path("outputs/digits")
+    assert not (run / "summary.json").exists()
+
+    said = succeed(capfd, *SMALL)
+    assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
+    assert_same_checkpoint(run / "checkpoints" / LAST, finished / "checkpoints" / LAST)
+    assert learned(run) == learned(finished)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["resumed_from"] == "outputs/digits/checkpoints/step_00000004"
+    assert summary["samples"] == 6 * 32
+
+
+def test_a_run_can_start_from_the_checkpoint_of_another_run(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = finished / "checkpoints" / "step_00000002"
+    succeed(capfd, *SMALL, f"resume={start}", "run_name=second", "pipeline.nb_part=3")
+    summary = json.loads(Path("outputs/second/summary.json").read_text())
+    assert summary["resumed_from"] == str(start)
+    assert summary["world"]["nb_part"] == 3
+    last = Path("outputs/second/checkpoints") / LAST
+    weights, expected = (
+        torch.load(p / "model.pt") for p in (last, finished / "checkpoints" / LAST)
+    )
+    assert list(weights) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("null", "resume=null would start a new run among the checkpoints in outputs/digits"),
+        ("outputs/nowhere", "resume=outputs/nowhere: there is no such checkpoint directory"),
+        ("outputs/digits/checkpoints/step_00000002", "has later checkpoints, up to step 6"),
+        ("outputs/digits/logs", "outputs/digits/logs is not a checkpoint"),
+    ],
+)
+def test_a_resume_that_would_lose_or_mix_checkpoints_is_refused(
+    resume: str, message: str, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    assert message in fail(capfd, *SMALL, "trainer.steps=8", f"resume={resume}")
+    assert contents(copied) == before
+
+
+def test_a_restart_by_torchrun_resumes_from_the_newest_checkpoint_and_not_the_named_one(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    start = "resume=outputs/digits/checkpoints/step_00000002"
+    said = succeed(capfd, *SMALL, "trainer.steps=7", start)
+    assert "resumed from outputs/digits/checkpoints/step_00000006, at step 6 of 7" in said
+
+
+def test_a_complete_run_says_so_and_changes_no_file(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    said = succeed(capfd, *SMALL)
+    assert "the run is complete at step 6" in said
+    accuracy = json.loads(before["summary.json"])["eval"]["accuracy"]
+    assert f"accuracy {accuracy:.4f}" in said
+    assert contents(copied) == before
+
+
+def test_the_checkpoint_of_another_model_is_refused_and_no_file_changes(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    message = fail(capfd, *SMALL, "trainer.steps=8", "model.num_classes=11")
+    assert "fc2.weight is [10, 128] there and [11, 128] in the model" in message
+    assert contents(copied) == before
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    finished: Path, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flip_a_byte(copied / "checkpoints" / LAST / "model.pt")
+    said = succeed(capfd, *SMALL)
+    assert (
+        "skipping a damaged checkpoint: outputs/digits/checkpoints/step_00000006/model.pt" in said
+    )
+    assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
+    assert_same_checkpoint(copied / "checkpoints" / LAST, finished / "checkpoints" / LAST)
+    assert learned(copied) == learned(finished)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in (copied / "checkpoints").iterdir():
+        flip_a_byte(path / "model.pt")
+    before = contents(copied)
+    assert "none of the checkpoints in outputs/digits/checkpoints is intact" in fail(capfd, *SMALL)
+    assert contents(copied) == before
+
+
+def test_a_run_resumed_with_another_split_ends_with_the_same_weights(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    constant = [*SMALL, "monitor.tensorboard=false", "lr_schedule=constant"]
+    parts = [*constant, "run_name=parts"]
+    succeed(capfd, *constant, "run_name=whole")
+    succeed(capfd, *parts, "trainer.steps=2", "pipeline.split=time")
+    plan = Path("outputs/parts/plan.yaml").read_text()
+    succeed(capfd, *parts, "trainer.steps=4", "pipeline.split=time")
+    assert Path("outputs/parts/plan.yaml").read_text() == plan  # it was not measured again
+    succeed(capfd, *parts, "pipeline.split=[1,11]")
+    assert Path("outputs/parts/plan.yaml").read_text() != plan
+    ours = torch.load(f"outputs/parts/checkpoints/{LAST}/model.pt")
+    theirs = torch.load(f"outputs/whole/checkpoints/{LAST}/model.pt")
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_layers_are_measured_again_if_a_key_of_the_pipeline_has_changed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=balanced"]
+    succeed(capfd, *run, "trainer.steps=2")
+    assert "cut as in outputs/digits/plan.yaml" in succeed(capfd, *run, "trainer.steps=4")
+    said = succeed(capfd, *run, "pipeline.memory_weight=0.9")
+    assert "measured again: pipeline.memory_weight has changed since the plan was made" in said
+
+
+def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_plan(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=time", "pipeline.nb_part=2"]
+    succeed(capfd, *run, "trainer.steps=2")
+    said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
+    assert "is of another model" in said
+    assert "choose another run_name" in said

@@ -1,0 +1,140 @@
+"""The files and the terminal output of a run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cli_launch import SMALL
+from cli_runs import LAST, metrics, succeed
+from omegaconf import OmegaConf
+
+from hybridtrain import models
+from hybridtrain.app.compose import compose_config
+from hybridtrain.app.config import Config
+
+
+def test_config_yaml_is_the_resolved_config_and_overrides_yaml_the_command_line(
+    finished: Path,
+) -> None:
+    asked = [*SMALL, f"output_dir={finished.parent}"]
+    assert OmegaConf.to_object(OmegaConf.load(finished / "overrides.yaml")) == asked
+    loaded = OmegaConf.load(finished / "config.yaml")
+    assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), loaded)) == (
+        compose_config(asked)
+    )
+
+
+def test_metrics_jsonl_has_a_line_for_each_logged_step_and_each_evaluation(finished: Path) -> None:
+    lines = metrics(finished)
+    training = [line for line in lines if "train/loss" in line]
+    evaluations = [line for line in lines if "eval/loss" in line]
+    assert [line["step"] for line in training] == [2, 4, 6]
+    assert [line["step"] for line in evaluations] == [4, 6]
+    for line in training:
+        for tag in ("train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"):
+            assert line[tag] > 0
+    # The recipe's warm-up over 20 steps, at the steps 1, 3 and 5 counted from 0.
+    assert [line["train/lr"] for line in training] == pytest.approx(
+        [3e-3 * (1 + step) / 21 for step in (1, 3, 5)]
+    )
+
+
+def test_summary_json_keeps_its_contract(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["samples"] == 6 * 32
+    assert summary["train_loss"] == metrics(finished)[-2]["train/loss"]
+    assert summary["eval"]["samples"] == 355  # every held-out digit once
+    assert summary["eval"]["loss"] == metrics(finished)[-1]["eval/loss"]
+    assert 0 <= summary["eval"]["accuracy"] <= 1
+    assert summary["eval"]["accuracy"] * 355 == pytest.approx(
+        round(summary["eval"]["accuracy"] * 355)
+    )
+    assert summary["samples_per_second"] > 0
+    assert 0 < summary["step_ms"]["p50"] <= summary["step_ms"]["p95"]
+    assert 0 <= summary["bubble_fraction"] < 1
+    world = {"processes": 1, "nb_part": 2, "engine": "local", "backend": "gloo"}
+    assert summary["world"] == world
+    assert summary["checkpoint"] == str(finished / "checkpoints" / LAST)
+    assert summary["resumed_from"] is None
+
+    net = models.basicnet(num_classes=10, image_size=8, channels=1)
+    assert len(summary["stages"]) == 2
+    layers = [name for stage in summary["stages"] for name in stage["layers"]]
+    assert layers == [name for name, _ in net.named_children()]
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    assert sum(stage["parameters"] for stage in summary["stages"]) == parameters
+    for stage in summary["stages"]:
+        assert stage["layers"]
+        assert stage["forward_ms"] > 0
+        assert stage["backward_ms"] > 0
+        # weights, gradients and the two moments of Adam
+        assert stage["peak_memory_bytes"] >= 4 * 4 * stage["parameters"]
+        assert isinstance(stage["peak_memory_bytes"], int)
+
+
+def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert scalars >= {
+        *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "step_ms")),
+        *(f"stage{i}/{name}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),
+        *(f"stage{i}/memory_bytes" for i in (0, 1)),
+        "eval/accuracy",
+        "eval/loss",
+    }
+    assert [point.step for point in events.Scalars("train/loss")] == [2, 4, 6]
+    assert [point.step for point in events.Scalars("eval/accuracy")] == [4, 6]
+    texts = [
+        event.tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+        for event in events.Tensors(tag)
+    ]
+    assert any("nb_part: 2" in text and "T_max: null" in text for text in texts)
+
+
+def test_the_terminal_shows_the_placement_the_progress_and_the_run_directory(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = succeed(capfd, *SMALL, "monitor.tensorboard=false")
+    assert said.count("1 process x 2 stages") == 1
+    assert re.search(
+        r"^ +0 +6 +[\d,]+ +[\d.]+ [KM]iB +\d+% +cpu +conv1 \.\.\. dropout1$", said, re.M
+    )
+    assert re.search(r"^ +0 +\S+ +cpu cpu$", said, re.M)
+    steps = re.findall(
+        r"^step (\d)/6  loss [\d.]+  [\d,.]+ samples/s  lr \S+  left \S+$", said, re.M
+    )
+    assert steps == ["2", "4", "6"]
+    assert re.findall(r"^step (\d)/6  eval: loss \S+  accuracy \S+$", said, re.M) == ["4", "6"]
+    here = Path("outputs/digits")
+    accuracy = json.loads((here / "summary.json").read_text())["eval"]["accuracy"]
+    assert f"accuracy {accuracy:.4f}\nrun directory: {here.resolve()}\n" in said
+    assert f"tensorboard --logdir {here}/tensorboard" in said
+    logged = (here / "logs" / "rank_000.log").read_text()
+    assert logged.count("1 process x 2 stages") == 1
+    assert f"run directory: {here.resolve()}" in logged
+    assert not (here / "tensorboard").exists()
+
+
+def test_checkpoint_keep_and_every_steps_decide_which_checkpoints_stay(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    quick = [*SMALL, "monitor.tensorboard=false", "trainer.steps=3", "checkpoint.every_steps=1"]
+    succeed(capfd, *quick, "checkpoint.keep=2")
+    kept = sorted(path.name for path in Path("outputs/digits/checkpoints").iterdir())
+    assert kept == ["step_00000002", "step_00000003"]
+    succeed(capfd, *quick, "run_name=none", "checkpoint.every_steps=0")
+    assert not Path("outputs/none/checkpoints").exists()
+    assert json.loads(Path("outputs/none/summary.json").read_text())["checkpoint"] is None
+
+
+def test_an_epoch_is_every_sample_once(capfd: pytest.CaptureFixture[str]) -> None:
+    by_epochs = ["trainer.steps=null", "trainer.epochs=2", "data.batch_size=500"]
+    succeed(capfd, *SMALL, "monitor.tensorboard=false", *by_epochs)
+    summary = json.loads(Path("outputs/digits/summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (6, 2 * 1442)  # a ragged last batch of 442
