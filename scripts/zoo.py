@@ -1,11 +1,11 @@
 """Trains models that others wrote for a step, unsplit and in stages, and compares every number.
 
-All classification models of torchvision and a choice of those of transformers; the result is a
-table, docs/models.md. The exit status is 1 if a model cannot be split or differs by more than the
-order of additions explains.
+These are all classification models of torchvision and a choice of those of transformers; the result
+is a table, docs/models.md. The exit status is 1 if a model cannot be split or differs by more than
+the order of additions explains. Run it in the repository's root:
 
-    python scripts/zoo.py                              # all of them, on the CPU
-    python scripts/zoo.py --only resnet18 --stages 2   # some, to the terminal alone
+    python -m scripts.zoo                              # all of them, on the CPU
+    python -m scripts.zoo --only resnet18 --stages 2   # some, to the terminal alone
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 import torchvision
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from zoo import (  # the module there, not this script
+from hybridtrain.errors import SplitError
+from tests.support.zoo import (
     TRANSFORMERS,
     Case,
     difference,
@@ -41,8 +41,6 @@ from zoo import (  # the module there, not this script
     without_dropout,
 )
 
-from hybridtrain.errors import SplitError
-
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
 # The largest difference of a tensor, relative to its largest entry.
@@ -51,19 +49,19 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Result:
-    """What was found of one model; the lists have an entry for each number of stages.
+    """The comparison of one model; the lists have an entry for each number of stages.
 
-    TraceGuards:
-        parameters: their number.
-        layers: between which it can be cut at first.
+    Attributes:
+        parameters: number of parameters.
+        layers: number of layers that it can be cut between at first.
         traced: how these were found.
         shares: the largest stage's share of the parameters.
         plain: the largest difference from the plain module, both without dropout.
-        dropout: that from one stage, with dropout; empty if the model has none.
-        worst: of the largest difference, where it is.
-        error: why it cannot be split so often; the lists end there.
-        crash: what else went wrong.
-        seconds: how long it took.
+        dropout: the largest difference from one stage, with dropout; empty if the model has none.
+        worst: the tensor with the largest difference.
+        error: why it cannot be cut into more stages; the lists end there.
+        crash: the exception that stopped the comparison.
+        seconds: its duration.
     """
 
     parameters: int = 0
@@ -79,7 +77,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the model trains as the unsplit one in as many stages as it can be split in."""
+        """Whether the model trains in stages as it does unsplit, as far as it can be split."""
         return not self.crash and max(self.plain + self.dropout, default=0.0) <= TOLERANCE
 
 
@@ -121,7 +119,7 @@ def _worse(result: Result, value: float, name: str) -> float:
 
 
 def run_alone(function: Callable[[], Result]) -> Result:
-    """What `function` gives in a process of its own, whose memory is free afterwards."""
+    """Returns the result of `function`, run in another process, which frees its memory."""
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_send, args=(function, there))
     process.start()
@@ -147,12 +145,12 @@ def _send(function: Callable[[], Result], connection: Connection) -> None:
 
 
 def said(differences: Sequence[float]) -> str:
-    """Differences as a cell of the table."""
+    """Returns differences as a cell of the table."""
     return ", ".join(f"{value:.1e}" if value else "bitwise" for value in differences) or "-"
 
 
 def row(name: str, result: Result) -> list[str]:
-    """A row of the table."""
+    """Returns a row of the table."""
     cells = [name, f"{result.parameters:,}"]
     if result.crash:
         return [*cells, "-", "-", "-", result.crash, "-"]
@@ -165,7 +163,7 @@ def row(name: str, result: Result) -> list[str]:
 
 
 def table(results: dict[str, Result], stages: Sequence[int]) -> list[str]:
-    """The results as lines of Markdown."""
+    """Returns the results as lines of Markdown."""
     counts = ", ".join(map(str, stages))
     head = [
         "model", "parameters", "layers", "found by", f"largest of {counts} stages",
@@ -177,7 +175,7 @@ def table(results: dict[str, Result], stages: Sequence[int]) -> list[str]:
 
 
 def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str) -> str:
-    """The whole of docs/models.md."""
+    """Returns the whole of docs/models.md."""
     counts = " and in ".join(map(str, stages))
     results = [result for kind in kinds.values() for result in kind.values()]
     differences = [value for result in results for value in result.plain + result.dropout]
@@ -188,7 +186,7 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
     ]
     return "\n".join([
         _PAGE.format(
-            command=f"python scripts/zoo.py --split {split} --stages {','.join(map(str, stages))}",
+            command=f"python -m scripts.zoo --split {split} --stages {','.join(map(str, stages))}",
             counts=counts,
             split=split,
             models=len(results),
@@ -214,18 +212,18 @@ _PAGE = """\
 
 Written by `{command}` ({versions}; one process on a CPU, fp32).
 
-Each model is built with its own constructor, randomly initialised, and trained for one step twice:
-as it is, with PyTorch alone, and in {counts} stages (`split="{split}"`). The step has five rows in
-two micro-batches, of three rows and of two. The plain module gets them one after the other and
-adds up the gradients, each weighted by its rows.
+Each model is built with its constructor, randomly initialised, and trained for one step twice:
+unsplit, with PyTorch alone, and in {counts} stages (`split="{split}"`). The step has five samples
+in two micro-batches, of three samples and of two. The plain module gets them one after the other
+and adds up the gradients, each weighted by its samples.
 
-Then these are compared, each entry of each: the losses and outputs of both micro-batches in
+Then every entry of these tensors is compared: the losses and outputs of both micro-batches in
 training mode, the gradients of all parameters, all buffers after the step (running statistics
 among them), and the outputs in evaluation mode. *bitwise* means that no bit of them differs. A
 number is the largest difference of a tensor relative to its largest entry; {tolerance} fails.
 
-- **layers**: between which the model can be cut at first. Layers that are too large for an even
-  split are looked into further.
+- **layers**: the number of layers that the model can be cut between at first. Layers that are too
+  large for an even split are expanded further.
 - **found by**: how these layers are found: by `torch.fx`, or, where it cannot follow the model's
   Python, by `torch.export`.
 - **largest of N stages**: the share of the parameters that the largest stage has. It is far above
@@ -233,11 +231,11 @@ number is the largest difference of a tensor relative to its largest entry; {tol
 - **unsplit and split**: the comparison described above. The plain module draws from PyTorch's
   default generator and a pipeline does not, so here the rates of dropout and of stochastic depth
   are 0 in both.
-- **with dropout, 1 stage and more**: the same comparison with the rates as they are, between one
+- **with dropout, 1 stage and more**: the same comparison with the model's rates, between one
   stage and several. A dash: the model has no dropout.
 
 Images have 64 x 64 pixels, or the least that a model takes (Inception 299, MaxVit 224, ViT two
-patches by two), since sizes change nothing of the structure. Auxiliary classifiers (GoogLeNet,
+patches by two), since sizes do not change the structure. Auxiliary classifiers (GoogLeNet,
 Inception) are part of the loss. The models of `transformers` are those of their configuration
 classes with four layers of width 32; sentences are of different lengths, padded, with an attention
 mask. Without a mask, transformers picks another attention kernel for itself than for an export, and
@@ -254,7 +252,7 @@ def _listed(text: str, found: Sequence[str]) -> str:
 
 
 def names(only: Sequence[str]) -> Iterator[tuple[str, str, Callable[[str], Case]]]:
-    """The models that are asked for: section, name, and what makes one."""
+    """Returns the models that are asked for: section, name, and the function that builds one."""
     known = [
         ("torchvision", n, torchvision_case)
         for n in torchvision.models.list_models(torchvision.models)

@@ -54,7 +54,7 @@ def export_tracer(
 
     def trace(module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
         if module.training not in exported:
-            with (precision or nullcontext)():
+            with torch.inference_mode(False), (precision or nullcontext)():
                 exported[module.training] = _export(module, signature, values)
         traced = exported[module.training]
         return replace(traced, calls=_calls(traced.graph, module, should_expand))
@@ -154,7 +154,7 @@ def _example(leaf: Any, device: torch.device) -> Any:
         return leaf
     if leaf.shape[0] == 1:
         leaf = torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
-    return leaf.to(device)
+    return leaf.to(device, copy=True)  # an inference tensor cannot be exported
 
 
 def _dynamic_sizes(leaf: Any) -> Any:

@@ -38,15 +38,14 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 
 
 @contextmanager
-def fx_guards(record: Callable[..., Any]) -> Iterator[None]:
-    """A context in which torch.fx may run a forward.
+def fx_guards(tracer: fx.Tracer) -> Iterator[None]:
+    """A context in which `tracer` may run a forward.
 
-    `record(function, args, kwargs)` puts a call into the graph. `Untraceable` is raised where the
-    forward does what a graph would not do again.
+    `Untraceable` is raised where the forward does what a graph would not do again.
     """
 
-    def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return record(function, args, kwargs)
+    def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return tracer.create_proxy("call_function", function, args, kwargs)
 
     def refuse(what: str) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +60,7 @@ def fx_guards(record: Callable[..., Any]) -> Iterator[None]:
 
     with ExitStack() as guards:
         for name in _FACTORIES:
-            guards.enter_context(replaced(torch, name, recorded))
+            guards.enter_context(replaced(torch, name, record))
         for holder, name, what in _REFUSED:
             guards.enter_context(replaced(holder, name, refuse(what)))
         guards.enter_context(replaced(nn.Module, "__setattr__", set_attribute))

@@ -40,57 +40,46 @@ def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpa
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
-    return _Tracer(signature, should_expand).record(module)
+    tracer = _Tracer(signature, should_expand)
+    attributes = set(vars(module))
+    try:
+        with fx_guards(tracer):
+            graph = tracer.trace(module)
+    finally:
+        # tensors that the forward reads from elsewhere, which torch.fx has put into the module
+        constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
+    tracer.check_reads(graph)
+    return TracedGraph(
+        graph=graph,
+        calls={node: tracer.calls[node] for node in graph.nodes if node in tracer.calls},
+        find=lambda name: constants[name] if name in constants else find_attribute(module, name),
+        expanded=tracer.expanded,
+        unexpanded=tracer.unexpanded,
+    )
 
 
 class _Tracer(fx.Tracer):
-    """Records one forward."""
+    """Records one forward; see `TracedGraph` for what it finds."""
 
     proxy_buffer_attributes = True
 
     def __init__(self, signature: CallSignature, should_expand: ShouldExpand) -> None:
         super().__init__()
-        self._calls: dict[fx.Node, list[Call]] = {}
-        self._expanded: dict[str, nn.Module] = {}
-        self._unexpanded: dict[str, str] = {}
+        self.calls: dict[fx.Node, list[Call]] = {}
+        self.expanded: dict[str, nn.Module] = {}
+        self.unexpanded: dict[str, str] = {}
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
         self._signature = signature
         self._should_expand = should_expand
 
-    def record(self, module: nn.Module) -> TracedGraph:
-        """See `trace`."""
-        attributes = set(vars(module))
-
-        def record_call(function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
-            return self.create_proxy("call_function", function, args, kwargs)
-
-        try:
-            with fx_guards(record_call):
-                graph = self.trace(module)
-        finally:
-            # tensors that the forward reads from elsewhere, which torch.fx has put into the module
-            constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
-        self._check_reads(graph)
-        return TracedGraph(
-            graph=graph,
-            calls={node: self._calls[node] for node in graph.nodes if node in self._calls},
-            find=lambda name: (
-                constants[name] if name in constants else find_attribute(module, name)
-            ),
-            expanded=self._expanded,
-            unexpanded=self._unexpanded,
-        )
-
-    def _check_reads(self, graph: fx.Graph) -> None:
-        """Makes sure that no tensor is read from a module that may replace it."""
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                holder, _, name = str(node.target).rpartition(".")
-                if holder and holder not in self._expanded:
-                    tensor = find_attribute(self.root, str(node.target))
-                    if not isinstance(tensor, nn.Parameter):
-                        raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
+    def check_reads(self, graph: fx.Graph) -> None:
+        """Raises `Untraceable` if a tensor is read from a module that may replace it."""
+        for node in graph.find_nodes(op="get_attr"):
+            holder, _, name = str(node.target).rpartition(".")
+            tensor = find_attribute(self.root, str(node.target)) if holder else None
+            if holder and holder not in self.expanded and not isinstance(tensor, nn.Parameter):
+                raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -112,7 +101,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Returns whether calls of the module become one node."""
         name = module_qualified_name
-        return name in self._unexpanded or not self._should_expand(name, m)
+        return name in self.unexpanded or not self._should_expand(name, m)
 
     def call_module(
         self,
@@ -135,9 +124,9 @@ class _Tracer(fx.Tracer):
             except Exception as error:
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
-                self._unexpanded[name] = user_line(error)
+                self.unexpanded[name] = user_line(error)
             else:
-                self._expanded[name] = m
+                self.expanded[name] = m
                 self._note_call(last, call)
                 return result
         result = super().call_module(m, forward, args, kwargs)
@@ -169,7 +158,7 @@ class _Tracer(fx.Tracer):
     def _note_call(self, last: fx.Node | None, call: Call) -> None:
         first = last.next if last is not None else next(iter(self.graph.nodes), None)
         if first is not None and first.op != "root":
-            self._calls.setdefault(first, []).insert(0, call)
+            self.calls.setdefault(first, []).insert(0, call)
 
     def _last_node(self) -> fx.Node | None:
         return next(iter(reversed(self.graph.nodes)), None)
@@ -178,5 +167,5 @@ class _Tracer(fx.Tracer):
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
-            self._calls.pop(node, None)
+            self.calls.pop(node, None)
             self.graph.erase_node(node)

@@ -1,6 +1,6 @@
 """Models that others wrote train in stages as they do unsplit; `scripts/zoo.py` has all of them.
 
-Of each family of torchvision the smallest, on images as small as it takes. VGG is left out, since
+The smallest of each family of torchvision, on images as small as it takes. VGG is left out, since
 it is AlexNet with half a gigabyte of weights, and so is MaxVit, which takes no small images.
 """
 
@@ -8,7 +8,7 @@ import copy
 import gc
 
 import pytest
-from zoo import (
+from support.zoo import (
     difference,
     torchvision_case,
     traced_by,
@@ -45,7 +45,7 @@ FAMILIES = [
     "vit_b_16",
 ]
 
-# Of transformers: the parameter that is used at the beginning and at the end, if there is one.
+# Models of transformers, with the parameter that both the first and the last layer use, if any.
 TIED = {
     "BertForSequenceClassification": None,
     "GPT2LMHeadModel": "transformer.wte.weight",

@@ -1,6 +1,6 @@
-"""Models that others wrote, trained for a step as they are and in stages, and the difference.
+"""Models that others wrote, trained for a step unsplit and in stages, and the difference.
 
-What `scripts/zoo.py` does with all of them, `tests/unit/test_zoo.py` does with a few.
+`scripts/zoo.py` compares all of them, and `tests/unit/test_zoo.py` a few.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from hybridtrain import HybridModel, World
 from hybridtrain.graph.segment import Segment
 
-# A batch of five rows in two micro-batches: these rows each.
-ROWS = (3, 2)
+# How many samples of the batch each of the two micro-batches has.
+SAMPLES = (3, 2)
 CLASSES = 10
 TOKENS = 100
 LENGTH = 16
@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
-# What can be seen of a step, by name: losses, outputs, buffers, and gradients, if there are any.
+# What a step computes, by name: losses, outputs, buffers, and gradients, if there are any.
 Seen = dict[str, Tensor | None]
 
 
@@ -45,7 +45,7 @@ class Case:
 
 
 def torchvision_case(name: str, size: int | None = None, **options: Any) -> Case:
-    """A classification model of torchvision and images of `size` x `size`, small by default."""
+    """Returns a classification model of torchvision and images of `size` x `size` pixels."""
     from torchvision.models import get_model
 
     torch.manual_seed(0)
@@ -57,12 +57,12 @@ def torchvision_case(name: str, size: int | None = None, **options: Any) -> Case
         # the auxiliary classifier of Inception, and the windows of MaxVit, take no less
         size = {"inception_v3": 299, "maxvit_t": 224}.get(name, 64)
     net = get_model(name, weights=None, num_classes=CLASSES, **options)
-    rows = sum(ROWS)
-    return Case(net, torch.randn(rows, 3, size, size), torch.randint(CLASSES, (rows,)))
+    samples = sum(SAMPLES)
+    return Case(net, torch.randn(samples, 3, size, size), torch.randint(CLASSES, (samples,)))
 
 
-# The models of transformers, and what their configurations call otherwise than `TINY` does, or
-# have besides.
+# The models of transformers, and what their configurations name differently from `TINY`, or need
+# in addition.
 _GROUPED = {"num_key_value_heads": 2}
 _IMAGES = {"image_size": 32, "patch_size": 8}
 _STEPS = {"image_size": 32, "hidden_sizes": [16, 32], "depths": [2, 2]}
@@ -97,7 +97,7 @@ TRANSFORMERS = tuple(_OPTIONS)
 
 
 def transformers_case(name: str, layers: int = 4) -> Case:
-    """A model of transformers with `layers` layers, and a batch for it as keyword arguments."""
+    """Returns a model of transformers with `layers` layers, and keyword arguments for it."""
     import transformers
 
     torch.manual_seed(0)
@@ -108,21 +108,23 @@ def transformers_case(name: str, layers: int = 4) -> Case:
     for module in net.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False  # of keys and values, for generation
-    rows = sum(ROWS)
+    samples = sum(SAMPLES)
     if "Image" in name:
         size = config.image_size
         return Case(
-            net, {"pixel_values": torch.randn(rows, 3, size, size)}, torch.randint(CLASSES, (rows,))
+            net,
+            {"pixel_values": torch.randn(samples, 3, size, size)},
+            torch.randint(CLASSES, (samples,)),
         )
     inputs = _sentences()
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = _sentences()["input_ids"]
-    shape = (rows,) if "Classification" in name else (rows, LENGTH)
+    shape = (samples,) if "Classification" in name else (samples, LENGTH)
     return Case(net, inputs, torch.randint(CLASSES, shape))
 
 
 def _sentences() -> dict[str, Tensor]:
-    """Tokens of sentences of different lengths, padded at the end."""
+    """Returns the tokens of sentences of different lengths, padded at the end."""
     lengths = torch.tensor([[LENGTH], [11], [14], [9], [13]])
     mask = torch.arange(LENGTH) < lengths
     return {
@@ -143,7 +145,7 @@ def without_dropout(net: nn.Module) -> bool:
 
 
 def loss_fn(output: Any, targets: Tensor) -> Tensor:
-    """Cross entropy; that of auxiliary outputs counts 0.3."""
+    """Returns the cross entropy; that of auxiliary outputs counts 0.3."""
     main, *others = _logits(output)
     loss = F.cross_entropy(main.flatten(0, -2), targets.flatten())
     for other in others:
@@ -159,7 +161,7 @@ def _logits(output: Any) -> list[Tensor]:
 
 @dataclass
 class _Record:
-    """What is seen while a step runs; micro-batches are counted."""
+    """Collects what a step computes, micro-batch by micro-batch."""
 
     seen: Seen = field(default_factory=dict)
     count: int = 0
@@ -186,13 +188,13 @@ class _Record:
 
 
 def train_plain(net: nn.Module, case: Case) -> Seen:
-    """A step of PyTorch alone: the micro-batches' gradients, weighted by their rows, add up."""
+    """Runs a step with PyTorch alone, in micro-batches that count by their samples."""
     record = _Record()
     net.train()
     inputs = _parts(case.inputs)
-    for rows, part, targets in zip(ROWS, inputs, case.targets.split(ROWS), strict=True):
+    for samples, part, targets in zip(SAMPLES, inputs, case.targets.split(SAMPLES), strict=True):
         loss = record.loss(net(**part) if isinstance(part, dict) else net(part), targets)
-        (loss * (rows / sum(ROWS))).backward()
+        (loss * (samples / sum(SAMPLES))).backward()
     record.state(net)
     net.eval()
     with torch.no_grad():
@@ -204,12 +206,12 @@ def train_plain(net: nn.Module, case: Case) -> Seen:
 def train_in_stages(
     net: nn.Module, case: Case, stages: int, split: str = "size"
 ) -> tuple[Seen, HybridModel]:
-    """The same step in `stages` stages on the CPU."""
+    """Runs the same step in `stages` stages on the CPU."""
     record = _Record()
     model = HybridModel(
         net,
         World.from_env(nb_part=stages, devices="cpu"),
-        chunks=len(ROWS),
+        chunks=len(SAMPLES),
         split=split,
         example_inputs=case.inputs,
     )
@@ -223,15 +225,15 @@ def train_in_stages(
 
 def _parts(inputs: Any) -> list[Any]:
     if isinstance(inputs, Tensor):
-        return list(inputs.split(ROWS))
-    columns = {key: value.split(ROWS) for key, value in inputs.items()}
-    return [{key: column[i] for key, column in columns.items()} for i in range(len(ROWS))]
+        return list(inputs.split(SAMPLES))
+    parts = {key: value.split(SAMPLES) for key, value in inputs.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
 def difference(one: Seen, other: Seen) -> tuple[float, str]:
-    """The largest difference of a tensor relative to its largest entry, and where it is.
+    """Returns the largest difference of a tensor relative to its largest entry, and where it is.
 
-    It is 0 only if all are bitwise equal, and infinite if one has what the other has not.
+    It is 0 only if all are bitwise equal, and infinite if either has a tensor that the other lacks.
     """
     if list(one) != list(other):
         return math.inf, next(iter(set(one) ^ set(other)), "the order")
@@ -253,14 +255,14 @@ def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 
 def traced_by(model: HybridModel) -> str:
-    """How the layers of `model` were found."""
+    """Returns how the layers of `model` were found."""
     first = model.stages[0].layers[0].module
-    if not isinstance(first, Segment) or first._binding is None:
+    if not isinstance(first, Segment) or first.signature is None:
         return "chain"
-    return "torch.export" if first._binding.flat else "torch.fx"
+    return "torch.export" if first.signature.flat else "torch.fx"
 
 
 def shares(model: HybridModel) -> Sequence[float]:
-    """The share of the parameters that each stage has."""
+    """Returns the share of the parameters that each stage has."""
     sizes = [sum(cost.parameters for cost in stage) for stage in model.plan.stages]
     return [size / sum(sizes) for size in sizes]
