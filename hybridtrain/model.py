@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.graph.chain import ExampleInputsNeeded
-from hybridtrain.memory import resident_bytes
+from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.pipeline.activation_checkpoint import CheckpointSpec, checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
@@ -53,12 +54,12 @@ class TrainStepResult:
     TraceGuards:
         loss: the mean over the rows of this replica's batch, 0-dim, on the last stage's device.
         samples: how many samples those were.
-        trace: what ran when, if it was asked for.
+        timeline: the measured spans of the step, if asked for.
     """
 
     loss: Tensor
     samples: int
-    trace: Timeline | None = None
+    timeline: Timeline | None = None
 
 
 class HybridModel:
@@ -250,7 +251,7 @@ class HybridModel:
         weight: float = 1.0,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
-        trace: bool = False,
+        timeline: bool = False,
     ) -> TrainStepResult:
         """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
 
@@ -267,7 +268,7 @@ class HybridModel:
             sync: False to add up gradients without averaging them over the replicas yet; the
                 last `train_step` before the optimizer must have it True.
             scale_loss: applied to what the backward starts from, such as `GradScaler.scale`.
-            trace: record what ran when.
+            timeline: record the spans of the step.
 
         Raises:
             BatchError: the batch is empty or its parts do not fit together.
@@ -290,7 +291,7 @@ class HybridModel:
             gradients[microbatch] = self._loss_gradient(share, loss.dtype)
             return loss if scale_loss is None else scale_loss(loss)
 
-        recorded = Timeline(self.world.devices) if trace else None
+        recorded = Timeline(self.world.devices) if timeline else None
         if requiring_grad(self.net, self.world) != placed.trained:
             raise ConfigError(
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
@@ -327,13 +328,24 @@ class HybridModel:
         It carries no graph; `train_step` is what trains. In `train()` mode dropout is active and
         running statistics move, as in any module.
         """
-        rows = batch_size(inputs)
-        sizes = chunk_sizes(rows, self.chunks)
+        return merge(self.map_outputs(inputs, None, lambda output, _: output))
+
+    def map_outputs(
+        self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Runs a forward, and `function(output, targets)` of each micro-batch, without a graph.
+
+        Returns:
+            the results in the order of the micro-batches, on the process of the last stage; an
+            empty list on the others.
+        """
+        sizes = chunk_sizes(batch_size(inputs, targets), self.chunks)
         placed = self._place_by(inputs)
-        outputs: list[Any] = [None] * len(sizes)
+        target_parts = split(self.to_last(targets), sizes)
+        results: list[Any] = [None] * len(sizes)
 
         def head(microbatch: int, output: Any) -> Any:
-            outputs[microbatch] = output
+            results[microbatch] = function(output, target_parts[microbatch])
             return None
 
         placed.refresh()
@@ -350,7 +362,7 @@ class HybridModel:
             placed.engine.run(step)
         if self.net.training:
             self.rng.end_step(drew=default_generator_states(self._gpus) != before)
-        return merge(outputs)
+        return results
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
@@ -406,6 +418,31 @@ class HybridModel:
             if stage.device.type == "cuda"
             else resident_bytes(stage.module) + held[stage.index] * (stage.saved_bytes or 0)
             for stage in self.stages
+        ]
+
+    def grad_norm(self) -> Tensor:
+        """Returns the 2-norm of the gradients of all stages together, 0-dim."""
+        return get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients to a norm of at most `max_norm`; returns the norm before it."""
+        return clip_grad_norm_(self.parameters(), max_norm)
+
+    def reduce_loss(self, sums: Tensor) -> Tensor:
+        """Sums over the replicas values that are known where the last stage is; a collective."""
+        return self.world.sum(sums)
+
+    def stage_summaries(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Returns `layers`, `parameters` and `peak_memory_bytes` of each stage."""
+        return [
+            {
+                "layers": [layer.name for layer in stage.layers],
+                "parameters": stage.count_parameters(),
+                # on a GPU the allocator has counted the optimizer's state already
+                "peak_memory_bytes": memory
+                + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+            }
+            for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]
 
     def to_last(self, targets: Any) -> Any:

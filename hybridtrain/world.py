@@ -65,6 +65,7 @@ class World:
     backend: str
     timeout_s: float
     setup_group: dist.ProcessGroup | None
+    engine: str = "local"
 
     @classmethod
     def from_env(
@@ -109,6 +110,16 @@ class World:
     def nb_part(self) -> int:
         """The number of stages of this process."""
         return len(self.devices)
+
+    @property
+    def replica(self) -> int:
+        """The index of this process's replica of the model."""
+        return self.rank
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of the model."""
+        return self.size
 
     @property
     def is_main(self) -> bool:

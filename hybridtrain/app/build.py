@@ -32,7 +32,7 @@ from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.planning.plan import Plan
-from hybridtrain.trainer import Trainer, count_steps
+from hybridtrain.trainer import Trainer, TrainerOptions
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -82,7 +82,18 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         options=parts.loader_options,
     )
     options = config.trainer
-    total_steps = count_steps(loader, options.steps, options.epochs, options.accumulate)
+    trainer_options = TrainerOptions(
+        steps=options.steps,
+        epochs=options.epochs,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+        loss_scale=options.loss_scale,
+        log_every=options.log_every,
+        eval_every=options.eval_every,
+        checkpoint_every=config.checkpoint.every_steps or None,
+        timeline_every=config.monitor.timeline_every,
+    )
+    total_steps = trainer_options.total_steps(loader.batches_per_epoch)
     optimizer = build_optimizer(config.optim, model.parameters(), config.allow_targets)
     keeps = config.checkpoint.every_steps != 0
     trainer = Trainer(
@@ -90,22 +101,14 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         optimizer,
         LOSSES[options.loss],
         loader,
+        trainer_options,
         evaluation=parts.evaluation(),
         metrics=_metrics(config),
         lr_schedule=build_lr_schedule(
             config.lr_schedule, optimizer, total_steps, config.allow_targets
         ),
-        steps=options.steps,
-        epochs=options.epochs,
-        accumulate=options.accumulate,
-        clip_norm=options.clip_norm,
         scaler=_scaler(config, world),
-        loss_scale=options.loss_scale,
-        log_every=options.log_every,
-        eval_every=options.eval_every,
         store=CheckpointStore(directory.checkpoints, config.checkpoint.keep) if keeps else None,
-        checkpoint_every=config.checkpoint.every_steps or None,
-        timeline_every=config.monitor.timeline_every,
         monitor=_monitor(config, directory) if world.is_main else None,
     )
     checkpoint = _checkpoint_to_resume(parts)
@@ -295,10 +298,10 @@ def _metrics(config: Config) -> dict[str, Any]:
         return {
             name: instantiate.build("trainer.metrics", given, config.allow_targets)
             if isinstance(given, Mapping)
-            else METRICS[_check_choice(f"trainer.metrics.{name}", given, METRICS)]
+            else METRICS[_check_choice(f"trainer.metrics.{name}", given, METRICS)]()
             for name, given in chosen.items()
         }
-    return {name: METRICS[_check_choice("trainer.metrics", name, METRICS)] for name in chosen}
+    return {name: METRICS[_check_choice("trainer.metrics", name, METRICS)]() for name in chosen}
 
 
 def _monitor(config: Config, directory: RunDirectory) -> Monitor:

@@ -1,4 +1,4 @@
-"""What one sees of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
+"""Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
 
 from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.composite import Monitors

@@ -74,9 +74,9 @@ def stage_ms(
     """Milliseconds of forward and backward of each stage in a step, the median of `repeats`."""
     seen: list[list[float]] = []
     for _ in range(1 + repeats):
-        trace = model.train_step(x, targets, loss_fn, trace=True).trace
-        assert trace is not None
-        spent = stage_times(trace.spans(), len(model.stages))
+        timeline = model.train_step(x, targets, loss_fn, timeline=True).timeline
+        assert timeline is not None
+        spent = stage_times(timeline.spans(), len(model.stages))
         seen.append([stage.forward_ms + stage.backward_ms for stage in spent])
     return [statistics.median(times) for times in zip(*seen[1:], strict=True)]
 
