@@ -42,10 +42,20 @@ def evaluate(
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()
-    device = model.world.devices[-1]  # of the last stage
+    world, device = model.world, model.world.devices[-1]  # the device of the last stage
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        # torchmetrics' own function aborts if a process without samples has an empty list state
+        # of tensors that have several dimensions elsewhere
+        states = [each.to(device) for each in world.gather(state.cpu())]
+        return [each for each in states if each.numel()] or states[:1]
+
     for metric in metrics.values():
         metric.to(device)
         metric.reset()
+        for part in metric.modules():
+            if getattr(part, "dist_sync_fn", gather) is None:
+                part.dist_sync_fn = gather  # type: ignore[assignment]
 
     def measure(output: Any, targets: Any) -> Tensor:
         for metric in metrics.values():

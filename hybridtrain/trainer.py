@@ -173,14 +173,13 @@ class Trainer:
             while self.step < self.total_steps:
                 log_due = self._is_due(self.options.log_every, self.step + 1)
                 timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                batches = [next(stream) for _ in range(self._batches_of_step())]
+                # an optimizer step does not reach into the next epoch
+                left = self.train.batches_per_epoch - self.batch
+                batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
                 self._accumulate_gradients(batches, timeline=log_due or timeline_due)
+                lr = self.optimizer.param_groups[0]["lr"]
                 norm = self._clip(needed=log_due)
                 self._optimizer_step()
-                lr = self.optimizer.param_groups[0]["lr"]
-                if self.lr_schedule is not None:
-                    self.lr_schedule.step()
-                self.optimizer.zero_grad()
                 self._advance(batches)
                 if log_due:
                     self._log(lr, norm)
@@ -245,23 +244,23 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`; with another batch size, the run continues at the same sample."""
-        samples_per_step, before = self._samples_per_step, saved["rows_per_step"]
+        samples_per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != samples_per_step:
             raise ConfigError(
                 f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
                 f"{samples_per_step}, and the checkpoint was made with {before}: a run that is "
                 f"counted in epochs keeps it; set steps= in place of epochs=, or start a new run"
             )
-        self.step = saved["step"]
-        self.samples = saved["samples"]
-        self.epoch = saved["epoch"]
-        self.batch = saved["row"] // self.train.batch_size
+        self.step = state_dict["step"]
+        self.samples = state_dict["samples"]
+        self.epoch = state_dict["epoch"]
+        self.batch = state_dict["row"] // self.train.batch_size
         if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
             self.epoch, self.batch = self.epoch + 1, 0
-        if self.scaler is not None and saved["scaler"] is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
 
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`."""
@@ -289,10 +288,6 @@ class Trainer:
     @property
     def _samples_per_step(self) -> int:
         return self.train.batch_size * self.options.accumulate
-
-    def _batches_of_step(self) -> int:
-        # an optimizer step does not reach into the next epoch
-        return min(self.options.accumulate, self.train.batches_per_epoch - self.batch)
 
     def _is_due(self, every: int | None, step: int) -> bool:
         """Whether `step` is a multiple of `every`; the last step always is due."""
@@ -327,6 +322,9 @@ class Trainer:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update(self.options.loss_scale)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
+        self.optimizer.zero_grad()
 
     def _advance(self, batches: Sequence[Batch]) -> None:
         samples = sum(batch.total for batch in batches)

@@ -8,6 +8,7 @@ from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.monitor import Monitor
 
 # in batches of 4 or 6, no micro-batch of these has one sample, which BatchNorm refuses
 SAMPLES = 28
@@ -42,7 +43,7 @@ def data(samples=SAMPLES, seed=0):
     return TensorDataset(inputs, torch.randint(3, (samples,), generator=g))
 
 
-class Recorder:
+class Recorder(Monitor):
     """A monitor that keeps what is reported."""
 
     def __init__(self):
@@ -59,12 +60,6 @@ class Recorder:
     def scalars(self, step, values):
         for name, value in values.items():
             self.values[step, name] = value
-
-    def timeline(self, step, predicted, measured):
-        pass
-
-    def close(self):
-        pass
 
     def reproducible(self):
         """The values that are not times."""

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError
-from hybridtrain.monitor.progress import log_handler
+from hybridtrain.monitor.progress import TqdmLoggingHandler
 from hybridtrain.planning.plan import Plan
 
 
@@ -112,7 +112,7 @@ class RunDirectory:
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
             root.addHandler(file)
         if rank == 0:
-            root.addHandler(log_handler())
+            root.addHandler(TqdmLoggingHandler())
         logging.captureWarnings(True)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,17 +37,10 @@ from hybridtrain.model import HybridModel
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 Writer = Callable[[BinaryIO], object]
-
-
-class Stateful(Protocol):
-    """Something whose state is saved in `state.json`: JSON's types, with keys that no other has."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-
-    def load_state_dict(self, saved: Mapping[str, Any], /) -> None:
-        """Loads the state from `saved`, all of `state.json`."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +50,12 @@ class RNGStep:
     rng: LayerRNG
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Stateful`."""
+        """Returns the step."""
         return {"draws_step": self.rng.step}
 
-    def load_state_dict(self, saved: Mapping[str, Any], /) -> None:
-        """See `Stateful`."""
-        self.rng.step = saved["draws_step"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the step."""
+        self.rng.step = state_dict["draws_step"]
 
 
 def writers(
@@ -73,7 +66,7 @@ def writers(
     Args:
         model: whose parameters, buffers and random state are saved.
         optimizer: over the parameters of `model`.
-        states: what else is saved.
+        states: what else is saved in `state.json`: JSON's types, under keys that no other has.
 
     Raises:
         ValueError: two of `states` use the same key.

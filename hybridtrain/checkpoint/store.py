@@ -169,8 +169,8 @@ class CheckpointStore:
     def _prune(self, published: int) -> None:
         """Removes the oldest checkpoints, so that `keep` of those up to `published` stay.
 
-        Only steps below `published` are removed: that one is known to be intact, and later ones
-        (from before the run went back to an earlier checkpoint) are not this run's to judge.
+        Later steps stay: after a return to an earlier checkpoint, one of them may be the newest
+        intact one.
         """
         if self.keep is None:
             return
@@ -276,11 +276,9 @@ def sync_directory(path: Path) -> None:
 class _HashingFile(io.RawIOBase):
     """An append-only file that computes the size and the crc32 of what is written.
 
-    crc32 detects every flipped bit and every burst of up to 32 bits, and misses other damage once
-    in 4 billion; it takes half the time of sha256. Neither protects from an attacker, who would
-    rewrite the manifest too.
-
-    The base class refuses to seek, so no writer can bypass the hash. `torch.save` only appends.
+    crc32 detects every flipped bit and every burst of up to 32 bits, misses other damage once in 4
+    billion, and takes half the time of sha256. The base class refuses to seek, so no writer can
+    bypass the hash; `torch.save` only appends.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,13 +1,12 @@
-"""The protocol of monitors, which the training loop reports to."""
+"""The base class of monitors, which the training loop reports to."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from hybridtrain.schedule import Spans
 
 
-class Monitor(Protocol):
-    """Receives the progress of a run from rank 0's training loop.
+class Monitor:
+    """Receives the progress of a run from rank 0's training loop; the defaults do nothing.
 
     The loop calls `start` once, `step` after every optimizer step, `scalars` on the steps that
     are logged or evaluated, and `close` at the end, also after an exception.

@@ -7,7 +7,7 @@ from hybridtrain.monitor.base import Monitor
 from hybridtrain.schedule import Spans
 
 
-class Monitors:
+class Monitors(Monitor):
     """Forwards every call to each of `monitors`, in order."""
 
     def __init__(self, monitors: Iterable[Monitor]) -> None:

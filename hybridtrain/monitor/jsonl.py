@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybridtrain.files import atomic_file
-from hybridtrain.schedule import Spans
+from hybridtrain.monitor.base import Monitor
 
 
-class MetricsFile:
+class MetricsFile(Monitor):
     """Appends a line with one JSON object to `path` for every call of `scalars`.
 
     Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities are
@@ -33,9 +33,6 @@ class MetricsFile:
             _keep_until(self.path, first_step)
         self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def step(self, step: int, samples: int) -> None:
-        """Does nothing: only logged steps are written."""
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`."""
         if self._file is None:
@@ -43,9 +40,6 @@ class MetricsFile:
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         line = {"step": step, "time": round(time.time(), 3), **finite}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """Does nothing: a timeline is not a number."""
 
     def close(self) -> None:
         """See `Monitor.close`."""

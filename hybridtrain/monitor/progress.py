@@ -8,13 +8,13 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hybridtrain.schedule import Spans
+from hybridtrain.monitor.base import Monitor
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
 _BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
 
 
-class Progress:
+class Progress(Monitor):
     """Shows loss, samples per second and the time left on `stream` (None: stderr).
 
     On a terminal, a bar that follows every step; elsewhere, a line per logged step:
@@ -62,9 +62,6 @@ class Progress:
         if evaluation := _describe_evaluation(values):
             self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
 
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """Does nothing: a timeline is not a number."""
-
     def close(self) -> None:
         """See `Monitor.close`; leaves the last state of the bar on the screen."""
         if self._bar is not None:
@@ -85,20 +82,12 @@ class Progress:
         return [f"left {_format_seconds(seconds_per_step * (self._total_steps - step))}"]
 
 
-def log_handler(stream: TextIO | None = None) -> logging.Handler:
-    """Returns a logging handler for `stream` (None: stderr) that writes above a running bar.
-
-    Use it in place of a StreamHandler on the terminal that `Progress` writes to.
-    """
-    return TqdmLoggingHandler(sys.stderr if stream is None else stream)
-
-
 class TqdmLoggingHandler(logging.Handler):
-    """Writes messages through tqdm, which removes the bar and draws it again below them."""
+    """Writes messages to `stream` (None: stderr) above a running bar of `Progress`."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
-        self._stream = stream
+        self._stream = sys.stderr if stream is None else stream
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`."""

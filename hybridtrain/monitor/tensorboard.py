@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.timeline import draw
 from hybridtrain.schedule import Spans
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 10
 
 
-class TensorBoard:
+class TensorBoard(Monitor):
     """Writes scalars, texts and timelines to event files in `directory`.
 
     The files of earlier attempts are kept. A mark in the new file makes TensorBoard drop their
@@ -44,9 +45,6 @@ class TensorBoard:
             # an indented Markdown code block, because a fenced one could end inside the text
             self._writer.add_text(title, textwrap.indent(text, "    "), first_step)
         self._writer.flush()
-
-    def step(self, step: int, samples: int) -> None:
-        """Does nothing: only logged steps are written."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`; queues them for the writer's thread."""

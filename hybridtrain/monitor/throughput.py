@@ -60,7 +60,7 @@ class Throughput:
             self._mark += self._clock() - begin
 
     def read(self) -> Interval:
-        """Returns the rates since the last reading and begins the next interval; 0 without steps."""
+        """Returns the rates since the last reading, or 0 without steps; begins an interval."""
         steps, samples, seconds = self._read
         self._read = (len(self._step_seconds), self._samples, self._seconds)
         seconds = self._seconds - seconds

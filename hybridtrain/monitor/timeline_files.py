@@ -1,28 +1,19 @@
 """The newest timeline as two files: a trace for the browser and a picture."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from hybridtrain.files import atomic_file, write_atomically
+from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.timeline import chrome_trace, draw
 from hybridtrain.schedule import Spans
 
 
-class TimelineFiles:
+class TimelineFiles(Monitor):
     """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """Does nothing."""
-
-    def step(self, step: int, samples: int) -> None:
-        """Does nothing."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Does nothing."""
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; the files of an earlier step are replaced."""
@@ -30,6 +21,3 @@ class TimelineFiles:
         write_atomically(self.directory / "timeline.json", trace)
         with atomic_file(self.directory / "timeline.png") as file:
             draw(predicted, measured).save(file, format="PNG")
-
-    def close(self) -> None:
-        """Does nothing: the files are complete."""

@@ -181,7 +181,7 @@ def test_the_metrics_file_of_a_fresh_start_is_empty(tmp_path: Path) -> None:
 # --- all together -------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Monitor):
     def __init__(self, calls: list[tuple[object, ...]], name: str, fails: bool = False) -> None:
         self.calls, self.name, self.fails = calls, name, fails
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import pytest
 
-from hybridtrain.monitor import Progress, Throughput, log_handler
+from hybridtrain.monitor import Progress, Throughput, TqdmLoggingHandler
 
 # --- progress -----------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left() -> None:
 def test_log_messages_appear_above_the_bar() -> None:
     with terminal() as (stream, finish):
         logger = logging.Logger("test")
-        logger.addHandler(log_handler(stream))
+        logger.addHandler(TqdmLoggingHandler(stream))
         progress = Progress(stream)
         progress.start(total_steps=10, first_step=0, texts={})
         logger.warning("before the first step")
@@ -184,7 +184,7 @@ def test_log_messages_appear_above_the_bar() -> None:
 
 def test_log_messages_are_unchanged_when_piped() -> None:
     stream = io.StringIO()
-    handler = log_handler(stream)
+    handler = TqdmLoggingHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logger = logging.Logger("test")
     logger.addHandler(handler)

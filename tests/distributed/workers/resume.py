@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics.utilities import dim_zero_cat
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.app.optim import build_lr_schedule
@@ -83,6 +84,23 @@ def main(folder: Path) -> None:
     last.world.close()
 
 
+class Collected(torchmetrics.Metric):
+    """Keeps whole outputs, of two dimensions, which a replica without samples has none of."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, outputs, targets):
+        self.outputs.append(outputs)
+        self.targets.append(targets)
+
+    def compute(self):
+        assert dim_zero_cat(self.targets).dtype == torch.int64
+        return dim_zero_cat(self.outputs).sum()
+
+
 def check_evaluation(ours: Trainer) -> None:
     """Every sample counts once, and nothing warns, however few samples a replica has."""
     inputs, targets = data(5, 9).tensors
@@ -92,6 +110,7 @@ def check_evaluation(ours: Trainer) -> None:
         loader = EvalLoader(TensorDataset(inputs[:samples], targets[:samples]), 4, ours.world)
         metrics = {
             "ours": accuracy(),
+            "collected": Collected(),
             "theirs": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
         }
         with warnings.catch_warnings():
@@ -103,6 +122,7 @@ def check_evaluation(ours: Trainer) -> None:
         assert result == {
             "samples": samples,
             "ours": float(right),
+            "collected": pytest.approx(float(outputs[:samples].sum()), rel=1e-6),
             "theirs": float(right.float()),
             "loss": pytest.approx(float(loss), rel=1e-6),
         }
