@@ -1,70 +1,82 @@
-"""Evaluation: every sample counted exactly once over all replicas."""
+"""Evaluation: every sample is counted exactly once over all replicas."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.losses import LossFn, MetricFn, main_output
-from hybridtrain.microbatch import batch_size
+from hybridtrain.losses import LossFn, main_output
+from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 def evaluate(
     model: HybridModel,
     data: EvalLoader,
     loss_fn: LossFn,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, Metric],
 ) -> dict[str, float]:
-    """The mean loss and the metrics over all rows of `data`; all replicas call it together.
+    """Returns the mean loss and the metrics over all samples of `data`; a collective call.
+
+    Loss and metrics are computed per micro-batch where the last stage is, so outputs are never
+    gathered.
 
     Args:
         model: its modules are left in the modes (train or eval) that they were in.
-        data: the rows of this replica.
-        loss_fn: the mean loss of a batch.
-        metrics: by name, functions that give a sum and a count (`hybridtrain.losses`), or
-            torchmetrics' `Metric`s, which add themselves up over the replicas.
+        data: the samples of this replica.
+        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
+        metrics: by name; each is updated with the main output (see `main_output`) and the targets,
+            and synchronises itself over all processes.
 
     Returns:
-        `loss`, each metric, and `samples`, on every replica.
+        `loss`, each metric, and `samples`, on every process.
     """
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()
-    device = model.stages[-1].device
-    plain: dict[str, MetricFn] = {}
-    stateful: dict[str, Any] = {}
-    for name, metric in metrics.items():
-        if hasattr(metric, "compute"):
-            stateful[name] = metric.to(device)
-            metric.reset()
-        else:
-            plain[name] = metric
-    # samples, loss sum, then the sum and count of each plain metric
-    sums = torch.zeros(2 + 2 * len(plain), dtype=torch.float64, device=device)
+    world, device = model.world, model.world.devices[-1]  # the device of the last stage
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        # torchmetrics' own function aborts if a process without samples has an empty list state
+        # of tensors that have several dimensions elsewhere
+        states = [each.to(device) for each in world.gather(state.cpu())]
+        return [each for each in states if each.numel()] or states[:1]
+
+    for metric in metrics.values():
+        metric.to(device)
+        metric.reset()
+        for part in metric.modules():
+            if getattr(part, "dist_sync_fn", gather) is None:
+                part.dist_sync_fn = gather  # type: ignore[assignment]
+
+    def measure(output: Any, targets: Any) -> Tensor:
+        for metric in metrics.values():
+            metric.update(main_output(output), targets)
+        return loss_fn(output, targets)
+
+    loss_sum, count = torch.zeros((), dtype=torch.float64, device=device), 0
     for inputs, targets in data:
-        rows = batch_size(inputs, targets)
-        outputs = model(inputs)
-        targets = model.to_last(targets)
-        with torch.no_grad(), model.precision():
-            sums[0] += rows
-            sums[1] += loss_fn(outputs, targets).double() * rows
-            for index, metric in enumerate(plain.values()):
-                total, count = metric(outputs, targets)
-                sums[2 + 2 * index] += total
-                sums[3 + 2 * index] += count
-            for metric in stateful.values():
-                metric.update(main_output(outputs), targets)
-    samples, loss, *pairs = model.world.sum(sums.cpu()).tolist()
-    result = {"loss": loss / samples if samples else float("nan"), "samples": int(samples)}
-    for index, name in enumerate(plain):
-        total, count = pairs[2 * index : 2 * index + 2]
-        result[name] = total / count if count else float("nan")
-    for name, metric in stateful.items():
-        result[name] = float(metric.compute())
+        losses = model.map_outputs(inputs, targets, measure)
+        if losses:  # else the last stage is in another process
+            samples = batch_size(inputs, targets)
+            count += samples
+            for loss, size in zip(losses, chunk_sizes(samples, len(losses)), strict=True):
+                loss_sum.add_(loss, alpha=size)
+    sums = torch.tensor([float(loss_sum), count], dtype=torch.float64)
+    total, samples = model.reduce_loss(sums).tolist()
+    result = {"loss": total / samples if samples else float("nan"), "samples": int(samples)}
+    with warnings.catch_warnings():
+        # a replica without samples has not updated its metrics
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        result |= {name: float(metric.compute()) for name, metric in metrics.items()}
     for module, training in modes:
         module.training = training
     model.rng.redetect()

@@ -1,4 +1,4 @@
-"""What a run measures of itself: loss, and the stages' times and memory."""
+"""Statistics of a run: the loss, and the times and memory of the stages."""
 
 from __future__ import annotations
 
@@ -7,103 +7,81 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hybridtrain.memory import optimizer_bytes
 from hybridtrain.model import HybridModel
-from hybridtrain.monitor.timeline import Lanes
 from hybridtrain.pipeline.timeline import Timeline, stage_times
-from hybridtrain.schedule import bubble_fraction, simulate
+from hybridtrain.schedule import Spans, bubble_fraction, simulate
 
 
 class RunStats:
-    """Adds up between two logged steps; only the reading methods wait for a device.
+    """Accumulates statistics between two logged steps; only the reading methods wait for a device.
 
-    TraceGuards:
-        loss: the mean training loss as last read.
-        bubble: the mean bubble of the recorded batches.
+    Attributes:
+        loss: the mean training loss when it was last read.
+        bubble: the mean bubble fraction of the recorded steps.
     """
 
     def __init__(self, model: HybridModel) -> None:
         self.loss: float | None = None
         self.bubble: float | None = None
         self._model = model
-        self._losses: list[torch.Tensor] = []
-        self._rows: list[int] = []
-        self._trace: Timeline | None = None
+        self._loss_sum: torch.Tensor | None = None  # weighted by samples
+        self._samples = 0
+        self._timeline: Timeline | None = None
         self._bubbles: list[float] = []
-        self._times: list[tuple[float, float]] = [(0.0, 0.0)] * len(model.stages)
+        self._stages = model.schedule(1).stages
+        self._times = [(0.0, 0.0)] * self._stages
 
-    def add(self, loss: torch.Tensor, rows: int, trace: Timeline | None) -> None:
-        """Takes in a batch: its mean loss, its rows and, if it was recorded, what ran when."""
-        self._losses.append(loss)
-        self._rows.append(rows)
-        if len(self._losses) == 1000:
-            self._fold()
-        self._trace = trace
-
-    def _fold(self) -> None:
-        """Replaces what was added so far by its mean and number of rows."""
-        rows = torch.tensor(self._rows, dtype=torch.float32, device=self._losses[0].device)
-        total = sum(self._rows)  # 0 where the batches were smaller than the number of replicas
-        self._losses = [torch.dot(torch.stack(self._losses).float(), rows) / max(total, 1)]
-        self._rows = [total]
+    def add(self, loss: torch.Tensor, samples: int, timeline: Timeline | None) -> None:
+        """Adds a batch: its mean loss, its samples and, if recorded, its timeline."""
+        if self._loss_sum is None:
+            self._loss_sum = torch.zeros((), dtype=torch.float64, device=loss.device)
+        self._loss_sum.add_(loss, alpha=samples)
+        self._samples += samples
+        self._timeline = timeline
 
     def read_loss(self) -> float:
-        """The mean over all rows of all replicas since the last reading."""
-        self._fold()
-        rows = float(self._rows[0])
-        sums = torch.tensor([float(self._losses[0]) * rows, rows], dtype=torch.float64)
-        total, rows = self._model.world.sum(sums).tolist()
-        self.loss = total / rows
-        self._losses, self._rows = [], []
+        """Returns the mean loss over all samples of all replicas since the last reading."""
+        assert self._loss_sum is not None
+        sums = torch.tensor([float(self._loss_sum), self._samples], dtype=torch.float64)
+        total, samples = self._model.reduce_loss(sums).tolist()
+        self.loss = total / samples
+        self._loss_sum, self._samples = None, 0
         return self.loss
 
     def read_stages(self, optimizer: Optimizer) -> dict[str, float]:
-        """Times, memory and bubble of the last batch that was recorded, by tag."""
-        if self._trace is None:
+        """Returns times, memory and bubble of the last batch, if it was recorded, by tag."""
+        if self._timeline is None:
             return {}
-        spans = self._trace.spans()
+        spans = self._timeline.spans()
         self._bubbles.append(bubble_fraction(spans))
         self.bubble = sum(self._bubbles) / len(self._bubbles)
-        times = stage_times(spans, len(self._model.stages))
+        times = stage_times(spans, self._stages)
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
-        memory = self._memory(optimizer)
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
-        for index, (forward, backward) in enumerate(self._times):
-            values[f"stage{index}/forward_ms"] = forward
-            values[f"stage{index}/backward_ms"] = backward
-            values[f"stage{index}/memory_bytes"] = memory[index]
+        for index, stage in enumerate(self.stages(optimizer)):
+            values[f"stage{index}/forward_ms"] = stage["forward_ms"]
+            values[f"stage{index}/backward_ms"] = stage["backward_ms"]
+            values[f"stage{index}/memory_bytes"] = stage["peak_memory_bytes"]
         return values
 
-    def timelines(self) -> tuple[Lanes, Lanes]:
-        """What the schedule predicts of the last traced step, from its mean costs, and it."""
-        assert self._trace is not None
-        spans = self._trace.spans()
+    def timelines(self) -> tuple[Spans, Spans]:
+        """Returns the predicted and the measured spans of the last recorded step, in seconds.
+
+        The prediction is the schedule's, for the mean measured costs of each stage.
+        """
+        assert self._timeline is not None
+        spans = self._timeline.spans()
         chunks = 1 + max(span.action.microbatch for span in spans[0])
-        costs = [
-            (time.forward_ms / chunks / 1e3, time.backward_ms / chunks / 1e3)
-            for time in stage_times(spans, len(self._model.stages))
-        ]
-        forward, backward = zip(*costs, strict=True)
+        times = stage_times(spans, self._stages)
+        forward = [time.forward_ms / chunks / 1e3 for time in times]
+        backward = [time.backward_ms / chunks / 1e3 for time in times]
         return simulate(self._model.schedule(chunks), forward, backward), spans
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """What the summary says of each stage."""
+        """Returns the summary of each stage, with the times that were last read."""
         return [
-            {
-                "layers": [layer.name for layer in stage.layers],
-                "parameters": stage.count_parameters(),
-                "peak_memory_bytes": memory,
-                "forward_ms": forward,
-                "backward_ms": backward,
-            }
-            for stage, memory, (forward, backward) in zip(
-                self._model.stages, self._memory(optimizer), self._times, strict=True
+            {**stage, "forward_ms": forward, "backward_ms": backward}
+            for stage, (forward, backward) in zip(
+                self._model.stage_summaries(optimizer), self._times, strict=True
             )
-        ]
-
-    def _memory(self, optimizer: Optimizer) -> list[int]:
-        return [
-            # on a GPU the allocator has counted the optimizer's state already
-            memory + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer)
-            for stage, memory in zip(self._model.stages, self._model.memory_bytes(), strict=True)
         ]

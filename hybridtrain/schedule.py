@@ -53,6 +53,10 @@ class Span(NamedTuple):
     end: float
 
 
+Spans = Sequence[Sequence[Span]]
+"""The spans of one step: a sequence per device."""
+
+
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     """Returns a schedule of all forwards, then all backwards.
 

@@ -1,4 +1,4 @@
-"""The generic loop: steps, logging, evaluation, checkpoints."""
+"""The training loop: steps, logging, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +22,9 @@ from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Monitors, Throughput
 from hybridtrain.run_stats import RunStats
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 @dataclass(frozen=True)
@@ -79,34 +81,30 @@ class TrainerOptions:
 
 
 class Trainer:
-    """Trains a `HybridModel`. Every process runs it; rank 0 alone has monitors and a store.
+    """Trains a `HybridModel`. Every process runs it; only rank 0 has monitors and a store.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         optimizer: over `model.parameters()`.
-        loss_fn: `loss_fn(output, targets)`, the mean over the rows of a micro-batch.
+        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
         train: the training batches.
+        options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
         metrics: by name, what to evaluate besides the loss; see `evaluate`.
-        lr_schedule: stepped once an optimizer step.
-        steps: optimizer steps in all; give this or `epochs`.
-        epochs: passes over the data in all.
-        accumulate: batches that an optimizer step adds up.
-        clip_norm: largest norm of the gradient, over all stages.
-        scaler: scales the loss, for fp16; a step whose gradients overflow is skipped, by all
+        lr_schedule: stepped once per optimizer step.
+        scaler: scales the loss, for fp16; a step whose gradients overflow is skipped by all
             replicas alike, since they share the averaged gradients.
-        loss_scale: a fixed scale for `scaler`; None: it adapts the scale.
-        log_every: steps between two logged lines.
-        eval_every: steps between two evaluations; None: only at the end.
-        store: where checkpoints go; None: there are none.
-        checkpoint_every: steps between two checkpoints; None: only at the end.
-        timeline_every: steps between two timelines; None: only at the end.
-        monitor: whom to tell; None: nobody.
+        store: where checkpoints go; None: none are saved.
+        monitor: receives what is logged.
+        settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
-    TraceGuards:
+    Attributes:
         step: optimizer steps done.
-        samples: rows trained on so far, over all replicas.
+        samples: samples trained on so far, over all replicas.
         epoch, batch: the next batch.
+
+    Raises:
+        ConfigError: see `TrainerOptions`.
     """
 
     def __init__(
@@ -118,14 +116,14 @@ class Trainer:
         options: TrainerOptions | None = None,
         *,
         evaluation: EvalLoader | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         lr_schedule: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
         monitor: Monitor | None = None,
         **settings: Any,
     ) -> None:
-        options = replace(options, **settings) if options else TrainerOptions(**settings)
+        self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         self.model = model
         self.world = model.world
         self.optimizer = optimizer
@@ -134,77 +132,70 @@ class Trainer:
         self.train = train
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self.total_steps = options.total_steps(train.batches_per_epoch)
-        self._by_epochs = options.epochs is not None
-        self.accumulate = options.accumulate
-        self.clip_norm = options.clip_norm
+        self.total_steps = self.options.total_steps(train.batches_per_epoch)
         self.scaler = scaler
-        self.loss_scale = options.loss_scale
-        self.log_every = options.log_every
-        self.eval_every = options.eval_every
         self.store = store
-        self.checkpoint_every = options.checkpoint_every
-        self.timeline_every = options.timeline_every or self.total_steps
         self.monitor = monitor or Monitors([])
         self.step = 0
         self.samples = 0
         self.epoch = 0
         self.batch = 0
-        self._measured = RunStats(model)
+        self.throughput = Throughput()
+        self._stats = RunStats(model)
         self._last_eval: tuple[int, dict[str, float]] | None = None
-        self._checkpoint: Path | None = None
-        self._checkpoint_step: int | None = None
+        self._checkpoint: tuple[int, Path | None] | None = None
         self._resumed_from: Path | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"Trainer(step {self.step} of {self.total_steps}, epoch {self.epoch}, "
+            f"{self.samples} samples, {self.options})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Trainer cannot be pickled or copied, because its model owns process groups and "
+            "threads: save a checkpoint (store=), and resume() it in a new Trainer"
+        )
+
     def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Trains up to `total_steps`, then evaluates and saves; returns the `summary`."""
-        if not self.model.training:  # or a part that the user keeps in eval mode would leave it
+        """Trains up to `total_steps`, evaluates and saves; returns the `summary`.
+
+        Args:
+            texts: shown by the monitors beside the curves, by title.
+        """
+        if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
             while self.step < self.total_steps:
-                batches = [next(stream) for _ in range(self._batches_of_step())]
-                logged = self._is_due(self.log_every)
-                drawn = self._is_due(self.timeline_every)
-                self._accumulate_gradients(batches, trace=logged or drawn)
-                norm = self._clip(needed=logged)
-                self._optimizer_step()
+                log_due = self._is_due(self.options.log_every, self.step + 1)
+                timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+                # an optimizer step does not reach into the next epoch
+                left = self.train.batches_per_epoch - self.batch
+                batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
+                self._accumulate_gradients(batches, timeline=log_due or timeline_due)
                 lr = self.optimizer.param_groups[0]["lr"]
-                if self.lr_schedule is not None:
-                    self.lr_schedule.step()
-                self.optimizer.zero_grad()
+                norm = self._clip(needed=log_due)
+                self._optimizer_step()
                 self._advance(batches)
-                if logged:
+                if log_due:
                     self._log(lr, norm)
-                if drawn:
-                    self.monitor.timeline(self.step, *self._measured.timelines())
-                self._pause_if_due()
-            if self.evaluation is not None:
-                self.evaluate()
-            self.save()
+                if timeline_due:
+                    self.monitor.timeline(self.step, *self._stats.timelines())
+                self._evaluate_and_save_if_due()
+            self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
         finally:
             stream.close()
             self.monitor.close()
         return self.summary()
 
-    def _pause_if_due(self) -> None:
-        if self.step == self.total_steps:  # the last of each is in `fit`
-            return
-        evaluates = self.eval_every and self.step % self.eval_every == 0
-        saves = self.checkpoint_every and self.step % self.checkpoint_every == 0
-        if not evaluates and not saves:
-            return
-        with self.throughput.pause():
-            if evaluates:
-                self.evaluate()
-            if saves:
-                self.save()
-
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the model as it is and reports it; see `evaluate`."""
-        assert self.evaluation is not None
+        """Evaluates the model, with its present weights, and reports the values; see `evaluate`."""
+        if self.evaluation is None:
+            raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
         result = evaluate(self.model, self.evaluation, self.loss_fn, self.metrics)
         self._last_eval = self.step, result
         values = {f"eval/{name}": value for name, value in result.items() if name != "samples"}
@@ -212,91 +203,97 @@ class Trainer:
         return result
 
     def save(self) -> None:
-        """Writes a checkpoint of this step on rank 0, unless it is what was resumed from."""
-        if self.store is None or self.step == self._checkpoint_step:
+        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed."""
+        if self.store is None or (self._checkpoint and self._checkpoint[0] == self.step):
             return
+        path = None
         if self.world.is_main:
-            files = state.writers(self.model, self.optimizer, self.state_dict())
-            self._checkpoint = self.store.save(self.step, files)
-        self.world.broadcast(None)  # the others wait here, where they may wait long
-        self._checkpoint_step = self.step
+            files = state.writers(self.model, self.optimizer, {"trainer": self})
+            path = self.store.save(self.step, files)
+        self.world.broadcast(None)  # the others wait here, where a long wait is allowed
+        self._checkpoint = self.step, path
 
     def resume(self, path: Path) -> None:
-        """Goes on from the checkpoint at `path`, of any split and number of processes.
+        """Continues from the checkpoint at `path`, of any split and number of processes.
 
-        Weights and moments are the checkpoint's. Learning rate, its schedule and the other options
-        are those that this trainer was made with, so that a run may be made longer or be tuned.
+        Weights and optimizer state are the checkpoint's. The learning rate, its schedule and the
+        other options are those of this trainer, so that a run can be made longer or be tuned.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or is of another model.
+            ConfigError: a run counted in epochs has another number of samples per step.
         """
-        self.load_state_dict(state.restore(path, self.model, self.optimizer))
+        state.restore(path, self.model, self.optimizer, {"trainer": self})
         if self.lr_schedule is not None:
-            # a schedule is a function of the step: run through, so that it is this config's, and
-            # of the run's length now
+            # stepped again from 0 instead of loaded: its parameters and length are this run's
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
                 for _ in range(self.step):
                     self.lr_schedule.step()
-        self._resumed_from = self._checkpoint = path
-        self._checkpoint_step = self.step
+        self._resumed_from = path
+        self._checkpoint = self.step, path
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, in JSON's types; the model and the optimizer have their own."""
+        """Returns the progress of the run, in JSON's types."""
         return {
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
-            "rows_per_step": self.train.batch_size * self.accumulate,
+            "rows_per_step": self._samples_per_step,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Puts the run where `state_dict` found it; with another batch size, at the same row."""
-        rows_per_step = self.train.batch_size * self.accumulate
-        if self._by_epochs and saved["rows_per_step"] != rows_per_step:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`; with another batch size, the run continues at the same sample."""
+        samples_per_step, before = self._samples_per_step, state_dict["rows_per_step"]
+        if self.options.epochs is not None and before != samples_per_step:
             raise ConfigError(
-                f"data.batch_size x trainer.accumulate is {rows_per_step}, and the checkpoint was "
-                f"made with {saved['rows_per_step']}: a run that is counted in epochs keeps it; "
-                f"set trainer.steps, or choose another run_name"
+                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
+                f"{samples_per_step}, and the checkpoint was made with {before}: a run that is "
+                f"counted in epochs keeps it; set steps= in place of epochs=, or start a new run"
             )
-        self.step = saved["step"]
-        self.samples = saved["samples"]
-        self.epoch = saved["epoch"]
-        self.batch = saved["row"] // self.train.batch_size
+        self.step = state_dict["step"]
+        self.samples = state_dict["samples"]
+        self.epoch = state_dict["epoch"]
+        self.batch = state_dict["row"] // self.train.batch_size
         if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
             self.epoch, self.batch = self.epoch + 1, 0
-        if self.scaler is not None and saved["scaler"] is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
 
     def summary(self) -> dict[str, Any]:
-        """What the run gave, as it goes into `summary.json`."""
+        """Returns the results of the run, as they are written to `summary.json`."""
         speed = self.throughput.summary()
+        checkpoint = self._checkpoint and self._checkpoint[1]
         return {
             "steps": self.step,
             "samples": self.samples,
-            "train_loss": self._measured.loss,
+            "train_loss": self._stats.loss,
             "eval": self._last_eval[1] if self._last_eval else None,
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
-            "bubble_fraction": self._measured.bubble,
-            "stages": self._measured.stages(self.optimizer),
+            "bubble_fraction": self._stats.bubble,
+            "stages": self._stats.stages(self.optimizer),
             "world": {
                 "processes": self.world.size,
                 "nb_part": self.world.nb_part,
-                "engine": "local",
+                "engine": self.world.engine,
                 "backend": self.world.backend,
             },
-            "checkpoint": self._checkpoint and str(self._checkpoint),
+            "checkpoint": checkpoint and str(checkpoint),
             "resumed_from": self._resumed_from and str(self._resumed_from),
         }
 
-    def _batches_of_step(self) -> int:
-        # an optimizer step does not reach into the next epoch
-        return min(self.accumulate, self.train.batches_per_epoch - self.batch)
+    @property
+    def _samples_per_step(self) -> int:
+        return self.train.batch_size * self.options.accumulate
 
-    def _is_due(self, every: int) -> bool:
-        return (self.step + 1) % every == 0 or self.step + 1 == self.total_steps
+    def _is_due(self, every: int | None, step: int) -> bool:
+        """Whether `step` is a multiple of `every`; the last step always is due."""
+        return step == self.total_steps or (every is not None and step % every == 0)
 
-    def _accumulate_gradients(self, batches: Sequence[Batch], trace: bool) -> None:
+    def _accumulate_gradients(self, batches: Sequence[Batch], timeline: bool) -> None:
         total = sum(batch.total for batch in batches)
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
@@ -304,43 +301,45 @@ class Trainer:
                 batch.inputs,
                 batch.targets,
                 self.loss_fn,
-                weight=batch.samples * self.world.size / total,
+                weight=batch.samples * self.world.replicas / total,
                 sync=last,
                 scale_loss=None if self.scaler is None else self.scaler.scale,
-                trace=trace and last,
+                timeline=timeline and last,
             )
-            self._measured.add(out.loss, batch.samples, out.trace)
+            self._stats.add(out.loss, batch.samples, out.timeline)
 
     def _clip(self, needed: bool) -> torch.Tensor | None:
+        """Clips the gradients; returns their norm before it if it was computed or is `needed`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        if self.clip_norm is not None:
-            return clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        if needed:
-            return get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        return None
+        if self.options.clip_norm is not None:
+            return self.model.clip_grad_norm_(self.options.clip_norm)
+        return self.model.grad_norm() if needed else None
 
     def _optimizer_step(self) -> None:
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
-            self.scaler.update(self.loss_scale)
+            self.scaler.update(self.options.loss_scale)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
+        self.optimizer.zero_grad()
 
     def _advance(self, batches: Sequence[Batch]) -> None:
-        rows = sum(batch.total for batch in batches)
+        samples = sum(batch.total for batch in batches)
         self.step += 1
-        self.samples += rows
+        self.samples += samples
         self.batch += len(batches)
         if self.batch == self.train.batches_per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
-        self.throughput.tick(rows)
-        self.monitor.step(self.step, rows)
+        self.throughput.tick(samples)
+        self.monitor.step(self.step, samples)
 
     def _log(self, lr: float, norm: torch.Tensor | None) -> None:
         speed = self.throughput.read()
         values = {
-            "train/loss": self._measured.read_loss(),
+            "train/loss": self._stats.read_loss(),
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
@@ -350,5 +349,14 @@ class Trainer:
             values["train/grad_norm"] = float(norm)
         if self.scaler is not None:
             values["train/loss_scale"] = self.scaler.get_scale()
-        values |= self._measured.read_stages(self.optimizer)
+        values |= self._stats.read_stages(self.optimizer)
         self.monitor.scalars(self.step, values)
+
+    def _evaluate_and_save_if_due(self) -> None:
+        evaluated = self._last_eval is not None and self._last_eval[0] == self.step
+        eval_due = self._is_due(self.options.eval_every, self.step) and not evaluated
+        with self.throughput.pause():
+            if self.evaluation is not None and eval_due:
+                self.evaluate()
+            if self._is_due(self.options.checkpoint_every, self.step):
+                self.save()

@@ -25,7 +25,7 @@ from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.monitor.progress import log_handler
+from hybridtrain.monitor.progress import TqdmLoggingHandler
 from hybridtrain.planning.plan import Plan
 
 
@@ -115,5 +115,5 @@ class RunDirectory:
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
             root.addHandler(file)
         if rank == 0:
-            root.addHandler(log_handler())
+            root.addHandler(TqdmLoggingHandler())
         logging.captureWarnings(True)

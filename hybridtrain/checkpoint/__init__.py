@@ -1,1 +1,1 @@
-"""Checkpoints: what a resume needs, in directories that are either whole or not there."""
+"""Checkpoints: the state that a resume needs, in directories that are complete or absent."""

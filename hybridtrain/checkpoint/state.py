@@ -1,22 +1,24 @@
-"""What a checkpoint holds, under the user's own names, so that any split can load it.
+"""The content of a checkpoint, under the user's own names, so that any split can load it.
 
     step_00000100/
         model.pt       net.state_dict(), on the CPU; net.load_state_dict(torch.load(...)) takes it
         optimizer.pt   the optimizer's state by parameter name, not by number
-        state.json     where the run is: step, epoch, row, draws, loss scale
+        state.json     the progress of the run: step, epoch, sample, random state, loss scale
         manifest.json  sizes and checksums of the above (see `store`)
 
-Rank 0 alone reads and writes. The other replicas get its state over the process group, so that no
-file system need be shared. A state is loaded tensor by tensor, from a file that is mapped into
-memory: there is never a second copy of the model or of the moments.
+Only rank 0 reads and writes. The other processes receive the state over the process group, so the
+file system need not be shared. A state is loaded tensor by tensor from a memory-mapped file, so
+there is never a second copy of the model or of the optimizer's state.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -32,46 +34,66 @@ from torch.utils._pytree import (
 from hybridtrain.checkpoint.store import verify
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.world import World
 
-Writer = Callable[[BinaryIO], None]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+Writer = Callable[[BinaryIO], object]
+
+
+@dataclass(frozen=True)
+class RNGStep:
+    """The step that the random numbers of layers such as dropout are drawn for."""
+
+    rng: LayerRNG
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the step."""
+        return {"draws_step": self.rng.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the step."""
+        self.rng.step = state_dict["draws_step"]
 
 
 def writers(
-    model: HybridModel,
-    optimizer: Optimizer,
-    run: Mapping[str, Any],
+    model: HybridModel, optimizer: Optimizer, states: Mapping[str, Stateful]
 ) -> dict[str, Writer]:
-    """The files of a checkpoint, each with the function that writes it.
+    """Returns the names of a checkpoint's files, each with the function that writes it.
 
     Args:
-        model: whose parameters and buffers are kept.
+        model: whose parameters, buffers and random state are saved.
         optimizer: over the parameters of `model`.
-        run: what else is to come back, in plain JSON types.
+        states: what else is saved in `state.json`: JSON's types, under keys that no other has.
+
+    Raises:
+        ValueError: two of `states` use the same key.
     """
-
-    def write_model(file: BinaryIO) -> None:
-        torch.save(_on_cpu(model.state_dict()), file)
-
-    def write_optimizer(file: BinaryIO) -> None:
-        torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file)
-
-    def write_state(file: BinaryIO) -> None:
-        state = {**run, "draws_step": model.rng.step, "torch": torch.__version__}
-        file.write(json.dumps(state, indent=1).encode())
-
-    return {"model.pt": write_model, "optimizer.pt": write_optimizer, "state.json": write_state}
+    saved: dict[str, Any] = {"torch": torch.__version__}
+    for name, entry in (*states.items(), ("rng", RNGStep(model.rng))):
+        own = entry.state_dict()
+        if own.keys() & saved.keys():
+            raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
+        saved |= own
+    return {
+        "model.pt": lambda file: torch.save(_on_cpu(model.state_dict()), file),
+        "optimizer.pt": lambda file: torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file),
+        "state.json": lambda file: file.write(json.dumps(saved, indent=1).encode()),
+    }
 
 
 def restore(
     path: Path,
     model: HybridModel,
     optimizer: Optimizer | None = None,
+    states: Mapping[str, Stateful] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into what is given; all replicas call it.
+    """Loads the checkpoint at `path` into what is given; a collective call.
 
     Returns:
-        what `writers` was given as `run`.
+        all of `state.json`.
 
     Raises:
         CheckpointError: it is missing or damaged, or is of another model; names the tensor.
@@ -80,28 +102,29 @@ def restore(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
         verify(path)
-        weights = _map(path / "model.pt")
+        weights = _mapped(path / "model.pt")
         check_fits(path, weights, model.state_dict())
         moments = {}
         if optimizer is not None:
-            moments = _map(path / "optimizer.pt")
+            moments = _mapped(path / "optimizer.pt")
             check_groups(path, model, optimizer, moments)
         return weights, moments, json.loads((path / "state.json").read_text())
 
-    weights, moments, state = world.on_main(read) or ({}, {}, {})
-    state = world.broadcast(state)
+    weights, moments, saved = world.on_main(read) or ({}, {}, {})
+    saved = world.broadcast(saved)
     _load_weights(model, weights)
     if optimizer is not None:
         load_optimizer_by_name(model, optimizer, moments)
-    model.rng.step = state["draws_step"]
-    return state
+    for entry in (*states.values(), RNGStep(model.rng)):
+        entry.load_state_dict(saved)
+    return saved
 
 
 def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Makes sure that `weights` are those of the model whose state is `own`.
+    """Checks that `weights` fit the model whose state is `own`.
 
     Raises:
-        CheckpointError: names the first tensors that are missing, too many or of another shape.
+        CheckpointError: names the first tensors that are missing, unknown or of another shape.
     """
     problems = [f"it lacks {name}" for name in own if name not in weights]
     problems += [f"the model has no {name}" for name in weights if name not in own]
@@ -113,14 +136,14 @@ def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tens
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
         raise CheckpointError(
-            f"the checkpoint {path} is of another model: {shown}. Train with the model it was made "
-            f"with, or choose another run_name"
+            f"the checkpoint {path} is of another model: {shown}. Train the model it was made "
+            f"with, or start a new run"
         )
 
 
 def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with the user's parameter names in place of numbers."""
-    names = _names(model, optimizer)
+    """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
+    names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     return {
         "state": {names[number]: entry for number, entry in state["state"].items()},
@@ -134,42 +157,42 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any
 def check_groups(
     path: Path, model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Makes sure that `state`, of `optimizer_by_name`, has the parameters of `optimizer`.
+    """Checks that `state`, from `optimizer_by_name`, has the parameter groups of `optimizer`.
 
     Raises:
-        CheckpointError: its groups of parameters are others.
+        CheckpointError: it has others.
     """
-    numbers = {name: number for number, name in enumerate(_names(model, optimizer))}
+    numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
     own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
     saved = [[numbers.get(name, -1) for name in group["params"]] for group in state["param_groups"]]
     if saved != own:
         raise CheckpointError(
-            f"the optimizer in {path} has other groups of parameters than the one of this run: "
-            f"keep optim as it was, or choose another run_name"
+            f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
+            f"the same groups as before, or start a new run"
         )
 
 
 def load_optimizer_by_name(
     model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Takes over what rank 0's `optimizer_by_name` gave: the moments, by name.
+    """Loads rank 0's `state`, from `optimizer_by_name`, on every rank; a collective call.
 
-    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`: where a config
-    and a checkpoint differ, the config is what the user wants now.
+    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
+    present run's settings are what the user wants now.
     """
     parameters = dict(model.named_parameters())
 
-    def place(path: KeyPath, value: Tensor) -> Tensor:
+    def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
-        # where PyTorch keeps them: `load_state_dict` then takes them as they are
+        # where PyTorch keeps it, so that `load_state_dict` does not copy it
         return value if kind == "step" else value.to(parameters[name].device)
 
-    moments = _from_main(model.world, state.get("state"), place)
+    moments = _from_main(model.world, state.get("state"), to_param_device)
     optimizer.load_state_dict(
         {
             "state": {
                 number: moments[name]
-                for number, name in enumerate(_names(model, optimizer))
+                for number, name in enumerate(parameter_names(model, optimizer))
                 if name in moments
             },
             "param_groups": optimizer.state_dict()["param_groups"],
@@ -177,8 +200,8 @@ def load_optimizer_by_name(
     )
 
 
-def _names(model: HybridModel, optimizer: Optimizer) -> list[str]:
-    """The name of each of the optimizer's parameters, in its own numbering."""
+def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
+    """Returns the name of each parameter of `optimizer`, in the numbering of its state."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
@@ -187,29 +210,29 @@ def _on_cpu(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-def _map(path: Path) -> Any:
-    """What `torch.save` wrote; its tensors are read when they are used, and hold no memory."""
+def _mapped(path: Path) -> Any:
+    """Loads a file of `torch.save` with memory-mapped tensors, which are read when used."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 @torch.no_grad()
 def _load_weights(model: HybridModel, weights: Mapping[str, Tensor]) -> None:
-    """Rank 0 loads `weights`, and the others take over what it then has."""
+    """Loads `weights` on rank 0, then copies its state to the other ranks."""
     world = model.world
     world.on_main(lambda: model.load_state_dict(weights))
     if world.size == 1:
         return
     for tensor in model.state_dict().values():
-        sent = tensor.cpu().contiguous()  # itself, if it is so
+        sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
         world.broadcast_tensor(sent)
         if sent is not tensor and not world.is_main:
             tensor.copy_(sent)
     if not world.is_main:
-        model.load_state_dict(model.state_dict())  # for the modules that do more than to copy
+        model.load_state_dict(model.state_dict())  # for modules with load hooks
 
 
-def _from_main(world: World, tree: Any, place: Callable[[KeyPath, Tensor], Tensor]) -> Any:
-    """Rank 0's pytree on every rank, its tensors one by one: copied, and put where they belong."""
+def _from_main(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Tensor]) -> Any:
+    """Broadcasts rank 0's pytree; its tensors are copied one by one, then `move`d."""
     leaves, spec = tree_flatten_with_path(tree if world.is_main else [])
     kinds = [
         (path, (leaf.shape, torch.empty_like(leaf, device="meta").stride(), leaf.dtype))
@@ -228,6 +251,6 @@ def _from_main(world: World, tree: Any, place: Callable[[KeyPath, Tensor], Tenso
         value = torch.empty_strided(size, stride, dtype=dtype)
         if world.is_main:
             value.copy_(leaves[index][1])
-        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # as it is in memory
-        received.append(place(path, value))
+        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # in memory order
+        received.append(move(path, value))
     return tree_unflatten(received, spec)

@@ -1,7 +1,7 @@
 """Checkpoint directories that survive a killed process, a power cut and a flipped bit.
 
-A checkpoint is a directory of files that named writers fill; what is in them is not known here.
-It is built out of sight and appears under its name in one step, so it is whole or not there:
+A checkpoint is a directory of files, each filled by a function of the caller's. It is built under a
+hidden name and appears under its own in one step, so it is complete or absent:
 
     .tmp-100-<uuid>/     each file hashed while it is written, then fsync
                          manifest.json last: size and hash of every file
@@ -11,16 +11,16 @@ It is built out of sight and appears under its name in one step, so it is whole 
     step_00000100/       published
 
 A directory cannot be renamed onto another that has files, so a step that is saved again (a run
-resumed from an earlier checkpoint comes past it once more) goes beside the old one first:
+resumed from an earlier checkpoint reaches it again) is first published beside the old one:
 
-    step_00000100  step_00000100.1      published: of one step the highest generation counts
+    step_00000100  step_00000100.1      published: the highest generation of a step counts
     .tmp-<uuid>    step_00000100.1      the old one retired
-                   step_00000100        the plain name taken over, the retired files removed
+                   step_00000100        the new one renamed, the retired files removed
 
 Every line of this picture has a complete checkpoint of step 100, and each is on disk before the
-next begins. No reader has to repair anything; what a dead run left behind the next save removes.
+next begins. Readers never repair anything; the next save removes what a killed run left behind.
 
-One process saves into a root at a time (rank 0 of the run). Any number may read.
+One process at a time saves into a root (rank 0 of the run); any number may read.
 """
 
 import errno
@@ -52,39 +52,42 @@ _log = logging.getLogger(__name__)
 class CheckpointStore:
     """The checkpoints of one run: `root/step_00000100/`, `root/step_00000200/`, ...
 
-    `keep` is how many of the newest stay on disk, None for all. While one is being saved there
-    is room needed for one more.
+    Args:
+        root: their directory; made by the first `save`.
+        keep: how many of the newest stay on disk; None: all. A save needs space for one more.
     """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(
-                f"checkpoint.keep is {keep}: at least 1 has to stay, or null to keep all"
-            )
+            raise CheckpointError(f"keep={keep} must be at least 1, or None to keep all")
         self.root = root
         self.keep = keep
 
-    def save(self, step: int, writers: Mapping[str, Callable[[BinaryIO], None]]) -> Path:
-        """Publish one file for each writer as the checkpoint of `step`; return its directory.
+    def save(self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]]) -> Path:
+        """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
-        Each writer gets a binary file that can only be written from front to back. When this
-        returns, the checkpoint is on disk; a checkpoint of the same step is replaced without a
-        moment in which neither can be loaded. Then, with `keep`, the oldest ones are removed.
-        Later steps than this one are never removed.
+        When this returns, the checkpoint is on disk. One of the same step is replaced; at every
+        moment one of the two can be loaded. Then, with `keep`, the oldest are removed, but never
+        later steps than this one.
 
-        Raises CheckpointError when the files cannot be written (disk full, no permission), with
-        every older checkpoint as it was. Any other exception of a writer comes out unchanged.
+        Args:
+            step: the optimizer steps done.
+            writers: by file name; each gets a binary file that can only be appended to.
+
+        Raises:
+            CheckpointError: the files cannot be written (disk full, no permission); the older
+                checkpoints are unchanged. Other exceptions of a writer are passed on.
         """
         if step < 0:
             raise ValueError(f"step {step} is negative")
         for name in writers:
             if not name or name.startswith(".") or "/" in name or name == MANIFEST:
-                raise ValueError(f"{name!r} cannot be the name of a checkpoint's file")
+                raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
 
         temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
         try:
             make_directory(self.root)
-            # Before anything is written: on a full disk this is the space that is missing.
+            # first, because on a full disk this is the space that is missing
             self._remove(list(self.root.glob(f"{_TEMPORARY}*")))
             temporary.mkdir()
             files = {name: _write_file(temporary / name, write) for name, write in writers.items()}
@@ -93,7 +96,7 @@ class CheckpointStore:
             sync_directory(temporary)
             published = self._publish(temporary, step)
         except OSError as error:
-            # Looked at before the clean-up gives the space back.
+            # computed before the clean-up frees the space
             message = self._explain(step, temporary, error)
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(message) from error
@@ -101,7 +104,7 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-        # The checkpoint is safe. What goes wrong from here on must not look like a failed save.
+        # the checkpoint is on disk: errors from here on must not look like a failed save
         try:
             self._settle(step, published)
             self._prune(step)
@@ -110,14 +113,16 @@ class CheckpointStore:
         return self._generations(step)[-1]
 
     def steps(self) -> list[int]:
-        """Return the steps of the published checkpoints, ascending; they may be damaged."""
+        """Returns the steps of the published checkpoints, ascending; they may be damaged."""
         return sorted({step for step, _, _ in self._published()})
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, or None when there is none at all.
+        """Returns the newest intact checkpoint, or None if there are no checkpoints.
 
-        Reads every byte of it. A damaged one is skipped with a warning. Raises CheckpointError
-        when there are some and none verifies: to start from scratch is then the user's decision.
+        Reads every byte of it. A damaged one is skipped with a warning.
+
+        Raises:
+            CheckpointError: all are damaged; starting from scratch is the user's decision.
         """
         published = self._published()
         for _, _, path in reversed(published):
@@ -131,12 +136,12 @@ class CheckpointStore:
             names = ", ".join(path.name for _, _, path in published)
             raise CheckpointError(
                 f"none of the checkpoints in {self.root} is intact ({names}): restore one from a "
-                "copy, or choose another run_name to start from scratch"
+                "copy, or start a new run in another directory"
             )
         return None
 
     def _published(self) -> list[tuple[int, int, Path]]:
-        """Every (step, generation, path), oldest first."""
+        """Returns every (step, generation, path), oldest first."""
         if not self.root.is_dir():
             return []
         matches = ((_PUBLISHED.fullmatch(path.name), path) for path in self.root.iterdir())
@@ -154,7 +159,7 @@ class CheckpointStore:
         return target
 
     def _settle(self, step: int, newest: Path) -> None:
-        """Retire the older generations of `step` and give the newest one the plain name."""
+        """Retires the older generations of `step` and gives the newest the plain name."""
         retired = [self._retire(path) for path in self._generations(step) if path != newest]
         if retired:
             sync_directory(self.root)
@@ -162,10 +167,10 @@ class CheckpointStore:
             self._remove(retired)
 
     def _prune(self, published: int) -> None:
-        """Remove the oldest checkpoints, so that `keep` of those up to `published` stay.
+        """Removes the oldest checkpoints, so that `keep` of those up to `published` stay.
 
-        Only steps below the one just published: that one is known to be good, and later ones
-        (the run went back to an earlier checkpoint) may hold the newest good one.
+        Later steps stay: after a return to an earlier checkpoint, one of them may be the newest
+        intact one.
         """
         if self.keep is None:
             return
@@ -175,20 +180,20 @@ class CheckpointStore:
             self._remove(retired)
 
     def _retire(self, path: Path) -> Path:
-        """Take a checkpoint out of sight: one that is half removed must never be found."""
+        """Hides a checkpoint under a temporary name, so that it is never found half removed."""
         hidden = self.root / f"{_TEMPORARY}{uuid4().hex}"
         os.rename(path, hidden)
         return hidden
 
     def _remove(self, hidden: Iterable[Path]) -> None:
-        """Remove directories that are out of sight; what cannot be removed now may stay."""
-        # A power cut must not bring a name back whose files are gone already.
+        """Removes hidden directories; only warns about what cannot be removed."""
+        # a power cut must not bring back a name whose files are already removed
         sync_directory(self.root)
         for path in hidden:
             try:
                 shutil.rmtree(path)
             except OSError as error:
-                _log.warning("%s is of no use any more, but cannot be removed: %s", path, error)
+                _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
 
     def _explain(self, step: int, temporary: Path, error: OSError) -> str:
         message = f"cannot save the checkpoint of step {step} in {self.root}: {error}"
@@ -198,7 +203,7 @@ class CheckpointStore:
         existing = next(path for path in (self.root, *self.root.parents) if path.is_dir())
         free = written + shutil.disk_usage(existing).free
         try:
-            # The best guess before it is complete: the checkpoints of a run are much alike.
+            # the best guess: the checkpoints of a run have nearly the same size
             files = _read_manifest(self._published()[-1][2])["files"]
             previous = sum(entry["size"] for entry in files.values())
         except (CheckpointError, IndexError):
@@ -206,22 +211,22 @@ class CheckpointStore:
         return (
             f"{message}. It needs {max(written, previous) / 1e6:,.1f} MB or more; the disk has "
             f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
-            "some space or lower checkpoint.keep; the older checkpoints are untouched"
+            "some space or lower keep=; the older checkpoints are untouched"
         )
 
 
 def verify(path: Path) -> None:
-    """Return if every file of the checkpoint is what was saved, byte for byte.
+    """Checks that every file in the manifest of a checkpoint equals what was saved.
 
-    Raises CheckpointError, naming the first file that is missing, cut short or altered and what
-    is wrong with it. Files that the manifest does not list are not looked at.
+    Raises:
+        CheckpointError: names the first file that is missing, cut short or altered.
     """
     manifest = _read_manifest(path)
     named = _PUBLISHED.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(
             f"{path} is named for step {int(named[1])} but holds step {manifest['step']}: "
-            "give it its own name back"
+            "rename it back"
         )
     for name, expected in manifest["files"].items():
         file = path / name
@@ -243,15 +248,16 @@ def verify(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Return the step that the checkpoint was saved at; the directory may have any name.
+    """Returns the step of the checkpoint at `path`, whatever the name of its directory.
 
-    Raises CheckpointError when there is no intact manifest.
+    Raises:
+        CheckpointError: there is no intact manifest.
     """
     return int(_read_manifest(path)["step"])
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, each on disk when this returns."""
+    """Creates a directory and its parents; they are on disk when this returns."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -259,7 +265,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk; a file's own fsync does not cover them."""
+    """Waits until the names in a directory are on disk, which a file's own fsync does not do."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -268,14 +274,11 @@ def sync_directory(path: Path) -> None:
 
 
 class _HashingFile(io.RawIOBase):
-    """A file to write from front to back that keeps the size and the hash of what went through.
+    """An append-only file that computes the size and the crc32 of what is written.
 
-    The hash is crc32: it sees every single flipped bit, every burst up to 32 bits, and misses
-    other damage once in 4 billion; it costs half of sha256. Against someone who means harm
-    neither helps, as they would rewrite the manifest too.
-
-    To seek is refused by the base class, so no writer can go round the hash unnoticed.
-    `torch.save` only ever appends.
+    crc32 detects every flipped bit and every burst of up to 32 bits, misses other damage once in 4
+    billion, and takes half the time of sha256. The base class refuses to seek, so no writer can
+    bypass the hash; `torch.save` only appends.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -291,7 +294,7 @@ class _HashingFile(io.RawIOBase):
         try:
             self._file.write(data)
         except OSError as error:
-            # torch.save turns this into a RuntimeError about file positions.
+            # torch.save turns this into a RuntimeError about file positions
             self.error = error
             raise
         size = memoryview(data).nbytes
@@ -301,8 +304,8 @@ class _HashingFile(io.RawIOBase):
 
 
 def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, Any]:
-    """Write one file and wait until it is on disk; return its entry in the manifest."""
-    # Opened like any other file, so that its mode follows the umask.
+    """Writes one file and waits until it is on disk; returns its entry in the manifest."""
+    # opened like any other file, so that its mode follows the umask
     with open(path, "xb") as file:
         hashing = _HashingFile(file)
         try:
@@ -319,7 +322,7 @@ def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, An
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """The manifest's entry for a file as it is on disk now."""
+    """Computes the manifest's entry for a file on disk."""
     size = crc32 = 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -330,7 +333,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _render_manifest(content: Mapping[str, Any]) -> bytes:
-    """The one way to write down `content`, with a hash of itself."""
+    """Returns the canonical bytes of a manifest, with a hash of itself."""
     crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     return (json.dumps({**content, "crc32": f"{crc32:08x}"}, indent=2) + "\n").encode()
 
@@ -350,10 +353,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         version = content["format"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}") from None
-    # Compared as bytes: there is only one way to write it, so no flipped bit can hide in it.
+    # compared as bytes: there is only one way to write it, so every flipped bit shows
     if _render_manifest(content) != raw:
         raise CheckpointError(
-            f"{file} was altered after it was saved: its crc32 of {found_crc32!r} does not fit"
+            f"{file} was altered after it was saved: its crc32 of {found_crc32!r} is wrong"
         )
     if version != FORMAT:
         raise CheckpointError(

@@ -1,14 +1,14 @@
-"""Several monitors in the place of one."""
+"""Several monitors as one."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.timeline import Lanes
+from hybridtrain.schedule import Spans
 
 
-class Monitors:
-    """Forwards every call to each of `monitors`, in their order; with none, to nothing."""
+class Monitors(Monitor):
+    """Forwards every call to each of `monitors`, in order."""
 
     def __init__(self, monitors: Iterable[Monitor]) -> None:
         self._monitors = tuple(monitors)
@@ -28,13 +28,13 @@ class Monitors:
         for monitor in self._monitors:
             monitor.scalars(step, values)
 
-    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
+    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`."""
         for monitor in self._monitors:
             monitor.timeline(step, predicted, measured)
 
     def close(self) -> None:
-        """Close every one, also when another fails at it; its exception comes out after that."""
+        """Closes all of them, even if one fails; then raises its exception."""
         with ExitStack() as stack:
             for monitor in reversed(self._monitors):
                 stack.callback(monitor.close)

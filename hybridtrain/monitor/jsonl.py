@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridtrain.monitor.timeline import Lanes
+from hybridtrain.files import atomic_file
+from hybridtrain.monitor.base import Monitor
 
 
-class MetricsFile:
-    """Appends one JSON object a line to `path` for every call of `scalars`.
+class MetricsFile(Monitor):
+    """Appends a line with one JSON object to `path` for every call of `scalars`.
 
-    Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities
-    are `null`: JSON has none of them, and a column of numbers and nulls is still read as numbers
-    (pandas makes NaN of it). Each line is handed to the system at once, so a killed run loses
-    none but perhaps the one it was writing.
+    Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities are
+    `null`: JSON has neither, and pandas reads `null` as NaN. Each line is written at once, so a
+    killed run loses at most the line it was writing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,19 +33,13 @@ class MetricsFile:
             _keep_until(self.path, first_step)
         self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def step(self, step: int, samples: int) -> None:
-        """Do nothing: the file has the logged steps."""
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`."""
         if self._file is None:
-            raise RuntimeError("MetricsFile.start() has to be called first")
+            raise RuntimeError("call MetricsFile.start() first")
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         line = {"step": step, "time": round(time.time(), 3), **finite}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-
-    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
-        """Do nothing: a timeline is no number."""
 
     def close(self) -> None:
         """See `Monitor.close`."""
@@ -55,18 +49,15 @@ class MetricsFile:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drop the lines of steps after `last_step` and those that are torn."""
-    kept = path.with_name(f".{path.name}.tmp")
-    with open(path, "rb") as old, open(kept, "wb") as new:
+    """Drops the lines of steps after `last_step` and incomplete lines."""
+    with open(path, "rb") as old, atomic_file(path) as new:
         new.writelines(line for line in old if _step_of(line) <= last_step)
         new.flush()
         os.fsync(new.fileno())
-    # In one step: a run killed here still has the whole file.
-    os.replace(kept, path)
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a whole line; infinity for one that a killed run did not finish."""
+    """Returns the step of a line; infinity for one that a killed run did not finish."""
     try:
         entry: Any = json.loads(line) if line.endswith(b"\n") else None
         return float(entry["step"])

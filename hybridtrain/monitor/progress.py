@@ -1,4 +1,4 @@
-"""How far the run is: a bar on a terminal, plain lines anywhere else."""
+"""Progress of the run: a bar on a terminal, plain lines elsewhere."""
 
 import logging
 import sys
@@ -8,16 +8,16 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hybridtrain.monitor.timeline import Lanes
+from hybridtrain.monitor.base import Monitor
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
 _BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
 
 
-class Progress:
-    """Shows loss, samples a second and the time left on `stream`, stderr when None.
+class Progress(Monitor):
+    """Shows loss, samples per second and the time left on `stream` (None: stderr).
 
-    On a terminal a bar that follows every step; elsewhere a line for each logged step:
+    On a terminal, a bar that follows every step; elsewhere, a line per logged step:
 
         step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 0:12
         step 225/450  eval: loss 0.1021  accuracy 0.9694
@@ -48,12 +48,12 @@ class Progress:
             )
 
     def step(self, step: int, samples: int) -> None:
-        """See `Monitor.step`; the bar is drawn ten times a second at most."""
+        """See `Monitor.step`; the bar is drawn at most ten times per second."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the values of `train/` and `eval/`; those of the stages are for the dashboards."""
+        """Shows the values of `train/` and `eval/`; those of the stages are for the dashboards."""
         if train := _describe_training(values):
             if self._bar is not None:
                 self._bar.set_description_str("  ".join(train), refresh=False)
@@ -61,9 +61,6 @@ class Progress:
                 self._print(step, [*train, *self._left(step)])
         if evaluation := _describe_evaluation(values):
             self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
-
-    def timeline(self, step: int, predicted: Lanes, measured: Lanes) -> None:
-        """Do nothing: a timeline is no number."""
 
     def close(self) -> None:
         """See `Monitor.close`; leaves the last state of the bar on the screen."""
@@ -80,31 +77,25 @@ class Progress:
         done = step - self._first_step
         if self._total_steps is None or done <= 0:
             return []
-        # With the pauses for evaluation and checkpoints in it, as there will be more of them.
-        seconds_a_step = (self._clock() - self._begin) / done
-        return [f"left {_format_seconds(seconds_a_step * (self._total_steps - step))}"]
+        # pauses for evaluation and checkpoints are included, because there will be more of them
+        seconds_per_step = (self._clock() - self._begin) / done
+        return [f"left {_format_seconds(seconds_per_step * (self._total_steps - step))}"]
 
 
-def log_handler(stream: TextIO | None = None) -> logging.Handler:
-    """Return a logging handler for `stream` (stderr when None) that leaves a running bar whole.
+class TqdmLoggingHandler(logging.Handler):
+    """Writes messages to `stream` (None: stderr) above a running bar of `Progress`."""
 
-    It takes the bar off the line, writes the message and draws the bar again below it. Use it in
-    place of a StreamHandler on the terminal that `Progress` writes to.
-    """
-    return _AboveTheBar(sys.stderr if stream is None else stream)
-
-
-class _AboveTheBar(logging.Handler):
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
-        self._stream = stream
+        self._stream = sys.stderr if stream is None else stream
 
     def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
         try:
             tqdm.write(self.format(record), file=self._stream)
             self._stream.flush()
         except Exception:
-            # The convention of logging: a message that cannot be shown stops no run.
+            # by logging's convention, a message that cannot be shown does not stop the run
             self.handleError(record)
 
 

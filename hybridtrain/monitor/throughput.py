@@ -1,4 +1,4 @@
-"""Samples a second and step times, with pauses left out."""
+"""Samples per second and step times, without pauses."""
 
 import time
 from array import array
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """What was measured since the last reading."""
+    """Rates since the last reading."""
 
     samples_per_second: float
     step_ms: float
-    """The mean."""
+    """Mean time per step."""
 
 
 class Summary(NamedTuple):
-    """What was measured over the whole run."""
+    """Rates of the whole run."""
 
     samples: int
     samples_per_second: float
@@ -25,14 +25,13 @@ class Summary(NamedTuple):
 
 
 class Throughput:
-    """Counts samples against the time spent on training steps, from its construction on.
+    """Measures samples per second of training, from its construction on.
 
-    Time is the host's. Work on a GPU runs behind it, so a single step's time there is that of
-    handing the work over, until the loop waits for a value; intervals that end with a logged
-    step, and the whole run, are right.
+    Time is measured on the host. GPU work is asynchronous, so the time of a single step there is
+    the time to launch it; intervals that end with a logged step, which waits for the GPU, and the
+    whole run are right.
 
-    Every step time is kept, for exact percentiles: 8 bytes a step, 8 MB after a million. A
-    sample of them would save little and make two summaries of one run differ.
+    Every step time is kept (8 bytes each), for exact percentiles.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -44,7 +43,7 @@ class Throughput:
         self._mark = clock()  # the end of the last step, moved forward by pauses
 
     def tick(self, samples: int) -> None:
-        """Tell that a step on `samples` samples ends now, and the next begins."""
+        """Ends a step on `samples` samples and begins the next."""
         now = self._clock()
         self._step_seconds.append(now - self._mark)
         self._seconds += now - self._mark
@@ -53,7 +52,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time within out: evaluation, checkpoints."""
+        """Excludes the time inside: evaluation, checkpoints."""
         begin = self._clock()
         try:
             yield
@@ -61,7 +60,7 @@ class Throughput:
             self._mark += self._clock() - begin
 
     def read(self) -> Interval:
-        """Return the rates since the last reading and begin the next interval; 0 without steps."""
+        """Returns the rates since the last reading, or 0 without steps; begins an interval."""
         steps, samples, seconds = self._read
         self._read = (len(self._step_seconds), self._samples, self._seconds)
         seconds = self._seconds - seconds
@@ -71,7 +70,7 @@ class Throughput:
         )
 
     def summary(self) -> Summary:
-        """Return the rates of the whole run; 0 without steps."""
+        """Returns the rates of the whole run; 0 without steps."""
         ordered = sorted(self._step_seconds)
         return Summary(
             samples=self._samples,
@@ -86,7 +85,7 @@ def _ratio(amount: float, of: float) -> float:
 
 
 def _percentile(ordered: list[float], percent: float) -> float:
-    """The percentile by linear interpolation between the closest ranks, as numpy's default."""
+    """Returns the percentile, interpolated linearly between the closest ranks as in numpy."""
     if not ordered:
         return 0.0
     rank = (len(ordered) - 1) * percent / 100

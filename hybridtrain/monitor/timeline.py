@@ -1,18 +1,15 @@
-"""A step drawn: what each device did when, predicted above measured.
+"""A step's timeline as a Chrome trace and as a picture, predicted above measured.
 
 `chrome_trace` is for chrome://tracing and ui.perfetto.dev, `draw` for people in a hurry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from hybridtrain.schedule import Span, bubble_fraction
-
-Lanes = Sequence[Sequence[Span]]
+from hybridtrain.schedule import Spans, bubble_fraction
 
 # forward and backward, for up to four stages that share a device; darker ones are later stages
 _COLOURS = {
@@ -22,8 +19,8 @@ _COLOURS = {
 _WIDTH, _LANE, _MARGIN, _TITLE = 1200, 26, 70, 22
 
 
-def chrome_trace(spans: Lanes, process: str) -> dict[str, Any]:
-    """The spans of one step, in seconds, as Chrome's trace event format; a thread a device."""
+def chrome_trace(spans: Spans, process: str) -> dict[str, Any]:
+    """Returns spans (in seconds) in Chrome's trace event format, one thread per device."""
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": process}}
     ]
@@ -53,8 +50,8 @@ def chrome_trace(spans: Lanes, process: str) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(predicted: Lanes, measured: Lanes) -> Image.Image:
-    """Both timelines on one scale of time, each with its length and bubble."""
+def draw(predicted: Spans, measured: Spans) -> Image.Image:
+    """Draws both timelines on one time scale, each with its length and bubble fraction."""
     lanes = len(measured)
     panel = _TITLE + lanes * _LANE + 10
     image = Image.new("RGB", (_WIDTH, 2 * panel + 10), "white")
@@ -82,5 +79,5 @@ def draw(predicted: Lanes, measured: Lanes) -> Image.Image:
     return image
 
 
-def _length(spans: Lanes) -> float:
+def _length(spans: Spans) -> float:
     return max(lane[-1].end for lane in spans) - min(lane[0].start for lane in spans)

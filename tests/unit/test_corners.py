@@ -208,7 +208,7 @@ def test_a_resumed_run_takes_its_hyperparameters_from_the_config(tmp_path):
 def test_a_run_counted_in_epochs_keeps_its_batch_size(tmp_path):
     store = CheckpointStore(tmp_path)
     trainer(0.1, epochs=1, store=store).fit()
-    with pytest.raises(ConfigError, match=r"data.batch_size.*8.*made with 4.*trainer.steps"):
+    with pytest.raises(ConfigError, match=r"batch_size=8 .*made with 4.*steps="):
         trainer(0.1, batch_size=8, epochs=2).resume(store.newest())
 
 

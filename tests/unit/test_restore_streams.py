@@ -1,4 +1,4 @@
-"""To load a checkpoint takes no second copy of the model, nor of the optimizer's moments."""
+"""Loading a checkpoint makes no second copy of the model or of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hybridtrain.errors import CheckpointError
 
 
 class MemoryMade(TorchDispatchMode):
-    """The bytes that operations have made and that are alive: the most at any time.
+    """Records the peak of the bytes that operations have allocated and that are still referenced.
 
-    A file that is mapped into memory is made by no operation.
+    Memory-mapped files are not counted.
     """
 
     def __init__(self):
@@ -68,7 +68,7 @@ def size_of(tensors):
 def saved(tmp_path_factory):
     model, optimizer = trained(0)
     store = CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
-    return store.save(1, writers(model, optimizer, {"step": 1})), model, optimizer
+    return store.save(1, writers(model, optimizer, {})), model, optimizer
 
 
 def assert_equal(model, optimizer, saved):
@@ -86,12 +86,12 @@ def assert_equal(model, optimizer, saved):
             assert other.stride() == value.stride(), "the memory format is that of the parameter"
 
 
-def test_weights_are_copied_from_the_file_into_the_model_with_nothing_between(saved, monkeypatch):
+def test_weights_are_copied_from_the_file_into_the_model_without_a_buffer(saved, monkeypatch):
     model, _ = trained(1, step=False)
     load = torch.load
 
     def mapped(*args, **kwargs):
-        assert kwargs["mmap"]  # or the whole file is read, by no operation that is seen here
+        assert kwargs["mmap"]  # otherwise the whole file would be read, which is not counted here
         return load(*args, **kwargs)
 
     monkeypatch.setattr(torch, "load", mapped)
@@ -100,7 +100,7 @@ def test_weights_are_copied_from_the_file_into_the_model_with_nothing_between(sa
     assert made.most < size_of(model.parameters()) / 20
 
 
-def test_moments_are_made_once(saved):
+def test_optimizer_state_is_allocated_once(saved):
     model, optimizer = trained(1, step=False)
     with MemoryMade() as made:
         restore(saved[0], model, optimizer)
@@ -110,7 +110,7 @@ def test_moments_are_made_once(saved):
     assert_equal(model, optimizer, saved)
 
 
-def test_what_was_loaded_does_not_change_the_file_nor_live_in_it(saved):
+def test_loaded_tensors_do_not_share_memory_with_the_file(saved):
     for _ in range(2):
         model, optimizer = trained(1, step=False)
         restore(saved[0], model, optimizer)
@@ -133,3 +133,31 @@ def test_nothing_is_loaded_if_the_optimizer_does_not_fit(saved):
         restore(saved[0], model, optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+class Counter:
+    """A state of its own key."""
+
+    def __init__(self, key="count", value=0):
+        self.key, self.value = key, value
+
+    def state_dict(self):
+        return {self.key: self.value}
+
+    def load_state_dict(self, saved):
+        self.value = saved[self.key]
+
+
+def test_a_new_state_is_saved_and_restored_with_one_entry(tmp_path):
+    model, optimizer = trained(0)
+    path = CheckpointStore(tmp_path).save(
+        1, writers(model, optimizer, {"counter": Counter(value=7)})
+    )
+    counter, (other, _) = Counter(), trained(1, step=False)
+    restore(path, other, states={"counter": counter})
+    assert (counter.value, other.rng.step) == (7, model.rng.step) == (7, 1)
+
+
+def test_two_states_with_the_same_key_are_refused():
+    with pytest.raises(ValueError, match=r"rng saves .*draws_step.* as another state does"):
+        writers(*trained(0), {"counter": Counter("draws_step")})

@@ -1,4 +1,4 @@
-"""Timelines: what ran when is recorded as it ran, and drawn and written as it was recorded."""
+"""Timelines: spans are recorded in the order of the schedule, drawn, and written to files."""
 
 import io
 import itertools
@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
+from hybridtrain.monitor import Monitor
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import chrome_trace, draw
 from hybridtrain.monitor.timeline_files import TimelineFiles
@@ -37,7 +38,7 @@ def colours(image):
 
 # Drawn.
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 3)])
-def test_a_chrome_trace_has_one_event_an_action_with_its_duration(devices, v):
+def test_a_chrome_trace_has_one_event_per_action_with_its_duration(devices, v):
     spans = lanes(devices, 3, v)
     trace = json.loads(json.dumps(chrome_trace(spans, "step 7"), allow_nan=False))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -81,7 +82,7 @@ def test_the_picture_has_a_row_for_every_device_predicted_and_measured(devices):
         assert len(runs) == devices
 
 
-def test_the_stages_of_a_device_have_colours_of_their_own():
+def test_the_stages_of_a_device_have_different_colours():
     assert len(colours(draw(lanes(2), lanes(2))) & (FORWARD | BACKWARD)) == 2
     assert len(colours(draw(lanes(2, v=3), lanes(2, v=3))) & (FORWARD | BACKWARD)) == 6
     draw(lanes(2, v=6), lanes(2, v=6))  # more stages than colours
@@ -139,9 +140,11 @@ def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
 ):
     model = hybrid(nb_part, stages_per_device=v, schedule=schedule, checkpoint=checkpoint)
     x = torch.randn(16, 32)
-    for rows in (16, 3):  # a short batch has fewer micro-batches
-        spans = model.train_step(x[:rows], x[:rows], F.mse_loss, timeline=True).timeline.spans()
-        table = model.schedule(min(4, rows))
+    for samples in (16, 3):  # a short batch has fewer micro-batches
+        spans = model.train_step(
+            x[:samples], x[:samples], F.mse_loss, timeline=True
+        ).timeline.spans()
+        table = model.schedule(min(4, samples))
         assert [[span.action for span in lane] for lane in spans] == [
             list(lane) for lane in table.lanes
         ]
@@ -160,22 +163,16 @@ def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
         assert 0 <= bubble_fraction(spans) < 1
 
 
-def test_nothing_is_recorded_unless_asked_for():
+def test_a_timeline_is_recorded_only_when_asked_for():
     x = torch.randn(8, 32)
-    assert hybrid().train_step(x, x, F.mse_loss).trace is None
+    assert hybrid().train_step(x, x, F.mse_loss).timeline is None
 
 
 # Reported.
-class Kept:
+class Kept(Monitor):
     def __init__(self):
         self.timelines = {}
         self.values = {}
-
-    def start(self, *, total_steps, first_step, texts):
-        pass
-
-    def step(self, step, samples):
-        pass
 
     def scalars(self, step, values):
         self.values[step] = values
@@ -183,14 +180,13 @@ class Kept:
     def timeline(self, step, predicted, measured):
         self.timelines[step] = predicted, measured
 
-    def close(self):
-        pass
-
 
 def trainer(monitor, nb_part=2, steps=7, model=None, **options):
     model = model or hybrid(nb_part)
     x = torch.randn(22, 32, generator=torch.Generator().manual_seed(0))
-    loader = TrainLoader(TensorDataset(x, x), 4, model.world, seed=1)  # the last batch has 2 rows
+    loader = TrainLoader(
+        TensorDataset(x, x), 4, model.world, seed=1
+    )  # the last batch has 2 samples
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return Trainer(model, optimizer, F.mse_loss, loader, steps=steps, monitor=monitor, **options)
 
@@ -199,7 +195,7 @@ def trainer(monitor, nb_part=2, steps=7, model=None, **options):
 @pytest.mark.parametrize(
     ("every", "expected"), [(None, [7]), (3, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7]), (50, [7])]
 )
-def test_every_nth_step_and_the_last_are_drawn(every, expected, options):
+def test_every_nth_step_and_the_last_have_a_timeline(every, expected, options):
     kept = Kept()
     ours = trainer(kept, timeline_every=every, log_every=4, **options)
     ours.fit()
@@ -227,12 +223,12 @@ def test_the_summary_has_the_measured_bubble(nb_part):
         assert summary["bubble_fraction"] > 0
 
 
-def test_the_newest_timeline_is_in_two_files(tmp_path):
+def test_the_newest_timeline_is_in_two_complete_files(tmp_path):
     files = TimelineFiles(tmp_path)
     trainer(files, timeline_every=5, steps=5).fit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "timeline.png"]
     trace = json.loads((tmp_path / "timeline.json").read_text())
-    # step 5 has the whole batch of 4 rows: 4 micro-batches, 2 stages, forward and backward
+    # step 5 has the whole batch of 4 samples: 4 micro-batches, 2 stages, forward and backward
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 16
     assert "step 5" in (tmp_path / "timeline.json").read_text()
     with Image.open(tmp_path / "timeline.png") as image:
@@ -244,7 +240,7 @@ def test_the_newest_timeline_is_in_two_files(tmp_path):
         assert image.size == draw(lanes(4), lanes(4)).size
 
 
-def test_tensorboard_has_the_picture_among_its_images(tmp_path):
+def test_tensorboard_has_the_picture_as_an_image(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)

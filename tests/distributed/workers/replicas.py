@@ -328,7 +328,7 @@ def _evaluation(world):
         model = hybrid(net, 2, chunks=3)
         inputs, targets = global_batch((total,), seed=total)
         metrics = {
-            "accuracy": accuracy,
+            "accuracy": accuracy(),
             "torchmetrics": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
         }
         loader = EvalLoader(TensorDataset(inputs, targets), 4, world)

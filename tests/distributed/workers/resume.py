@@ -1,16 +1,21 @@
 """Trains with the Trainer, whole and in halves. Run by test_resume.py, which imports it too."""
 
 import sys
+import warnings
 from pathlib import Path
 
+import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics.utilities import dim_zero_cat
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.app.optim import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy, cross_entropy
 
 STEPS = 10
@@ -21,14 +26,17 @@ COSINE = {
 }
 
 
-def data(rows: int, seed: int) -> TensorDataset:
+def data(samples: int, seed: int) -> TensorDataset:
     g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(rows, 6, generator=g), torch.randint(3, (rows,), generator=g))
+    return TensorDataset(
+        torch.randn(samples, 6, generator=g), torch.randint(3, (samples,), generator=g)
+    )
 
 
 def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
-    """16 rows in batches of 5: two replicas have 3 and 2 rows each; of the last one, of 1 row, the
-    second has none.
+    """Returns a trainer on 16 samples in batches of 5.
+
+    Two replicas have 3 and 2 samples of each batch; of the last one, the second has none.
     """
     world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60)
     torch.manual_seed(seed)
@@ -41,7 +49,7 @@ def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
         cross_entropy,
         TrainLoader(data(16, 0), 5, world, seed=1),
         evaluation=EvalLoader(data(11, 9), 4, world),
-        metrics={"accuracy": accuracy},
+        metrics={"accuracy": accuracy()},
         lr_schedule=build_lr_schedule(COSINE, optimizer, STEPS),
         steps=STEPS,
         accumulate=1,
@@ -51,8 +59,8 @@ def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
 
 
 def run(folder: Path, nb_part: int, until: int, since: int = 0) -> dict:
-    """Trains up to step `until`, from the checkpoint of step `since` if there is to be one."""
-    # a process that resumes begins with other weights, and every rank with its own
+    """Trains up to step `until`, from the checkpoint of step `since` unless it is 0."""
+    # a process that resumes begins with other weights, different on every rank
     mine = trainer(folder, nb_part, seed=since)
     if since:
         mine.resume(folder / f"step_{since:08d}")
@@ -72,7 +80,52 @@ def main(folder: Path) -> None:
     moments = last.world.gather(last.optimizer.state_dict()["state"])
     for number, entry in moments[0].items():
         assert all(torch.equal(value, moments[1][number][key]) for key, value in entry.items())
+    check_evaluation(last)
     last.world.close()
+
+
+class Collected(torchmetrics.Metric):
+    """Keeps whole outputs, of two dimensions, which a replica without samples has none of."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, outputs, targets):
+        self.outputs.append(outputs)
+        self.targets.append(targets)
+
+    def compute(self):
+        assert dim_zero_cat(self.targets).dtype == torch.int64
+        return dim_zero_cat(self.outputs).sum()
+
+
+def check_evaluation(ours: Trainer) -> None:
+    """Every sample counts once, and nothing warns, however few samples a replica has."""
+    inputs, targets = data(5, 9).tensors
+    with torch.no_grad():
+        outputs = ours.model.net.eval()(inputs)
+    for samples in (5, 1):  # with 1, the second replica has none
+        loader = EvalLoader(TensorDataset(inputs[:samples], targets[:samples]), 4, ours.world)
+        metrics = {
+            "ours": accuracy(),
+            "collected": Collected(),
+            "theirs": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = evaluate(ours.model, loader, cross_entropy, metrics)
+        assert ours.world.gather(result) == [result] * 2
+        right = (outputs.argmax(1) == targets)[:samples].double().mean()
+        loss = cross_entropy(outputs[:samples], targets[:samples])
+        assert result == {
+            "samples": samples,
+            "ours": float(right),
+            "collected": pytest.approx(float(outputs[:samples].sum()), rel=1e-6),
+            "theirs": float(right.float()),
+            "loss": pytest.approx(float(loss), rel=1e-6),
+        }
 
 
 if __name__ == "__main__":

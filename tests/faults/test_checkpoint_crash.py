@@ -1,0 +1,294 @@
+"""The checkpoint store under power cuts, killed processes and a full disk."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import content_of, writers
+
+from hybridtrain.checkpoint import store as store_module
+from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify
+from hybridtrain.errors import CheckpointError
+
+REPOSITORY = Path(store_module.__file__).parents[2]
+
+# --- every crash point --------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Power:
+    """Counts the store's disk calls, crashes at the n-th, and can then lose unsynchronised data.
+
+    In a power cut, a file written since its last fsync loses its second half, a directory the
+    names it got since; the root's last renames are undone, as many as the caller says.
+    """
+
+    def __init__(self, root: Path, last: int) -> None:
+        self.root = root
+        self.calls = 0
+        self.last = last
+        self.synced = {path.stat().st_ino for path in root.rglob("*")}
+        self.pending: list[tuple[str, str]] = []  # renames in the root since its last fsync
+
+    def tick(self) -> None:
+        """Crashes from the n-th call on, before it reaches the disk."""
+        self.calls += 1
+        if self.calls > self.last:
+            raise Crash
+
+    def synchronised(self, descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        self.synced.add(inode)
+        if inode == self.root.stat().st_ino:
+            self.pending.clear()
+
+    def renamed(self, source: Path, target: Path) -> None:
+        self.pending.append((str(source), str(target)))
+
+    def made(self, path: Path, *_: Any, **__: Any) -> None:
+        # an inode number may have belonged to something removed
+        self.synced.discard(path.stat().st_ino)
+
+    def written(self, path: Path) -> None:
+        self.synced -= {path.stat().st_ino, path.parent.stat().st_ino}
+
+    def cut(self, undo: int) -> None:
+        for source, target in reversed(self.pending[len(self.pending) - undo :]):
+            os.rename(target, source)
+        for directory in self.root.glob("step_*"):
+            for file in directory.iterdir():
+                if file.stat().st_ino not in self.synced:
+                    os.truncate(file, file.stat().st_size // 2)
+                if directory.stat().st_ino not in self.synced:
+                    file.unlink()
+
+
+@contextmanager
+def power(root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Power]:
+    """Counts the disk calls inside, and crashes at the one after `last`."""
+    line = Power(root, last)
+
+    def watch(name: str, seen: Callable[..., None] = lambda *_, **__: None) -> Any:
+        original = getattr(os, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            line.tick()
+            result = original(*args, **kwargs)
+            seen(*args, **kwargs)
+            return result
+
+        return watched
+
+    write = store_module._HashingFile.write
+
+    def watched_write(self: Any, data: Any, /) -> int:
+        line.tick()
+        count = write(self, data)
+        self._file.flush()  # what was written before the crash is in the file
+        line.written(Path(self._file.name))
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module._HashingFile, "write", watched_write)
+        patch.setattr(os, "fsync", watch("fsync", line.synchronised))
+        patch.setattr(os, "rename", watch("rename", line.renamed))
+        patch.setattr(os, "mkdir", watch("mkdir", line.made))
+        for name in ("unlink", "rmdir", "open"):
+            patch.setattr(os, name, watch(name))
+        yield line
+
+
+def prepare(root: Path, steps: dict[int, str]) -> None:
+    """Saves the checkpoints of before the crash."""
+    root.mkdir()
+    for step, content in steps.items():
+        CheckpointStore(root).save(step, writers(content))
+
+
+SITUATIONS = {
+    # name: (on disk before, keep, the step saved)
+    "first": ({}, None, 100),
+    "next": ({100: "old.."}, None, 200),
+    "again": ({100: "old.."}, None, 100),
+    "again-among-others": ({50: "older", 100: "old.."}, 2, 100),
+    "prune": ({50: "older", 100: "old.."}, 1, 200),
+    "prune-many": ({10: "older", 50: "older", 100: "old.."}, 2, 200),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("event", ["killed", "power cut"])
+def test_a_crash_at_any_point_leaves_a_checkpoint_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, event: str
+) -> None:
+    before, keep, step = SITUATIONS[situation]
+    outcomes = set()
+    last = 0
+    while True:
+        # killed: what was done stays; a power cut undoes 0, 1, 2 ... of the last renames
+        undo = 0
+        while True:
+            root = tmp_path / f"{last}-{undo}"
+            prepare(root, before)
+            with power(root, last, monkeypatch) as line:
+                try:
+                    CheckpointStore(root, keep).save(step, writers("new.."))
+                    finished = True
+                except Crash:
+                    finished = False
+            pending = len(line.pending)
+            if event == "power cut":
+                line.cut(undo)
+
+            found = CheckpointStore(root).newest()
+            if found is None:
+                assert not before
+                assert not finished
+            else:
+                # the old one or the new one, also when both are of the same step
+                content = content_of(found)
+                assert step_of(found) >= max(before, default=0)
+                assert content in {"new..", before.get(step_of(found))}
+                assert content == "new.." or not finished
+                outcomes.add(content)
+
+            # the next run saves as usual, and cleans up
+            path = CheckpointStore(root, keep=1).save(300, writers("after"))
+            assert CheckpointStore(root).newest() == path
+            assert list(root.iterdir()) == [path]
+            shutil.rmtree(root)
+            undo += 1
+            if event == "killed" or undo > pending:
+                break
+        if finished:
+            break
+        last += 1
+    assert last > 10, "there are more disk calls than this in one save"
+    assert "new.." in outcomes
+    assert not before or before[max(before)] in outcomes
+
+
+def test_the_same_step_can_be_saved_again_after_a_crash_at_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished, last = False, 0
+    while not finished:
+        root = tmp_path / str(last)
+        prepare(root, {100: "old.."})
+        with power(root, last, monkeypatch):
+            try:
+                CheckpointStore(root).save(100, writers("new.."))
+                finished = True
+            except Crash:
+                last += 1
+        path = CheckpointStore(root).save(100, writers("again"))
+        assert path.name == "step_00000100"
+        assert content_of(path) == "again"
+        assert list(root.iterdir()) == [path]
+
+
+# --- real processes -----------------------------------------------------------------------------
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+from hybridtrain.checkpoint.store import CheckpointStore
+
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+step = max(store.steps(), default=0)
+while True:
+    # Every step twice, so that the kill also meets the moment of replacing one.
+    for content in (b"first", b"again"):
+        names = ("model.pt", "state.json")
+        store.save(step, {name: lambda f: f.write(content * 40_000) for name in names})
+    print(step, flush=True)
+    step += 1
+"""
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.errors import CheckpointError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    {save}
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def python(source: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_killed_process_leaves_a_checkpoint_to_load(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    reached = -1
+    for _ in range(15):
+        with python(SAVE_FOREVER, str(tmp_path)) as process:
+            assert process.stdout is not None
+            # a random number of steps, and at least one more than in the round before
+            lines = [process.stdout.readline() for _ in range(dice.randint(2, 12))]
+            started = [int(line) for line in lines]
+            process.send_signal(signal.SIGKILL)
+            finished = [int(line) for line in process.stdout.read().splitlines()]
+        assert process.returncode == -signal.SIGKILL
+        reached = max([reached, *started, *finished])
+        newest = CheckpointStore(tmp_path).newest()
+        assert newest is not None
+        assert step_of(newest) >= reached
+        content_of(newest)
+    assert reached >= 15
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "lambda f: f.write(bytes(900_000))",
+        # torch.save turns the system's error into one about file positions.
+        "lambda f: __import__('torch').save(__import__('torch').zeros(250_000), f)",
+        # all of it fits into the write buffer and only fails when that is emptied
+        "lambda f: [f.write(bytes(50)) for _ in range(2_100)]",
+    ],
+    ids=["plain", "torch.save", "buffered"],
+)
+def test_a_full_disk_is_reported_and_keeps_older_checkpoints(tmp_path: Path, write: str) -> None:
+    root = tmp_path / "checkpoints"
+    older = CheckpointStore(root).save(1, writers("older", size=5_000))
+    save = f"CheckpointStore(Path(sys.argv[1]), keep=1).save(2, {{'model.pt': {write}}})"
+    with python(FULL_DISK.format(save=save), str(root)) as process:
+        message = process.communicate()[0]
+    assert process.returncode == 0
+    assert str(root) in message
+    assert "step 2" in message
+    assert re.search(r"needs [\d.]+ MB or more", message)
+    assert re.search(r"[\d,.]+ MB free", message)
+    assert list(root.iterdir()) == [older]
+    verify(older)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a directory should be")
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "checkpoints"))):
+        CheckpointStore(tmp_path / "checkpoints").save(1, writers("first"))

@@ -1,0 +1,103 @@
+"""Evaluation in one process: every sample counts once, and nothing of the model changes."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from training import assert_same, data, rich_net, trainer
+
+from hybridtrain import HybridModel, World
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.errors import ConfigError
+from hybridtrain.evaluation import evaluate
+from hybridtrain.losses import METRICS, accuracy, cross_entropy
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.mark.parametrize("samples", [1, 4, 11])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_evaluation_counts_every_sample_once(samples, chunks):
+    world = World.from_env(nb_part=2, devices="cpu")
+    net = rich_net()
+    reference = copy.deepcopy(net).eval()
+    model = HybridModel(net, world, chunks=chunks)
+    loader = EvalLoader(data(samples, seed=9), 4, world)
+    metrics = {
+        "accuracy": accuracy(),
+        "torchmetrics": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
+    }
+    inputs, targets = data(samples, seed=9).tensors
+    with torch.no_grad():
+        outputs = reference(inputs)
+    expected = float((outputs.argmax(1) == targets).double().mean())
+    for _ in range(2):  # the second is not affected by the first
+        result = evaluate(model, loader, cross_entropy, metrics)
+        assert result["samples"] == samples
+        assert result["accuracy"] == pytest.approx(expected, abs=1e-12)
+        assert result["torchmetrics"] == pytest.approx(expected, abs=1e-6)  # a float32
+        # means of micro-batches of 4 and less, in float32, weighted in double precision
+        loss = float(F.cross_entropy(outputs, targets))
+        assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_evaluation_changes_neither_mode_nor_random_state_nor_weights(mode):
+    ours = trainer(rich_net())
+    ours.model.train(mode)
+    ours.model.rng.step = 5
+    before = copy.deepcopy(ours.model.state_dict())
+    evaluate(ours.model, ours.evaluation, cross_entropy, {})
+    assert ours.model.training is mode
+    assert all(module.training is mode for module in ours.model.net.modules())
+    assert ours.model.rng.step == 5
+    assert_same(ours.model.state_dict(), before, "state")
+    assert all(parameter.grad is None for parameter in ours.model.parameters())
+
+
+def test_metrics_and_losses_see_micro_batches_and_never_whole_outputs():
+    seen = []
+
+    def loss_fn(outputs, targets):
+        seen.append(len(outputs))
+        return cross_entropy(outputs, targets)
+
+    world = World.from_env(nb_part=2, devices="cpu")
+    evaluate(HybridModel(rich_net(), world, chunks=2), EvalLoader(data(7), 4, world), loss_fn, {})
+    assert seen == [2, 2, 2, 1]
+
+
+def test_without_samples_the_values_are_nan_and_nothing_warns():
+    world = World.from_env(nb_part=1, devices="cpu")
+    loader = EvalLoader(data(0), 4, world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = evaluate(
+            HybridModel(rich_net(), world), loader, cross_entropy, {"accuracy": accuracy()}
+        )
+    assert result["samples"] == 0
+    assert result["loss"] != result["loss"]
+    assert result["accuracy"] != result["accuracy"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 4)])
+@pytest.mark.parametrize("last", [True, False])
+def test_accuracy_takes_the_classes_last_or_in_dim_1(shape, last):
+    targets = torch.randint(3, shape, generator=torch.Generator().manual_seed(0))
+    wrong = targets.clone()
+    wrong[0] = (wrong[0] + 1) % 3
+    logits = F.one_hot(wrong, 3).float()
+    metric = METRICS["accuracy"]()
+    metric.update(logits if last else logits.movedim(-1, 1), targets)
+    assert metric.compute() == torch.tensor(4 / 5, dtype=torch.float64)
+
+
+def test_a_trainer_without_evaluation_data_says_so():
+    ours = trainer(eval_every=2, steps=3)
+    ours.evaluation = None
+    assert ours.fit()["eval"] is None
+    with pytest.raises(ConfigError, match="pass evaluation="):
+        ours.evaluate()

@@ -1,0 +1,259 @@
+"""Progress and throughput: what a terminal, a log file and the summary show."""
+
+import io
+import logging
+import math
+import os
+import pty
+import re
+import select
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+import pytest
+
+from hybridtrain.monitor import Progress, Throughput, TqdmLoggingHandler
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+TRAINING = {
+    "train/loss": 0.23124,
+    "train/lr": 0.001,
+    "train/samples_per_second": 1843.2,
+    "train/grad_norm": 1.0,
+}
+
+
+def test_piped_progress_is_a_line_per_logged_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock)
+    progress.start(total_steps=450, first_step=100, texts={"config": "not shown"})
+    for step in range(101, 121):
+        clock.now += 0.5
+        progress.step(step, 32)
+    progress.scalars(120, TRAINING)
+    progress.scalars(120, {"stage0/forward_ms": 1.0})
+    progress.scalars(225, {"eval/loss": 0.1021, "eval/accuracy": 0.9694})
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 2:45",
+        "step 225/450  eval: loss 0.1021  accuracy 0.9694",
+    ]
+
+
+def test_piped_progress_without_a_known_end_or_a_first_step() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.start(total_steps=None, first_step=0, texts={})
+    progress.scalars(0, {"eval/loss": 2.0})
+    progress.scalars(3, {"train/loss": math.nan, "train/samples_per_second": 0.5})
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 0  eval: loss 2.0000",
+        "step 3  loss nan  0.5 samples/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_step", "left"), [(0.01, "left 0:01"), (1.0, "left 1:30"), (60.0, "left 1:30:00")]
+)
+def test_the_time_left_reads_as_a_clock(seconds_per_step: float, left: str) -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock)
+    progress.start(total_steps=100, first_step=0, texts={})
+    clock.now += 10 * seconds_per_step
+    progress.scalars(10, {"train/loss": 1.0})
+    assert stream.getvalue().strip().endswith(left)
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(3e-5, "lr 3.00e-05"), (0.0, "lr 0.0000"), (0.0123, "lr 0.0123")]
+)
+def test_small_values_keep_their_digits(rate: float, shown: str) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.start(total_steps=None, first_step=0, texts={})
+    progress.scalars(1, {"train/lr": rate})
+    assert shown in stream.getvalue()
+
+
+@contextmanager
+def terminal() -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """Yields a terminal's stream, and a function that ends it and returns what it received."""
+    controller, terminal_side = pty.openpty()
+    termios.tcsetwinsize(terminal_side, (24, 100))
+    stream = os.fdopen(terminal_side, "w")
+    received = bytearray()
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set() or select.select([controller], [], [], 0)[0]:
+            if select.select([controller], [], [], 0.02)[0]:
+                received.extend(os.read(controller, 65536))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def finish() -> str:
+        stream.flush()
+        done.set()
+        reader.join()
+        return received.decode()
+
+    try:
+        yield stream, finish
+    finally:
+        finish()
+        stream.close()
+        os.close(controller)
+
+
+def screen(sent: str) -> list[str]:
+    """Returns the lines that a terminal shows after `sent`."""
+    shown, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[A|\r|\n|[^\r\n\x1b]+", sent):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            shown += [""] * (row + 1 - len(shown))
+        elif part == "\x1b[A":
+            row -= 1
+        else:
+            line = shown[row].ljust(column)
+            shown[row] = line[:column] + part + line[column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in shown]
+
+
+def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left() -> None:
+    with terminal() as (stream, finish):
+        progress = Progress(stream)
+        progress.start(total_steps=10_000, first_step=9_000, texts={})
+        for step in range(9_001, 9_021):
+            progress.step(step, 32)
+            if step == 9_010:
+                progress.scalars(step, TRAINING)
+        progress.close()
+        (bar, *rest) = screen(finish())
+    assert rest == [""]
+    shown = re.fullmatch(
+        r"9020/10000 \|.+\| loss 0\.2312  1,843 samples/s  lr 0\.0010  left \d+:\d+", bar
+    )
+    assert shown is not None
+
+
+def test_log_messages_appear_above_the_bar() -> None:
+    with terminal() as (stream, finish):
+        logger = logging.Logger("test")
+        logger.addHandler(TqdmLoggingHandler(stream))
+        progress = Progress(stream)
+        progress.start(total_steps=10, first_step=0, texts={})
+        logger.warning("before the first step")
+        progress.step(1, 32)
+        progress.scalars(5, TRAINING)
+        progress.step(5, 32)
+        logger.warning("saved %s", "step_00000005")
+        progress.scalars(5, {"eval/loss": 0.5})
+        progress.step(10, 32)
+        progress.close()
+        logger.warning("after the end")
+        shown = screen(finish())
+    assert shown[:3] == [
+        "before the first step",
+        "saved step_00000005",
+        "step 5/10  eval: loss 0.5000",
+    ]
+    assert shown[3].startswith("10/10 |")
+    assert shown[4:] == ["after the end", ""]
+
+
+def test_log_messages_are_unchanged_when_piped() -> None:
+    stream = io.StringIO()
+    handler = TqdmLoggingHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.warning("disk %d%% full", 91)
+    assert stream.getvalue() == "WARNING disk 91% full\n"
+
+
+def test_the_bar_is_drawn_by_the_clock_and_not_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tqdm.std.time", lambda: 0.0)
+    with terminal() as (stream, finish):
+        progress = Progress(stream)
+        progress.start(total_steps=None, first_step=0, texts={})
+        for step in range(1, 5001):
+            progress.step(step, 32)
+        progress.close()
+        draws = finish().count("\r")
+    assert draws < 10
+
+
+# --- throughput ---------------------------------------------------------------------------------
+
+
+def test_throughput_leaves_pauses_out() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    for _ in range(4):
+        clock.now += 0.25
+        throughput.tick(32)
+    with throughput.pause():
+        clock.now += 100
+    clock.now += 0.1
+    with suppress(RuntimeError), throughput.pause():
+        clock.now += 100
+        raise RuntimeError("an evaluation that fails")
+    clock.now += 0.15
+    throughput.tick(32)
+    assert throughput.summary() == pytest.approx((160, 128.0, 250.0, 250.0))
+
+
+def test_throughput_of_an_interval_is_since_the_last_reading() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    for seconds in (0.5, 0.5):
+        clock.now += seconds
+        throughput.tick(10)
+    assert throughput.read() == pytest.approx((20.0, 500.0))
+    for seconds in (0.1, 0.3):
+        clock.now += seconds
+        throughput.tick(10)
+    assert throughput.read() == pytest.approx((50.0, 200.0))
+    assert throughput.summary().samples_per_second == pytest.approx(40 / 1.4)
+
+
+def test_throughput_gives_exact_percentiles() -> None:
+    numpy = pytest.importorskip("numpy")
+    clock = Clock()
+    throughput = Throughput(clock)
+    milliseconds = [(37 * i) % 101 + 1 for i in range(90)]
+    for duration in milliseconds:
+        clock.now += duration / 1e3
+        throughput.tick(1)
+    summary = throughput.summary()
+    assert summary.step_ms_p50 == pytest.approx(numpy.percentile(milliseconds, 50))
+    assert summary.step_ms_p95 == pytest.approx(numpy.percentile(milliseconds, 95))
+
+
+def test_throughput_of_a_run_without_steps_is_zero() -> None:
+    throughput = Throughput()
+    assert throughput.read() == (0.0, 0.0)
+    assert throughput.summary() == (0, 0.0, 0.0, 0.0)

@@ -1,0 +1,211 @@
+"""Resuming in one process: from every step, with other stages, schedules and batch sizes."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from training import assert_same, assert_same_run, cosine, data, plain_net, rich_net, trainer
+
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.loader import TrainLoader
+from hybridtrain.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def multistep(optimizer):
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], gamma=0.1)
+
+
+def sequential(optimizer):
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=2)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, multistep(optimizer)], [2])
+
+
+LR = {
+    "none": None,
+    "cosine": cosine(3, 9),
+    "multistep": multistep,
+    "sequential": sequential,
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+}
+
+
+def interrupted_at(step, store, nb_part=2, then_nb_part=2, **options):
+    """Trains up to `step`, then continues in a new trainer, as a new process would."""
+    first = trainer(options.pop("make", rich_net)(), nb_part=nb_part, store=store, **options)
+    first.total_steps = step
+    first.fit()
+    torch.manual_seed(1234 + step)  # nothing may depend on the default generator
+    net = rich_net()
+    for parameter in net.parameters():
+        nn.init.uniform_(parameter)  # nor on the initial weights of the new process
+    again = trainer(net, nb_part=then_nb_part, store=store, **options)
+    again.resume(store.newest())
+    assert again.step == step
+    again.fit()
+    return first, again
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+@pytest.mark.parametrize("then_nb_part", [2, 3])
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(step, then_nb_part, tmp_path):
+    options = {
+        "lr": LR["cosine"],
+        "accumulate": 2,
+        "clip_norm": 1.0,
+        "eval_every": 2,
+        "batch_size": 6,  # 5 batches, the last with 4 samples; 3 optimizer steps an epoch
+    }
+    whole = trainer(rich_net(), **options)
+    whole.fit()
+    first, again = interrupted_at(
+        step, CheckpointStore(tmp_path), then_nb_part=then_nb_part, **options
+    )
+    assert_same_run(again, whole)
+    assert again.monitor.started == (9, step)
+    expected = whole.monitor.reproducible()
+    assert {**first.monitor.reproducible(), **again.monitor.reproducible()}.keys() == {
+        *expected.keys(),
+        (step, "eval/loss"),  # the first half evaluates at its end
+        (step, "eval/accuracy"),
+    }
+    for key, value in again.monitor.reproducible().items():
+        # if the run ends at the step it was resumed at, nothing but the evaluation is left
+        assert value == expected[key], key
+    for key in expected.keys() & first.monitor.reproducible().keys():
+        assert first.monitor.values[key] == expected[key], key
+
+
+@pytest.mark.parametrize("name", LR)
+def test_every_learning_rate_schedule_continues_where_it_was(name, tmp_path):
+    whole = trainer(rich_net(), lr=LR[name])
+    whole.fit()
+    for step in (1, 4):
+        _, again = interrupted_at(step, CheckpointStore(tmp_path / str(step)), lr=LR[name])
+        assert_same_run(again, whole)
+        for key, value in again.monitor.reproducible().items():
+            assert value == whole.monitor.values[key], (step, key)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+        lambda p: torch.optim.Adagrad(p, 0.01),
+        lambda p: torch.optim.AdamW(
+            [{"params": ps, "lr": 0.01 * i} for i, ps in enumerate(([x] for x in p), 1)]
+        ),
+    ],
+    ids=["momentum", "amsgrad", "adagrad", "groups"],
+)
+def test_every_optimizer_continues_where_it_was(optimizer, tmp_path):
+    whole = trainer(rich_net(), optimizer=optimizer)
+    whole.fit()
+    _, again = interrupted_at(4, CheckpointStore(tmp_path), then_nb_part=4, optimizer=optimizer)
+    assert_same_run(again, whole)
+
+
+def test_a_resumed_run_does_not_save_again_what_it_was_resumed_from(tmp_path):
+    store = CheckpointStore(tmp_path)
+    _, again = interrupted_at(9, store)
+    assert store.steps() == [9]
+    summary = again.summary()
+    assert summary["resumed_from"] == summary["checkpoint"] == str(tmp_path / "step_00000009")
+    assert summary["samples"] == again.samples
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12, 13])
+def test_another_batch_size_continues_at_the_same_sample(batch_size, drop_last, tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(batch_size=2, steps=12, store=store).fit()  # up to sample 24 of 28
+    again = trainer(batch_size=batch_size, steps=14)
+    again.train = TrainLoader(data(), batch_size, again.world, seed=1, drop_last=drop_last)
+    again.resume(store.newest())
+    again.fit()
+    assert [step for step, _ in again.monitor.steps] == [13, 14]
+    assert all(0 < samples <= batch_size for _, samples in again.monitor.steps)
+    assert 0 <= again.batch < again.train.batches_per_epoch
+
+
+def test_the_state_file_keeps_its_format(tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(plain_net(), store=store, steps=8).fit()
+    saved = json.loads((tmp_path / "step_00000008" / "state.json").read_text())
+    assert saved == {
+        "step": 8, "samples": 32, "epoch": 1, "row": 4, "rows_per_step": 4, "scaler": None,
+        "draws_step": 8, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def test_the_model_file_loads_into_the_plain_module(tmp_path):
+    ours = trainer(rich_net(), nb_part=3, store=CheckpointStore(tmp_path))
+    ours.fit()
+    net = rich_net()
+    saved = torch.load(tmp_path / "step_00000009" / "model.pt", weights_only=True)
+    net.load_state_dict(saved)
+    assert_same(net.state_dict(), ours.model.state_dict(), "model.pt")
+    assert list(saved) == list(rich_net().state_dict())
+
+
+def test_the_optimizer_file_has_parameters_by_name(tmp_path):
+    ours = trainer(plain_net(), store=CheckpointStore(tmp_path), steps=1)
+    ours.fit()
+    saved = torch.load(tmp_path / "step_00000001" / "optimizer.pt", weights_only=True)
+    names = [name for name, _ in plain_net().named_parameters()]
+    assert list(saved["state"]) == saved["param_groups"][0]["params"] == names
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), r"it lacks 1\.weight"),
+        (
+            lambda: nn.Sequential(*plain_net(), nn.Linear(3, 3)),
+            r"lacks 5\.weight; it lacks 5\.bias",
+        ),
+        (
+            lambda: nn.Sequential(*list(plain_net())[:4]),
+            r"the model has no 4\.weight; the model has no 4\.bias",
+        ),
+        (
+            lambda: nn.Sequential(*list(plain_net())[:4], nn.Linear(8, 7)),
+            r"4\.weight is \[3, 8\] there and \[7, 8\] in the model",
+        ),
+        (lambda: nn.Sequential(nn.Linear(6, 6), *rich_net()), r"and \d+ more"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(net, message, tmp_path):
+    trainer(store=CheckpointStore(tmp_path), steps=1).fit()
+    other = trainer(net())
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        other.resume(tmp_path / "step_00000001")
+    assert_same(other.model.state_dict(), before, "untouched")
+
+
+def test_a_checkpoint_of_other_parameter_groups_is_refused(tmp_path):
+    trainer(store=CheckpointStore(tmp_path), steps=1).fit()
+    other = trainer(optimizer=lambda p: torch.optim.AdamW([{"params": [x]} for x in p]))
+    with pytest.raises(CheckpointError, match="other groups of parameters"):
+        other.resume(tmp_path / "step_00000001")
+
+
+def test_a_run_made_longer_follows_the_schedule_of_its_new_length(tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(steps=6, lr=cosine(2, 6), store=store).fit()
+    longer = trainer(steps=12, lr=cosine(2, 12))
+    longer.resume(store.newest())
+    longer.fit()
+    whole = trainer(steps=12, lr=cosine(2, 12))
+    whole.fit()
+    for step in range(7, 13):
+        rates = [each.monitor.values[step, "train/lr"] for each in (longer, whole)]
+        assert rates[0] == rates[1], step
