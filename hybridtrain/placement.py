@@ -8,7 +8,6 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.deferred import materialize_rest
 from hybridtrain.graph.mode_graphs import TraceGuards
 from hybridtrain.graph.segment import Segment
 from hybridtrain.pipeline.activation_checkpoint import (
@@ -124,7 +123,6 @@ def requiring_grad(net: nn.Module, world: World) -> list[bool]:
 
 def _share_rest(net: nn.Module, stages: list[Stage], world: World) -> None:
     """Gives all replicas rank 0's values of what no layer uses."""
-    materialize_rest(net, world.devices[0])
     used = {id(t) for s in stages for t in (*s.module.parameters(), *s.module.buffers())}
     for tensor in (*net.parameters(), *net.buffers()):
         if id(tensor) not in used:

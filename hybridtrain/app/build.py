@@ -25,7 +25,6 @@ from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from hybridtrain.data.splits import DataSplits
-from hybridtrain.deferred import construct
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LOSSES, METRICS
@@ -194,7 +193,7 @@ def _assemble(config: Config, new: bool = False, plans: bool = False) -> Parts:
     if not plans:
         split = world.broadcast(world.on_main(lambda: _split(config, directory)))
     model = HybridModel(
-        construct(lambda: _model(config, data.facts)),
+        _model(config, data.facts),
         world,
         chunks=config.pipeline.chunks,
         schedule=config.pipeline.schedule,

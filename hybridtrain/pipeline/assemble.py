@@ -58,7 +58,6 @@ def build_stages(
             slots[index],
             recompute.layers,
             names,
-            values=world.is_main,  # the other ranks receive them
             keeps_apart=keeps_apart,
         )
         stage.replica = replicate(

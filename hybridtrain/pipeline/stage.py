@@ -83,7 +83,6 @@ class Stage:
         slots: Sequence[ties.TiedUse] = (),
         recompute: frozenset[int] = frozenset(),
         names: Mapping[int, str] | None = None,
-        values: bool = True,
         keeps_apart: bool = False,
     ) -> None:
         self.index = index
@@ -92,7 +91,7 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.module = nn.ModuleList(layer.module for layer in layers)
-        self.aliases = ties.place(self.module, device, slots, values)
+        self.aliases = ties.place(self.module, device, slots)
         for number, alias in enumerate(self.aliases):
             self.module.register_parameter(f"alias_{number}", alias.alias)
         self.replica: StageReducer | FrozenStageReducer | None = None

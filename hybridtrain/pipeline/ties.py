@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from hybridtrain.deferred import materialize
-
 
 @dataclass(frozen=True)
 class TiedUse:
@@ -80,17 +78,12 @@ def remove_aliases(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def place(
-    module: nn.Module, device: torch.device, slots: Sequence[TiedUse], values: bool = True
-) -> list[Alias]:
-    """Brings `module` to `device`, but for the parameters in `slots`, which get aliases there.
-
-    A module whose construction was deferred gets its memory there and, with `values`, its values.
-    """
+def place(module: nn.Module, device: torch.device, slots: Sequence[TiedUse]) -> list[Alias]:
+    """Brings `module` to `device`, but for the parameters in `slots`, which get aliases there."""
     for slot in slots:
         slot.module._parameters[slot.name] = None
     try:
-        materialize(module, device, values)
+        module.to(device)
     finally:
         for slot in slots:
             slot.module._parameters[slot.name] = slot.parameter

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.deferred import materialize
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, ExampleInputsNeeded, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
@@ -232,7 +231,7 @@ class _Source:
     def _visit(self, layer: Layer) -> Iterator[None]:
         """Has the layer's weights on the device where it is measured, and not all layers' there."""
         first, *others = self.ask.world.devices
-        materialize(layer.module, first)
+        layer.module.to(first)
         try:
             yield
         finally:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
-from hybridtrain.deferred import construct
 from hybridtrain.errors import BatchError, ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.microbatch import chunk_sizes, split
@@ -575,7 +574,7 @@ def test_other_threads_do_not_see_that_a_model_is_traced():
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_the_first_batch_may_come_without_gradients(grad):
-    net = construct(Shapes)
+    net = Shapes()
     model = hybrid(net, 2)
     with grad():
         model(sequences())
@@ -591,14 +590,14 @@ def test_a_scripted_submodule_is_called_as_it_is():
     assert len(names(model)) == 3
 
 
-def test_parameters_that_no_layer_uses_get_their_values_too():
+def test_parameters_that_no_layer_uses_keep_their_values():
     def make():
         torch.manual_seed(1)
         net = Body(lambda net, x: net.c(net.a(x)))
         net.unused = nn.Parameter(torch.randn(3))
         return net
 
-    net = construct(make)
+    net = make()
     hybrid(net, 2)
     assert torch.equal(net.unused, make().unused)
     assert torch.equal(net.b.weight, make().b.weight)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain import HybridModel, World, partition, set_partition
-from hybridtrain.deferred import construct
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.planning.costs import LayerProfiler
@@ -316,9 +315,7 @@ def test_the_split_does_not_change_the_initial_weights(split):
     plain = Net(0, 0, 0)
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    deferred = construct(lambda: Net(0, 0, 0))
-    assert all(parameter.device.type == "meta" for parameter in deferred.parameters())
-    model = hybrid(deferred, 2, split=split, example_inputs=rows())
+    model = hybrid(Net(0, 0, 0), 2, split=split, example_inputs=rows())
     assert torch.equal(torch.get_rng_state(), after)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
