@@ -1,4 +1,4 @@
-"""Two processes with a model that is no chain: traced, measured, deferred."""
+"""Two processes with a model that is no chain: traced, measured."""
 
 from pathlib import Path
 

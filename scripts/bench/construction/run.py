@@ -1,132 +1,95 @@
-"""What it costs to build a large model: the most memory that the process held, and the time.
+"""What it costs to construct a part of a GPT: seconds, and the most memory that the process held.
 
-Each way runs in a process of its own, which reads its peak from the kernel: `VmHWM`, all of its
-resident memory, with the 0.3 GiB that Python and PyTorch take before a model is there. A
-checkpoint is read through a mapping, whose pages count as resident although they are the page
-cache's; so the peak without pages of files is sampled too (`RssAnon`, every 5 ms).
+Each way runs in processes that do nothing else, in turn with the others. The peak is `VmHWM`, all
+resident memory, less what Python and PyTorch held before.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import print_footer, print_table
-
-from hybridtrain.checkpoint.state import restore, writers
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.deferred import construct
-from hybridtrain.model import HybridModel
+from hybridtrain.construction import construct_part
 from hybridtrain.models import gpt
-from hybridtrain.world import World
+from scripts.bench.common import interleave, print_footer, print_table
 
-STAGES = 4
-WAYS = {
-    "plain PyTorch: gpt()": "plain",
-    "plain PyTorch: gpt(), then a copy for the stages": "copied",
-    f"hybridtrain, {STAGES} CPU stages": "built",
-    f"hybridtrain, {STAGES} CPU stages, restored from a checkpoint": "restored",
-}
+# The share of the blocks that the process owns, with the embedding; None for plain construction.
+SHARES = {"plain: gpt()": None, "construct_part, 1/2": 2, "construct_part, 1/4": 4}
 
 
-class Peak:
-    """The most anonymous memory of this process, in bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, status("RssAnon"))
-            time.sleep(0.005)
-
-
-def status(key: str) -> int:
+def resident(key: str) -> int:
     """A field of `/proc/self/status`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
 
 
-def run(way: str, layers: int, width: int, checkpoints: Path) -> dict[str, float]:
-    """Builds the model one way, in this process."""
-    peak, start = Peak(), time.perf_counter()
+def measure(share: int | None, layers: int, width: int) -> dict[str, float]:
+    """Constructs the model, or a part of it, in this process."""
+    owned = tuple(f"blocks.{index}." for index in range(layers // (share or 1)))
+    before, start = resident("VmRSS"), time.perf_counter()
 
-    def net() -> torch.nn.Sequential:
-        return gpt(256, 1024, n_layer=layers, n_head=16, d_model=width)
+    def build() -> gpt:
+        return gpt(1024, 1024, n_layer=layers, n_head=16, d_model=width)
 
-    if way in ("plain", "copied"):
-        model = net()
-        parameters = sum(p.nbytes for p in model.parameters())
-        if way == "copied":
-            stages = [copy.deepcopy(layer) for layer in model]
-            assert stages
-    else:
-        hybrid = HybridModel(construct(net), World.from_env(STAGES, devices="cpu"))
-        parameters = sum(p.nbytes for p in hybrid.parameters())
-        if way == "restored":
-            newest = CheckpointStore(checkpoints).newest()
-            assert newest is not None
-            restore(newest, hybrid)
+    net = build() if share is None else construct_part(build, lambda name: name.startswith(owned))
     return {
-        "parameters": parameters,
-        "peak": status("VmHWM"),
-        "anonymous": max(peak.bytes, status("RssAnon")),
         "seconds": time.perf_counter() - start,
+        "peak": resident("VmHWM") - before,
+        "owned": sum(p.nbytes for p in net.parameters() if not p.is_meta),
+        "largest": max(p.nbytes for p in net.parameters()),
     }
-
-
-def save(layers: int, width: int, checkpoints: Path) -> None:
-    """Writes a checkpoint of the model for the way that restores one."""
-    net = gpt(256, 1024, n_layer=layers, n_head=16, d_model=width)
-    model = HybridModel(net, World.from_env(STAGES, devices="cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    CheckpointStore(checkpoints).save(1, writers(model, optimizer, {}))
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoints", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    size = options.layers, options.width
-    if options.way == "save":
-        save(*size, options.checkpoints)
+    if options.share is not None:
+        print(json.dumps(measure(options.share or None, options.layers, options.width)))
         return
-    if options.way:
-        print(json.dumps(run(options.way, *size, options.checkpoints)))
-        return
-    rows: list[list[object]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--layers", str(size[0]), "--width", str(size[1])]
-        command += ["--checkpoints", folder, "--way"]
-        subprocess.run([*command, "save"], check=True)
-        for name, way in WAYS.items():
-            seen = json.loads(subprocess.check_output([*command, way]).splitlines()[-1])
-            whole = seen["parameters"]
-            rows.append(
-                [
-                    name,
-                    f"{seen['peak'] / whole:.2f}",
-                    f"{seen['anonymous'] / whole:.2f}",
-                    f"{seen['seconds']:.1f}",
-                ]
-            )
-    print_table(["", "peak / parameters", "without files", "seconds"], rows)
-    print(f"\ngpt with {whole / 4e9:.2f} billion parameters, {whole / 2**30:.2f} GiB in fp32.  ")
+    command = [sys.executable, "-m", "scripts.bench.construction.run"]
+    command += [f"--layers={options.layers}", f"--width={options.width}"]
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in SHARES}
+
+    def job(name: str) -> float:
+        output = subprocess.check_output([*command, f"--share={SHARES[name] or 0}"])
+        seen[name].append(json.loads(output))
+        return seen[name][-1]["seconds"]
+
+    interleave({name: lambda name=name: job(name) for name in SHARES}, options.repeats, warm_up=0)
+    plain, *_ = seen.values()
+    rows = []
+    for name, runs in seen.items():
+        owned = runs[0]["owned"]
+        peak = statistics.median(run["peak"] for run in runs)
+        ratio = statistics.median(
+            a["seconds"] / b["seconds"] for a, b in zip(runs, plain, strict=True)
+        )
+        rows.append(
+            [
+                name,
+                f"{owned / 2**20:.0f}",
+                f"{peak / 2**20:.0f}",
+                f"{(peak - runs[0]['largest']) / owned:.2f}",
+                f"{statistics.median(run['seconds'] for run in runs):.2f}",
+                f"{ratio:.2f}",
+            ]
+        )
+    header = ["", "owned MiB", "peak MiB", "(peak - largest) / owned", "seconds", "/ plain"]
+    print_table(header, rows)
+    print(
+        f"gpt with {plain[0]['owned'] / 4e6:.0f} million parameters, the largest of "
+        f"{plain[0]['largest'] / 2**20:.0f} MiB; medians of {options.repeats} processes each.  "
+    )
     print_footer()
 
 

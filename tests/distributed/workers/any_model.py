@@ -10,7 +10,6 @@ from launch import Cells
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.deferred import construct
 from hybridtrain.errors import UserError
 
 cells = Cells()
@@ -117,14 +116,12 @@ def _(world):
     assert counts == [counts[0]] * world.size
 
 
-@cells.add("rank 0's initial values reach all replicas of a deferred model")
+@cells.add("rank 0's initial values reach all replicas")
 def _(world):
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(world.rank)  # the others would have drawn other values
-    net = construct(Net)
-    assert all(parameter.device.type == "meta" for parameter in net.parameters())
-    model = hybrid(net, split="uniform")
+    model = hybrid(Net(), split="uniform")
     for (name, ours), theirs in zip(
         model.state_dict().items(), plain.state_dict().values(), strict=True
     ):
