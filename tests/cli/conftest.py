@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_launch import logging_as_before
+from support.launch import logging_as_before
 
 
 @pytest.fixture(autouse=True)

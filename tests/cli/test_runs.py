@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_launch import SMALL, logging_as_before
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from small_data import write_imdb, write_mnist
+from support.launch import SMALL, logging_as_before
+from support.small_data import write_imdb, write_mnist
 
 from hybridtrain import models
 from hybridtrain.app.cli import main

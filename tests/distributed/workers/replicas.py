@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from launch import Cells
+from support.launch import Cells
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from launch import Cells
+from support.launch import Cells
 from torch import nn
 
 from hybridtrain import HybridModel, World
