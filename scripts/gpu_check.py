@@ -492,7 +492,9 @@ def speed(check: Check) -> None:
     torch.backends.cudnn.deterministic = False
     tokens = size.rows * size.chunks * size.length
     device = "cuda:0" if check.device == "cuda" else "cpu"
-    ids = torch.randint(size.vocabulary, (size.rows * size.chunks, size.length + 1), device=device)
+    ids = torch.randint(
+        size.vocabulary, (size.rows * size.chunks, size.length + 1), device=device
+    )
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     base = 0.0
     for stages in (0, 1, 2, 4):

@@ -223,9 +223,7 @@ def _expanded_layers(layers: Sequence[Layer], expand: Collection[str]) -> _Piece
             inside = recordings.flags.modules.items()
             expanded |= {f"{layer.name}.{name}".rstrip("."): part for name, part in inside}
             flags += recordings.differing
-            unexpanded |= {
-                f"{layer.name}.{name}": why for name, why in recordings.unexpanded.items()
-            }
+            unexpanded |= {f"{layer.name}.{name}": why for name, why in recordings.unexpanded.items()}
     return _Pieces(pieces, no_cut_before, unexpanded, expanded, flags)
 
 

@@ -1,4 +1,4 @@
-"""What must hold between replicas of a traced model. Every rank has data of its own."""
+"""Replicas of a model that is traced, measured, or constructed without memory."""
 
 import copy
 import sys
@@ -6,20 +6,19 @@ import time
 
 import pytest
 import torch
+from support.compare import CHUNKS, assert_same, grads, hybrid, micro_batches
 from support.launch import Cells
+from support.nets import WIDTH, floats
 from torch import nn
 
-from hybridtrain import HybridModel, World
 from hybridtrain.deferred import construct
 from hybridtrain.errors import UserError
 
 cells = Cells()
 
-WIDTH = 6
-
 
 class Slow(nn.Linear):
-    """A layer that takes its time; of a module that is looked into, tracing would lose the wait."""
+    """A layer that takes its time; tracing does not look into it, and so keeps the wait."""
 
     def __init__(self, seconds):
         super().__init__(WIDTH, WIDTH)
@@ -41,11 +40,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two inputs, a value that skips layers, a parameter of its own, two outputs."""
+    """Two inputs, a value that skips layers, a parameter of the root, two outputs."""
 
     def __init__(self, rank=0):
         super().__init__()
-        # a layer is slow on one rank only: each would cut elsewhere if it were asked
+        # another layer is slow on each rank: by its own times each would cut elsewhere
         self.blocks = nn.ModuleList(Block(0.02 * (i == (5 if rank else 0))) for i in range(6))
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
@@ -56,80 +55,68 @@ class Net(nn.Module):
         return {"value": y + x, "norm": (y * self.scale).square().mean(1)}
 
 
-def batch(rank, rows=5):
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(rows, WIDTH, generator=generator)
-    return {"x": x, "mask": (torch.rand(rows, WIDTH, generator=generator) > 0.2).float()}
+def make(rank=0):
+    torch.manual_seed(0)
+    return Net(rank)
+
+
+def batch(rank):
+    return {"x": floats(9, seed=rank), "mask": (floats(9, seed=10 + rank) > -1).float()}
 
 
 def loss_of(output, _=None):
     return output["value"].square().mean() + output["norm"].mean()
 
 
-def hybrid(net, **options):
-    world = World.from_env(nb_part=2, devices="cpu", timeout_s=60)
-    return HybridModel(net, world, chunks=2, **options)
-
-
-def assert_steps_as_both(model, whole):
-    """A step of all replicas is one of the whole model on the rows of both."""
-    rank = model.world.rank
+def assert_step_as_one_process(model, whole):
+    """A step of all replicas equals one of the whole model on the samples of both."""
+    rank, replicas = model.world.rank, model.world.size
     model.train_step(batch(rank), None, loss_of)
-    expected: dict[str, torch.Tensor] = {}
-    for other in range(model.world.size):
+    expected = {}
+    for other in range(replicas):
         net = copy.deepcopy(whole)
-        for rows in (slice(0, 3), slice(3, 5)):
-            part = {name: tensor[rows] for name, tensor in batch(other).items()}
-            (loss_of(net(**part)) * len(part["x"]) / 5 / model.world.size).backward()
-        for name, parameter in net.named_parameters():
-            expected[name] = expected.get(name, 0) + parameter.grad
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+        for part, _ in micro_batches(batch(other), None, CHUNKS):
+            (loss_of(net(**part)) * len(part["x"]) / 9 / replicas).backward()
+        for name, gradient in grads(net).items():
+            expected[name] = expected.get(name, 0) + gradient
+    assert_same(grads(model), expected, rtol=1e-5, atol=1e-6)
 
 
-@cells.add("a traced model's replicas have the gradients of all rows")
+def assert_cut_alike(model):
+    world = model.world
+    for fact in ([len(stage.layers) for stage in model.stages], model.plan):
+        everyones = world.gather(fact)
+        assert everyones == [everyones[0]] * world.size
+
+
+@cells.add("a traced model's replicas have the gradients of all samples")
 def _(world):
-    torch.manual_seed(0)
-    net = Net()
-    assert_steps_as_both(hybrid(net, split="size"), copy.deepcopy(net))
+    assert_step_as_one_process(hybrid(make(), split="size"), make())
 
 
 @cells.add("all ranks cut where rank 0 has measured")
 def _(world):
-    torch.manual_seed(0)
-    net = Net(world.rank)
-    model = hybrid(net, split="time", example_inputs=batch(world.rank))
-    counts = world.gather([len(stage.layers) for stage in model.stages])
-    assert counts == [counts[0]] * world.size
-    plans = world.gather(model.plan)
-    assert plans == [plans[0]] * world.size
-    assert_steps_as_both(model, copy.deepcopy(net))
+    model = hybrid(make(world.rank), split="time", example_inputs=batch(world.rank))
+    assert_cut_alike(model)
+    assert_step_as_one_process(model, make(world.rank))
 
 
 @cells.add("a model that waits for its first batch is cut equally on all ranks")
 def _(world):
-    torch.manual_seed(0)
-    net = Net(world.rank)
-    whole = copy.deepcopy(net)
-    model = hybrid(net, split="time")
-    assert_steps_as_both(model, whole)
-    counts = world.gather([len(stage.layers) for stage in model.stages])
-    assert counts == [counts[0]] * world.size
+    model = hybrid(make(world.rank), split="time")
+    assert_step_as_one_process(model, make(world.rank))
+    assert_cut_alike(model)
 
 
 @cells.add("rank 0's initial values reach all replicas of a deferred model")
 def _(world):
-    torch.manual_seed(0)
-    plain = Net()
+    plain = make()
     torch.manual_seed(world.rank)  # the others would have drawn other values
     net = construct(Net)
     assert all(parameter.device.type == "meta" for parameter in net.parameters())
-    model = hybrid(net, split="uniform")
-    for (name, ours), theirs in zip(
-        model.state_dict().items(), plain.state_dict().values(), strict=True
-    ):
-        assert torch.equal(ours, theirs), name
-    assert_steps_as_both(model, plain)
+    model = hybrid(net)
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_step_as_one_process(model, plain)
 
 
 @cells.add("a model that cannot be cut is one message on all ranks")
