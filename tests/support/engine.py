@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from hybridtrain import Trainer
 from hybridtrain.data.loader import TrainLoader
 from support.compare import hybrid
 from support.nets import WIDTH, regression
+
+PATIENCE_S = 20
+
+
+def in_time(action: Callable[[], Any]) -> dict[str, Any]:
+    """Runs `action` in another thread; returns its "value" or "error", and fails if it hangs."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = action()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "the step hangs"
+    return outcome
 
 
 class Faulty(nn.Module):

@@ -35,7 +35,9 @@ def loss_fn(output, _=None):
 
 
 def deferred(net, nb_part=2, **options):
-    return hybrid(net, nb_part, batch_norm="deferred", **options)
+    """The pipeline of `net`, `net` itself, and an unsplit copy."""
+    plain = copy.deepcopy(net)
+    return hybrid(net, nb_part, batch_norm="deferred", **options), net, plain
 
 
 def statistics(norm):
@@ -53,9 +55,7 @@ def assert_first_norm_is_close(net, plain, what=""):
 def test_deferred_statistics_move_as_in_the_unsplit_model_on_the_whole_batch(
     nb_part, checkpoint, momentum
 ):
-    net = make(momentum=momentum)
-    plain = copy.deepcopy(net)
-    model = deferred(net, nb_part, checkpoint=checkpoint)
+    model, net, plain = deferred(make(momentum=momentum), nb_part, checkpoint=checkpoint)
     # whole, ragged, and with fewer samples than chunks
     for seed, rows in enumerate([8, 10, 7, 3, 1, 12]):
         x = data(rows, seed)
@@ -77,10 +77,9 @@ def test_by_default_statistics_move_at_every_micro_batch():
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(checkpoint):
-    net = make()
-    plain = copy.deepcopy(net)
+    model, net, plain = deferred(make(), checkpoint=checkpoint)
     plain_step(plain, data(10), None, loss_fn)
-    deferred(net, checkpoint=checkpoint).train_step(data(10), None, loss_fn)
+    model.train_step(data(10), None, loss_fn)
     assert_same_gradients(net, plain)
 
 
@@ -89,9 +88,7 @@ def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(c
 )
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 def test_no_statistics_of_a_failed_step_leak_into_the_next(nb_part, where):
-    net = make()
-    plain = copy.deepcopy(net)
-    model = deferred(net, nb_part)
+    model, net, plain = deferred(make(), nb_part)
     x = data(8, 0)
     plain(x)
     model.train_step(x, None, loss_fn)
@@ -111,9 +108,7 @@ def test_no_statistics_of_a_failed_step_leak_into_the_next(nb_part, where):
 
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 def test_evaluation_uses_deferred_statistics_and_keeps_them(nb_part):
-    net = make()
-    plain = copy.deepcopy(net)
-    model = deferred(net, nb_part)
+    model, _, plain = deferred(make(), nb_part)
     for seed in range(3):
         model.train_step(data(8, seed), None, loss_fn)
     before = copy.deepcopy(model.state_dict())
@@ -124,9 +119,7 @@ def test_evaluation_uses_deferred_statistics_and_keeps_them(nb_part):
 
 
 def test_a_norm_that_is_frozen_in_eval_mode_stays_while_the_others_move():
-    net = make()
-    plain = copy.deepcopy(net)
-    model = deferred(net)
+    model, net, plain = deferred(make())
     net[5].eval()
     before = statistics(net[5])
     for seed in range(2):
@@ -137,19 +130,15 @@ def test_a_norm_that_is_frozen_in_eval_mode_stays_while_the_others_move():
 
 
 def test_a_forward_in_train_mode_moves_deferred_statistics_once():
-    net = make()
-    plain = copy.deepcopy(net)
-    x = data(10, 0)
-    plain(x)
-    deferred(net)(x)
+    model, net, plain = deferred(make())
+    plain(data(10))
+    model(data(10))
     assert_first_norm_is_close(net, plain)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 def test_norms_without_affine_parameters_move_alike(checkpoint):
-    net = make(affine=False)
-    plain = copy.deepcopy(net)
-    model = deferred(net, checkpoint=checkpoint)
+    model, net, plain = deferred(make(affine=False), checkpoint=checkpoint)
     for seed in range(2):
         plain(data(10, seed))
         model.train_step(data(10, seed), None, loss_fn)
@@ -158,9 +147,7 @@ def test_norms_without_affine_parameters_move_alike(checkpoint):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 def test_a_norm_without_running_statistics_stays_without(checkpoint):
-    net = make(track_running_stats=False)
-    plain = copy.deepcopy(net)
-    model = deferred(net, checkpoint=checkpoint)
+    model, net, plain = deferred(make(track_running_stats=False), checkpoint=checkpoint)
     plain_step(plain, data(10), None, loss_fn)
     model.train_step(data(10), None, loss_fn)
     assert_same_gradients(net, plain)
@@ -173,10 +160,9 @@ def test_a_norm_without_running_statistics_stays_without(checkpoint):
 def test_norms_over_1_and_3_dimensions_move_alike(dims):
     torch.manual_seed(0)
     norm = nn.BatchNorm1d if dims == 1 else nn.BatchNorm3d
-    net = nn.Sequential(nn.Identity(), norm(3), nn.Identity())
-    plain = copy.deepcopy(net)
+    model, net, plain = deferred(nn.Sequential(nn.Identity(), norm(3), nn.Identity()))
     shape = (10, 3) if dims == 1 else (10, 3, 2, 2, 2)
     x = floats(*shape) * 2 + 1
     plain(x)
-    deferred(net).train_step(x, None, lambda output, _: output.exp().mean())
+    model.train_step(x, None, lambda output, _: output.exp().mean())
     assert_first_norm_is_close(net, plain)

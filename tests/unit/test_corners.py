@@ -54,14 +54,6 @@ def test_a_failed_step_leaves_no_gradient_of_a_tied_parameter_behind():
     assert_gradients_of_a_whole_batch(net)
 
 
-def test_a_net_can_be_wrapped_again_with_another_split():
-    net = tied_net()
-    hybrid(net, 2).train_step(*batch(), F.mse_loss)
-    net.zero_grad()
-    hybrid(net, 1).train_step(*batch(), F.mse_loss)
-    assert_gradients_of_a_whole_batch(net)
-
-
 def test_stages_cannot_share_a_module_that_has_parameters():
     class Block(nn.Module):
         def __init__(self, shared):

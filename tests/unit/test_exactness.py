@@ -158,13 +158,6 @@ def test_frozen_layers_get_no_gradient_and_change_nothing_else():
     assert grads(net)["0.weight"] is None
 
 
-def test_a_weight_that_two_stages_use_gets_the_gradients_of_both_uses():
-    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
-    net[2].weight = net[0].weight
-    # of one micro-batch: over several, the sums are taken in another order
-    assert_step_as_plain(net, chunks=1)
-
-
 @pytest.mark.parametrize("nb_part", [1, 2])
 def test_a_first_layer_that_overwrites_the_batch_is_recomputed_from_the_batch(nb_part):
     net = nn.Sequential(nn.LeakyReLU(0.3, inplace=True), nn.Linear(6, 6), nn.Linear(6, 3))
