@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_launch import SMALL, logging_as_before
+from support.launch import SMALL, logging_as_before
 
 from hybridtrain.app.cli import main
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_launch import SMALL
 from cli_runs import LAST, assert_same, contents, fail, metrics, succeed
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from support.launch import SMALL
 
 from hybridtrain import models
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_launch import single
 from omegaconf import OmegaConf
+from support.launch import single
 
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config, to_yaml

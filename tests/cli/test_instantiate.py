@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_launch import SMALL
+from support.launch import SMALL
 from torch import nn
 
 from hybridtrain.app import instantiate

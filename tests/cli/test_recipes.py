@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import metrics, succeed
-from small_data import write_imdb, write_mnist
+from support.small_data import write_imdb, write_mnist
 
 TINY = {
     "digits": [],

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_launch import SMALL
 from cli_runs import LAST, assert_same_checkpoint, contents, fail, learned, succeed
+from support.launch import SMALL
 
 from hybridtrain.app.cli import main
 from hybridtrain.model import HybridModel

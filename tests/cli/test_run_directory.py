@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_launch import SMALL
 from cli_runs import LAST, metrics, succeed
 from omegaconf import OmegaConf
+from support.launch import SMALL
 
 from hybridtrain import models
 from hybridtrain.app.compose import compose_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_launch import SMALL
 from cli_runs import fail
+from support.launch import SMALL
 
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_launch import SMALL, environment, torchrun
+from support.launch import SMALL, environment, torchrun
 
 from hybridtrain.app.cli import main
 

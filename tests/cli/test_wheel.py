@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_launch import SMALL, environment
+from support.launch import SMALL, environment
 
 ROOT = Path(__file__).parents[2]
 

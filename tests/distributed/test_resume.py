@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import torchrun
+from support.launch import torchrun_script
 
 SCRIPT = Path(__file__).parent / "workers" / "resume.py"
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     worker.run(folder / "one", 3, worker.STEPS)
     worker.run(folder / "one_then_two", 3, HALF)
-    torchrun(2, SCRIPT, folder)
+    torchrun_script(2, SCRIPT, folder)
     worker.run(folder / "two_then_one", 3, worker.STEPS, since=HALF)
     return folder
 

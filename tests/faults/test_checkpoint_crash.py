@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_files import content_of, writers
+from support.checkpoint_files import content_of, writers
 
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify

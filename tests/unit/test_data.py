@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra.utils import get_method as locate
 from omegaconf import OmegaConf
-from small_data import write_imdb, write_mnist
+from support.small_data import write_imdb, write_mnist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, default_collate
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from training import assert_same, data, rich_net, trainer
+from support.training import assert_same, data, rich_net, trainer
 
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader

@@ -8,7 +8,7 @@ import tarfile
 
 import pytest
 import torch
-from small_data import write_imdb
+from support.small_data import write_imdb
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.data import imdb

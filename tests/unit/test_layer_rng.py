@@ -12,6 +12,6 @@ def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
     drawn = set()
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
-        with draws.guard(layer, i):
+        with draws.seeded(layer, i):
             drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
     assert len(drawn) == 2000

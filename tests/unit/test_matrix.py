@@ -1,7 +1,7 @@
 """One process: every cell of the matrix equals the unsplit model, bit for bit."""
 
 import pytest
-from matrix import Cell, cells, check_cell
+from support.matrix import Cell, cells, check_cell
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -50,14 +50,14 @@ def test_merging_what_was_split_gives_the_batch_back(rows, chunks):
 
 
 @given(st.integers(1, 30), st.integers(1, 12))
-def test_a_single_tensor_goes_the_same_way(rows, chunks):
+def test_a_batch_of_a_single_tensor_is_split_and_merged(rows, chunks):
     batch = torch.arange(rows * 2).reshape(rows, 2)
     parts = split(batch, chunk_sizes(rows, chunks))
     assert [len(part) for part in parts] == chunk_sizes(rows, chunks)
     assert torch.equal(merge(parts), batch)
 
 
-def test_the_rows_keep_their_order():
+def test_samples_keep_their_order():
     parts = split({"x": torch.arange(10)}, [3, 3, 2, 2])
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
 
@@ -70,14 +70,14 @@ def test_splitting_copies_nothing():
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", (), {}, {"a": None}, torch.tensor(5.0)])
-def test_what_has_no_rows_goes_to_every_micro_batch_as_it_is(value):
+def test_values_without_a_batch_dimension_go_to_every_micro_batch(value):
     parts = split(value, [2, 2, 1])
     assert len(parts) == 3
     for part in parts:
         assert_same(part, value)
 
 
-def test_scalars_of_the_micro_batches_are_stacked_and_others_come_from_the_first():
+def test_merging_stacks_scalars_and_takes_other_values_from_the_first():
     outputs = [(torch.full((2, 1), i), torch.tensor(float(i)), i, None) for i in range(3)]
     rows, scalars, number, none = merge(outputs)
     assert rows.flatten().tolist() == [0, 0, 1, 1, 2, 2]
@@ -95,11 +95,11 @@ def test_outputs_of_different_structure_cannot_be_merged():
     [
         (({"x": torch.zeros(4, 2), "mask": torch.zeros(3)},), r"batch\['mask'\] has shape \(3,\)"),
         (((torch.zeros(4), [torch.zeros(4), torch.zeros(5, 1)]),), r"batch\[1\]\[1\] has shape"),
-        ((torch.zeros(4, 2), torch.zeros(3)), r"has shape \(3,\), others have 4 rows"),
+        ((torch.zeros(4, 2), torch.zeros(3)), r"has shape \(3,\), others have 4"),
         ((torch.zeros(4, 2), {"label": torch.zeros(6)}), r"batch\['label'\] has shape \(6,\)"),
     ],
 )
-def test_tensors_of_different_rows_are_refused_by_name(batches, leaf):
+def test_tensors_of_different_numbers_of_samples_are_refused_by_name(batches, leaf):
     with pytest.raises(BatchError, match=leaf):
         batch_size(*batches)
 
@@ -115,12 +115,12 @@ def test_tensors_of_different_rows_are_refused_by_name(batches, leaf):
         ({"x": torch.zeros(0, 3)}, torch.zeros(0)),
     ],
 )
-def test_a_batch_without_rows_is_refused(batches):
-    with pytest.raises(BatchError, match="at least one tensor with at least one row"):
+def test_a_batch_without_samples_is_refused(batches):
+    with pytest.raises(BatchError, match="at least one tensor with at least one"):
         batch_size(*batches)
 
 
-def test_the_rows_are_those_that_all_tensors_share():
+def test_the_batch_size_is_the_one_that_all_tensors_share():
     assert batch_size(torch.zeros(5, 2)) == 5
     assert batch_size((None, 3, torch.tensor(1.0), {"x": torch.zeros(7)}), torch.zeros(7, 1)) == 7
     assert batch_size(torch.zeros(4), None) == 4

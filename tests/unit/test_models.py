@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hydra.utils import get_method as locate
 from omegaconf import OmegaConf
-from small_data import write_imdb
+from support.small_data import write_imdb
 from torch import nn
 
 from hybridtrain import data, models

@@ -7,47 +7,26 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compare import (
+    CHUNKS,
+    assert_same,
+    assert_same_gradients,
+    grads,
+    hybrid,
+    plain_step,
+)
+from support.engine import float_mse
+from support.nets import WIDTH, floats, regression
 from torch import nn
 
-from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 
-CHUNKS, WIDTH = 4, 6
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
 NB_PARTS = [1, 2, 4]
 
-
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-
-def hybrid(net, nb_part=2, **options):
-    options = {"chunks": CHUNKS, **options}
-    return HybridModel(net, World.from_env(nb_part=nb_part, devices="cpu"), **options)
-
-
-def data(seed, rows=10):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
-
-
-def plain_step(net, x, y):
-    for a, b in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
-        (F.mse_loss(net(a), b) * (len(a) / len(x))).backward()
-
-
-def assert_same_tensors(ours, theirs):
-    ours, theirs = dict(ours), dict(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
-
-
-def gradients(net):
-    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-
-
-# The policy.
 NAMES = ["embed", "blocks.0", "blocks.1", "blocks.10", "blocks2.0", "head"]
 
 
@@ -95,7 +74,7 @@ def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, laye
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("sometimes", r"pipeline\.checkpoint=sometimes is unknown: use never, except_last, always"),
+        ("sometimes", r"checkpoint=sometimes is unknown: use never, except_last, always"),
         ({"every": 0}, r"use \{every: k\} with k of 1 or more"),
         ({"every": -1}, r"use \{every: k\} with k of 1 or more"),
         ({"every": "2"}, r"use \{every: k\} with k of 1 or more"),
@@ -109,14 +88,13 @@ def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, laye
     ],
     ids=str,
 )
-def test_another_policy_is_refused_with_what_there_is(spec, message):
+def test_an_unknown_policy_is_refused_with_the_known_ones(spec, message):
     with pytest.raises(ConfigError, match=message):
         checkpoint_policy(spec, NAMES)
     with pytest.raises(ConfigError):
         hybrid(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), checkpoint=spec)
 
 
-# What runs twice.
 class Counted(nn.Module):
     """Notes down, at each of its runs, what `look` finds there."""
 
@@ -149,24 +127,24 @@ def counted(look=lambda x: None, layers=4):
     ],
     ids=str,
 )
-def test_what_the_policy_chose_runs_twice_and_the_rest_once(checkpoint, runs, nb_part):
+def test_layers_that_the_policy_chose_run_twice_and_the_rest_once(checkpoint, runs, nb_part):
     net = counted()
     model = hybrid(net, nb_part, checkpoint=checkpoint)
-    model.train_step(*data(0), F.mse_loss)
+    model.train_step(*regression(10), F.mse_loss)
     assert [len(layer.seen) for layer in net] == runs
 
 
 @pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
 def test_a_forward_alone_recomputes_nothing(checkpoint):
     net = counted()
-    hybrid(net, checkpoint=checkpoint)(data(0)[0])
+    hybrid(net, checkpoint=checkpoint)(regression(10)[0])
     assert [len(layer.seen) for layer in net] == [CHUNKS] * 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_autocast_is_the_same_the_second_time(nb_part, checkpoint, precision):
+def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, checkpoint, precision):
     def look(x):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
 
@@ -174,17 +152,17 @@ def test_autocast_is_the_same_the_second_time(nb_part, checkpoint, precision):
     for check in ("never", checkpoint):
         net = counted(look)
         model = hybrid(net, nb_part, checkpoint=check, precision=precision)
-        model.train_step(*data(0), lambda output, y: F.mse_loss(output.float(), y))
-        results.append((gradients(net), [set(layer.seen) for layer in net]))
+        model.train_step(*regression(10), float_mse)
+        results.append((grads(net), [set(layer.seen) for layer in net]))
     (expected, seen), (mine, seen_twice) = results
     assert seen == seen_twice
     assert {enabled for each in seen for enabled, *_ in each} == {precision != "fp32"}
-    assert_same_tensors(mine, expected)
+    assert_same(mine, expected)
 
 
 @pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_random_draws_are_the_same_the_second_time(nb_part, checkpoint):
+def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, checkpoint):
     class Drops(nn.Module):
         def __init__(self):
             super().__init__()
@@ -204,15 +182,14 @@ def test_random_draws_are_the_same_the_second_time(nb_part, checkpoint):
     for seed in range(2):
         for layer in net:
             layer.seen.clear()
-        model.train_step(*data(seed), F.mse_loss)
-        never.train_step(*data(seed), F.mse_loss)
+        model.train_step(*regression(10, seed), F.mse_loss)
+        never.train_step(*regression(10, seed), F.mse_loss)
         for layer in net:
             drawn = {tuple(mask.tolist()) for mask in layer.seen}
             assert len(drawn) == CHUNKS
-    assert_same_tensors(gradients(net), gradients(twin))
+    assert_same(grads(net), grads(twin))
 
 
-# Statistics.
 def normed(momentum):
     torch.manual_seed(0)
     return nn.Sequential(
@@ -227,18 +204,17 @@ def normed(momentum):
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_batch_norm_s_statistics_move_once_a_micro_batch(nb_part, checkpoint, momentum):
+def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, checkpoint, momentum):
     net = normed(momentum)
     plain = copy.deepcopy(net)
     model = hybrid(net, nb_part, checkpoint=checkpoint)
     for seed in range(2):
-        x, y = data(seed)
+        x, y = regression(10, seed)
         plain_step(plain, x, y)
         model.train_step(x, y, F.mse_loss)
-        assert_same_tensors(net.state_dict(), plain.state_dict())
+        assert_same(net.state_dict(), plain.state_dict())
         # a stage that may work in place gets copies, whose memory is aligned otherwise
-        for name, value in gradients(plain).items():
-            torch.testing.assert_close(gradients(net)[name], value, rtol=1e-5, atol=1e-6)
+        assert_same_gradients(net, plain, rtol=1e-5, atol=1e-6)
     assert int(net[1].num_batches_tracked) == 2 * CHUNKS
 
 
@@ -252,30 +228,28 @@ def test_norms_frozen_in_eval_mode_stay_as_they_are(which, checkpoint):
         for index in which:
             each[index].eval()
     before = {i: {k: v.clone() for k, v in net[i].named_buffers()} for i in which}
-    x, y = data(0)
+    x, y = regression(10)
     plain_step(plain, x, y)
     model.train_step(x, y, F.mse_loss)
     for index in which:
-        assert_same_tensors(net[index].named_buffers(), before[index])
-    assert_same_tensors(net.state_dict(), plain.state_dict())
-    assert_same_tensors(gradients(net), gradients(plain))
+        assert_same(net[index].named_buffers(), before[index])
+    assert_same(net.state_dict(), plain.state_dict())
+    assert_same_gradients(net, plain)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
-def test_instance_norm_s_statistics_move_once_a_micro_batch_too(checkpoint):
+def test_instance_norm_statistics_move_once_per_micro_batch(checkpoint):
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True), nn.Conv1d(2, 2, 1)
     )
     plain = copy.deepcopy(net)
-    x = torch.randn(10, 2, 5, generator=torch.Generator().manual_seed(0)) + 3
-    y = torch.randn(10, 2, 5, generator=torch.Generator().manual_seed(1))
+    x, y = floats(10, 2, 5) + 3, floats(10, 2, 5, seed=1)
     plain_step(plain, x, y)
     hybrid(net, 3, checkpoint=checkpoint).train_step(x, y, F.mse_loss)
-    assert_same_tensors(net.state_dict(), plain.state_dict())
+    assert_same(net.state_dict(), plain.state_dict())
 
 
-# Memory.
 class Keeps(nn.Module):
     """Makes one tensor that its backward needs, beside its input and output."""
 
@@ -308,17 +282,17 @@ def kept(checkpoint):
         counts.append((sum(ref() is not None for ref in Keeps.alive), sum(sizes)))
         return F.mse_loss(output, y)
 
-    model.train_step(x, x, F.mse_loss)  # the stage counts in the first step, with its own hooks
+    model.train_step(x, x, F.mse_loss)  # the model counts in the first step, with hooks too
     Keeps.alive = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.train_step(x, x, counting)
-    return *counts[-1], model.stages[0].saved_bytes
+    return *counts[-1], model.memory_bytes()[0]
 
 
-def test_what_is_recomputed_is_not_kept():
+def test_activations_that_are_recomputed_are_not_kept():
     specs = ["never", {"every": 2}, "except_last", "always"]
-    tensors, saved, counted_by_stage = zip(*map(kept, specs), strict=True)
+    tensors, saved, told = zip(*map(kept, specs), strict=True)
     assert tensors == (32, 16, 8, 0)
     assert saved[0] > saved[1] > saved[2] > saved[3] >= 0
-    # for one micro-batch, and `except_last` is not for one
-    assert counted_by_stage[0] > counted_by_stage[1] > counted_by_stage[3] >= 0
+    # the model tells from a single micro-batch, which `except_last` does not recompute
+    assert told[0] > told[1] > told[3]

@@ -6,15 +6,22 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compare import (
+    CHUNKS,
+    CLOSE,
+    assert_same_gradients,
+    hybrid,
+    mean_loss,
+    plain_step,
+)
+from support.nets import Pop, Stash, TanhLinear, regression, skip_chain
 from torch import nn
 
-from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, links_between
 from hybridtrain.skip import pop, stash
 
-ROWS, CHUNKS, WIDTH = 10, 4, 6
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
 
@@ -22,36 +29,11 @@ CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
+def plain_layers(count):
+    return [TanhLinear() for _ in range(count)]
 
 
-class Stash(Plain):
-    def __init__(self, name):
-        super().__init__()
-        self.stashes = (name,)
-
-    def forward(self, x):
-        y = super().forward(x)
-        stash(self.stashes[0], y)
-        return y * 0.5
-
-
-class Pop(Plain):
-    def __init__(self, name):
-        super().__init__()
-        self.pops = (name,)
-
-    def forward(self, x):
-        return super().forward(x) + pop(self.pops[0])
-
-
-class StashTree(Plain):
+class StashTree(TanhLinear):
     stashes = ("tree",)
 
     def forward(self, x):
@@ -60,7 +42,7 @@ class StashTree(Plain):
         return y
 
 
-class PopTree(Plain):
+class PopTree(TanhLinear):
     pops = ("tree",)
 
     def forward(self, x):
@@ -82,31 +64,24 @@ class Inner(nn.Module):
         return x
 
 
-def chain(stasher, popper, length=8):
-    """Six layers or more, of which one stashes what another pops."""
-    layers = [Plain() for _ in range(length)]
-    layers[stasher], layers[popper] = Stash("a"), Pop("a")
+def crossed():
+    layers = plain_layers(8)
+    layers[1], layers[2], layers[5], layers[7] = Stash("a"), Stash("b"), Pop("a"), Pop("b")
     return nn.Sequential(*layers)
 
 
-def crossed():
-    return nn.Sequential(
-        Plain(), Stash("a"), Stash("b"), Plain(), Plain(), Pop("a"), Plain(), Pop("b")
-    )
-
-
 def within_layers():
-    inner = Inner(Plain(), Stash("c"), Stash("d"), Pop("c"))
-    return nn.Sequential(Plain(), inner, Plain(), Plain(), Plain(), Inner(Plain(), Pop("d")))
+    inner = Inner(TanhLinear(), Stash("c"), Stash("d"), Pop("c"))
+    return nn.Sequential(TanhLinear(), inner, *plain_layers(3), Inner(TanhLinear(), Pop("d")))
 
 
 NETS = {
-    "adjacent layers": lambda: chain(3, 4),
-    "over one layer": lambda: chain(1, 3),
-    "from the first layer to the last": lambda: chain(0, 7),
+    "adjacent layers": lambda: skip_chain(3, 4),
+    "over one layer": lambda: skip_chain(1, 3),
+    "from the first layer to the last": lambda: skip_chain(0, 7),
     "crossing values": crossed,
     "a pytree": lambda: nn.Sequential(
-        Plain(), StashTree(), Plain(), Plain(), Plain(), Plain(), PopTree(), Plain()
+        TanhLinear(), StashTree(), *plain_layers(4), PopTree(), TanhLinear()
     ),
     "modules within layers": within_layers,
 }
@@ -117,44 +92,20 @@ def make(kind):
     return NETS[kind]()
 
 
-def data(seed, rows=ROWS):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=g), torch.randn(rows, WIDTH, generator=g)
-
-
-def hybrid(net, nb_part=1, stages_per_device=1, **options):
-    world = World.from_env(nb_part=nb_part, devices="cpu")
-    options.setdefault("chunks", CHUNKS)
-    return HybridModel(net, world, stages_per_device=stages_per_device, **options)
-
-
-def plain_step(net, x, y):
-    for a, b in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
-        (F.mse_loss(net(a), b) * (len(a) / len(x))).backward()
-
-
-def assert_same_gradients(ours, theirs, exact=True):
-    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        if exact:
-            assert torch.equal(p.grad, q.grad), name
-        else:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def assert_two_steps_equal_the_plain_net(net, parts, exact=True, **options):
+def assert_two_steps_equal_the_plain_net(net, parts, tolerance=None, **options):
     plain = copy.deepcopy(net)
     model = hybrid(net, *parts, **options)
     for seed in range(2):
-        x, y = data(seed)
-        plain_step(plain, x, y)
-        model.train_step(x, y, F.mse_loss)
-        assert_same_gradients(net, plain, exact)
+        batch = regression(10, seed)
+        plain_step(plain, *batch)
+        model.train_step(*batch, F.mse_loss)
+        assert_same_gradients(net, plain, **(tolerance or {}))
     return model
 
 
 def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
-    net = chain(1, 4, length=6)
-    (x, _), value = data(0), None
+    net = skip_chain(1, 4, length=6)
+    x, value = regression(10)[0], None
     y = x
     for index, layer in enumerate(net):
         if index == 4:
@@ -171,12 +122,12 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", NETS)
-def test_gradients_equal_the_plain_net_s(kind, split, checkpoint):
+def test_gradients_equal_those_of_the_plain_net(kind, split, checkpoint):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
     # with by-layer recomputation too, each value has two uses, whose two gradients commute
     assert_two_steps_equal_the_plain_net(
-        make(kind), split, checkpoint=checkpoint, exact=kind != "a pytree"
+        make(kind), split, checkpoint=checkpoint, tolerance=CLOSE if kind == "a pytree" else None
     )
 
 
@@ -185,11 +136,12 @@ def test_gradients_equal_the_plain_net_s(kind, split, checkpoint):
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
     torch.manual_seed(0)
-    net = chain(0, 2 * (skipped + 1))  # two layers a stage
+    net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
     model = assert_two_steps_equal_the_plain_net(
         net, split, checkpoint=checkpoint, split=[2, 2, 2, 2]
     )
-    ends = {(link.source, link.target): link.names for s in model.stages for link in s.outgoing}
+    links = links_between([stage.layers for stage in model.stages])
+    ends = {(link.source, link.target): link.names for link in links}
     assert [ends[key] for key in ends if "a" in ends[key]] == [
         (PRIMARY_OUTPUT, "a") if skipped == 0 else ("a",)
     ]
@@ -200,36 +152,39 @@ def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
 @pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
 def test_a_value_may_be_popped_by_several_layers(poppers, checkpoint):
     torch.manual_seed(0)
-    layers = [Plain() for _ in range(8)]
+    layers = plain_layers(8)
     layers[0] = Inner(Stash("a"), Pop("a")) if 0 in poppers else Stash("a")
     for index in poppers:
         if index:
             layers[index] = Pop("a")
     net = nn.Sequential(*layers)
     # three gradients meet at the stashed value, in another order than in the plain net
-    assert_two_steps_equal_the_plain_net(net, (4, 1), exact=False, checkpoint=checkpoint)
+    assert_two_steps_equal_the_plain_net(net, (4, 1), CLOSE, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", NETS)
-def test_the_forward_in_eval_mode_equals_the_plain_net_s(kind, split):
+def test_the_forward_in_eval_mode_equals_that_of_the_plain_net(kind, split):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
     net = make(kind)
     plain = copy.deepcopy(net).eval()
     model = hybrid(net, *split, checkpoint="always").eval()
-    for seed, rows in enumerate((ROWS, 3)):
-        x, _ = data(seed, rows)
-        # the kernels choose their blocks by the number of rows: the last bits differ
+    for rows in (10, 3):
+        x, _ = regression(rows)
+        # the kernels choose their blocks by the number of samples: the last bits differ
         torch.testing.assert_close(model(x), plain(x).detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_value_goes_straight_and_not_through_the_stages_between():
-    net = chain(0, 6)
+    net = skip_chain(0, 6)
     layers = layers_of(net)
     assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
-        Link(0, 1, (PRIMARY_OUTPUT,)), Link(0, 3, ("a",)), Link(1, 2, (PRIMARY_OUTPUT,)), Link(2, 3, (PRIMARY_OUTPUT,)),
-    ]  # fmt: skip
+        Link(0, 1, (PRIMARY_OUTPUT,)),
+        Link(0, 3, ("a",)),
+        Link(1, 2, (PRIMARY_OUTPUT,)),
+        Link(2, 3, (PRIMARY_OUTPUT,)),
+    ]
 
     seen = []
 
@@ -241,7 +196,7 @@ def test_a_value_goes_straight_and_not_through_the_stages_between():
             return x
 
     net[3], net[5] = Look(), Look()
-    hybrid(net, 4, split=[2, 2, 2, 2]).train_step(*data(0), F.mse_loss)
+    hybrid(net, 4, split=[2, 2, 2, 2]).train_step(*regression(10), F.mse_loss)
     assert len(seen) == 2 * CHUNKS
 
 
@@ -271,30 +226,29 @@ def test_every_micro_batch_pops_its_own_value(split):
     layers = [nn.Identity() for _ in range(6)]
     layers[0], layers[5] = Number(), Check()
     x = torch.arange(8.0)[:, None].expand(8, 3)
-    hybrid(nn.Sequential(*layers), *split, chunks=8).train_step(x, None, lambda o, _: o.mean())
+    hybrid(nn.Sequential(*layers), *split, chunks=8).train_step(x, None, mean_loss)
     assert layers[5].seen == list(range(8))
 
 
-# Errors.
 WRONG = {
     "stashed twice": (
-        lambda: [Stash("a"), Plain(), Stash("a"), Pop("a")],
+        lambda: [Stash("a"), TanhLinear(), Stash("a"), Pop("a")],
         r"'a' is stashed by layer '0' and by '2'",
     ),
     "stashed twice in one layer": (
-        lambda: [Inner(Stash("a"), Stash("a")), Plain(), Plain(), Pop("a")],
+        lambda: [Inner(Stash("a"), Stash("a")), TanhLinear(), TanhLinear(), Pop("a")],
         r"'a' is stashed by layer '0' and by '0'",
     ),
     "never popped": (
-        lambda: [Stash("a"), Stash("b"), Plain(), Pop("b")],
+        lambda: [Stash("a"), Stash("b"), TanhLinear(), Pop("b")],
         r"layer '0' stashes 'a', and no later layer pops it",
     ),
     "popped before": (
-        lambda: [Pop("a"), Plain(), Stash("a"), Plain()],
+        lambda: [Pop("a"), TanhLinear(), Stash("a"), TanhLinear()],
         r"layer '0' pops 'a', stashed by none before",
     ),
     "popped only": (
-        lambda: [Plain(), Plain(), Plain(), Pop("zz")],
+        lambda: [TanhLinear(), TanhLinear(), TanhLinear(), Pop("zz")],
         r"layer '3' pops 'zz', stashed by none before",
     ),
 }
@@ -307,7 +261,7 @@ def test_declarations_that_do_not_fit_together_are_refused(layers, message, nb_p
         hybrid(nn.Sequential(*layers()), nb_part)
 
 
-class Undeclared(Plain):
+class Undeclared(TanhLinear):
     def __init__(self, action):
         super().__init__()
         self.action = action
@@ -323,41 +277,40 @@ class Undeclared(Plain):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_value_that_nobody_declares_is_an_error_with_a_hint_in_every_split(split, checkpoint):
     # not even where both stages run in one thread: it would be another micro-batch's value
-    layers = [Undeclared("stash"), *[Plain() for _ in range(6)], Undeclared("pop")]
+    layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", checkpoint=checkpoint)
     with pytest.raises(KeyError, match=r"`stashes`.*`pops`") as caught:
-        model.train_step(*data(0), F.mse_loss)
+        model.train_step(*regression(10), F.mse_loss)
     assert any("stage" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [2, 4])
 def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, checkpoint):
-    layers = [Stash("a"), Pop("a"), *[Plain() for _ in range(5)], Undeclared("pop")]
+    layers = [Stash("a"), Pop("a"), *plain_layers(5), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
     with pytest.raises(KeyError, match=r"pop\('a'\).*`stashes`.*`pops`") as caught:
-        model.train_step(*data(0), F.mse_loss)
+        model.train_step(*regression(10), F.mse_loss)
     assert any("in layer '7'" in note for note in caught.value.__notes__)
 
 
-class Forgets(Plain):
+class Forgets(TanhLinear):
     stashes = ("a",)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
 def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, checkpoint):
-    layers = [Forgets(), *[Plain() for _ in range(6)], Pop("a")]
+    layers = [Forgets(), *plain_layers(6), Pop("a")]
     model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
     with pytest.raises(KeyError, match=r"'a'.*`stashes`.*`pops`"):
-        model.train_step(*data(0), F.mse_loss)
+        model.train_step(*regression(10), F.mse_loss)
 
 
 def test_a_failed_step_leaves_nothing_for_the_next_one():
-    net = chain(0, 7)
+    net = skip_chain(0, 7)
     plain = copy.deepcopy(net)
     model = hybrid(net, 4)
-    x, y = data(0)
     calls = itertools.count()
 
     def failing(output, target):
@@ -366,11 +319,11 @@ def test_a_failed_step_leaves_nothing_for_the_next_one():
         return F.mse_loss(output, target)
 
     with pytest.raises(ArithmeticError):
-        model.train_step(x, y, failing)
+        model.train_step(*regression(10), failing)
     model.zero_grad()
-    x, y = data(1)
-    plain_step(plain, x, y)
-    model.train_step(x, y, F.mse_loss)
+    batch = regression(10, 1)
+    plain_step(plain, *batch)
+    model.train_step(*batch, F.mse_loss)
     assert_same_gradients(net, plain)
 
 
@@ -383,7 +336,7 @@ def test_a_value_that_needs_no_gradient_is_passed_on():
             stash("none", None)
             return x
 
-    class Masked(Plain):
+    class Masked(TanhLinear):
         pops = ("mask", "none")
 
         def forward(self, x):
@@ -391,6 +344,6 @@ def test_a_value_that_needs_no_gradient_is_passed_on():
             return super().forward(x) * pop("mask")
 
     torch.manual_seed(0)
-    net = nn.Sequential(Mask(), Plain(), Plain(), Masked())
+    net = nn.Sequential(Mask(), TanhLinear(), TanhLinear(), Masked())
     assert_two_steps_equal_the_plain_net(net, (4, 1))
     assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), checkpoint="always")

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 import torch
-from torch import nn
-from training import (
+from support.training import (
     RAGGED,
     SAMPLES,
     Recorder,
@@ -21,6 +20,7 @@ from training import (
     rich_net,
     trainer,
 )
+from torch import nn
 
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError

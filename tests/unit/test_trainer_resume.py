@@ -5,8 +5,16 @@ import json
 
 import pytest
 import torch
+from support.training import (
+    assert_same,
+    assert_same_run,
+    cosine,
+    data,
+    plain_net,
+    rich_net,
+    trainer,
+)
 from torch import nn
-from training import assert_same, assert_same_run, cosine, data, plain_net, rich_net, trainer
 
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader

@@ -2,30 +2,22 @@
 
 import sys
 
-import torch
-import torch.nn.functional as F
+from support.compare import hybrid
+from support.engine import Faulty
+from support.nets import floats
 from torch import nn
-
-from hybridtrain import HybridModel, World
-
-
-class Faulty(nn.Module):
-    fail = False
-
-    def forward(self, x):
-        if self.fail:
-            raise ArithmeticError("boom")
-        return x
+from torch.nn import functional as F
 
 
 def main(who: str) -> None:
-    world = World.from_env(nb_part=2, devices="cpu", timeout_s=60)
-    torch.manual_seed(world.rank)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Faulty(), nn.Linear(4, 2))
-    model = HybridModel(net, world, chunks=2)
-    model.train_step(torch.randn(5, 4), torch.randn(5, 2), F.mse_loss)
-    net[2].fail = who in ("all", str(world.rank))
-    model.train_step(torch.randn(5, 4), torch.randn(5, 2), F.mse_loss)
+    model = hybrid(net, 2, chunks=2)
+    rank = model.world.rank
+    batch = floats(5, 4, seed=rank), floats(5, 2, seed=10 + rank)
+    model.train_step(*batch, F.mse_loss)
+    if who in ("all", str(rank)):
+        net[2].fail_at("forward", 0)
+    model.train_step(*batch, F.mse_loss)
     print("the end was reached")
 
 

@@ -1,22 +1,21 @@
-"""What a closed world leaves behind: no thread of its messages that the process's end could cut."""
+"""A closed world leaves no thread of its messages that the end of the process could cut."""
 
 import os
 import time
 
-import torch
+from support.compare import hybrid, mean_loss
+from support.nets import floats
 from torch import nn
-
-from hybridtrain import HybridModel, World
 
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
 
-world = World.from_env(nb_part=2, devices="cpu", timeout_s=30)
-net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-model = HybridModel(net, world)  # its gradients have threads of their own, as long as it lives
-model.train_step(torch.randn(2, 4), None, lambda output, _: output.mean())
+# the threads that average its gradients live as long as the model
+model = hybrid(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+world = model.world
+model.train_step(floats(2), None, mean_loss)
 assert world.gather(world.rank) == [0, 1]
 working = threads()
 world.close()

@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from launch import Cells
-from matrix import cells as matrix_cells
-from matrix import check_cell
+from support.launch import Cells
+from support.matrix import cells as matrix_cells
+from support.matrix import check_cell
 
 torch.set_num_threads(1)
 cells = Cells()

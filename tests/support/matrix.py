@@ -1,4 +1,4 @@
-"""The exactness matrix: cells, thinned by pairwise choice, and the unsplit model beside them.
+"""The exactness matrix: its cells, thinned by pairwise choice, and the check of one cell.
 
 A cell trains a model for some steps as a pipeline, and the unsplit model on the same micro-batches
 in the same order, one replica after the other. Losses, every gradient, buffer and weight must be
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,129 +17,15 @@ from typing import Any
 import torch
 from allpairspy import AllPairs
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hybridtrain import HybridModel, World
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.microbatch import chunk_sizes
-from hybridtrain.models import transformer
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.skip import pop, stash
+from support.compare import hybrid, micro_batches
+from support.nets import CASES, Case
 
 STEPS = 3
 SEED = 5
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Down(nn.Module):
-    def __init__(self, inputs: int, outputs: int, name: str) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.stashes = (name,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv(x))
-        stash(self.stashes[0], x)
-        return F.max_pool2d(x, 2)
-
-
-class Up(nn.Module):
-    def __init__(self, inputs: int, outputs: int, name: str) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.pops = (name,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.interpolate(x, scale_factor=2)
-        return F.relu(self.conv(torch.cat([x, pop(self.pops[0])], dim=1)))
-
-
-class Tied(nn.Module):
-    """The output layer of a language model, with the embedding's weight."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-def linear_net() -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
-
-
-def batch_norm_net() -> nn.Module:
-    def block(inputs: int, outputs: int) -> nn.Module:
-        conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-        return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-    return nn.Sequential(block(1, 4), block(4, 4), block(4, 1))
-
-
-def dropout_transformer() -> nn.Module:
-    return transformer(
-        vocab_size=13, num_classes=3, max_len=6, d_model=8, nhead=2, d_hid=16, nlayers=6,
-        dropout=0.2, pad_index=1,
-    )  # fmt: skip
-
-
-def u_net() -> nn.Module:
-    return nn.Sequential(
-        Down(1, 3, "a"), Down(3, 4, "b"), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True),
-        nn.Conv2d(4, 4, 3, padding=1), Up(8, 3, "b"), Up(6, 3, "a"), nn.Conv2d(3, 1, 1),
-    )  # fmt: skip
-
-
-def tied_gpt() -> nn.Module:
-    embedding = nn.Embedding(13, 8)
-    return nn.Sequential(embedding, *[Block(8) for _ in range(5)], nn.LayerNorm(8), Tied(embedding))
-
-
-def rows_of_floats(rows: int, *shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, *shape), torch.randn(rows, *shape)
-
-
-def rows_of_reviews(rows: int) -> tuple[Any, Tensor]:
-    tokens = torch.randint(2, 13, (rows, 6))
-    mask = torch.arange(6).expand(rows, 6) >= torch.randint(2, 7, (rows, 1))
-    return (tokens.masked_fill(mask, 1), mask), torch.randint(0, 3, (rows,))
-
-
-def rows_of_text(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 13, (rows, 5)), torch.randint(0, 13, (rows, 5))
-
-
-def classes_last(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-@dataclass(frozen=True)
-class Case:
-    net: Callable[[], nn.Module]
-    rows: Callable[[int], tuple[Any, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor]
-
-
-CASES = {
-    "linear": Case(linear_net, lambda n: rows_of_floats(n, 6), F.mse_loss),
-    "batch_norm": Case(batch_norm_net, lambda n: rows_of_floats(n, 1, 4, 4), F.mse_loss),
-    "transformer": Case(dropout_transformer, rows_of_reviews, classes_last),
-    "u_net": Case(u_net, lambda n: rows_of_floats(n, 1, 8, 8), F.mse_loss),
-    "tied_gpt": Case(tied_gpt, rows_of_text, classes_last),
-}
 
 
 @dataclass(frozen=True)
@@ -161,7 +46,7 @@ class Cell:
 
 
 AXES: list[list[Any]] = [
-    list(CASES),
+    ["linear", "conv", "dropout", "u_net", "tied_gpt"],
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],
@@ -184,18 +69,15 @@ def cells(more: int = 0) -> list[Cell]:
 def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
     """Trains `cell` and the unsplit model side by side; all ranks call it together."""
     case = CASES[cell.case]
-    torch.manual_seed(1)
     base = case.net()
-    net, world = copy.deepcopy(base), World.from_env(cell.nb_part, devices="cpu")
-    checkpoint = {"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint
-    model = HybridModel(
-        net,
-        world,
+    model = hybrid(
+        copy.deepcopy(base),
+        cell.nb_part,
+        cell.stages_per_device,
         chunks=cell.chunks,
         schedule=cell.schedule,
-        stages_per_device=cell.stages_per_device,
         max_inflight=cell.max_inflight,
-        checkpoint=checkpoint,
+        checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
         precision=cell.precision,
         seed=SEED,
     )
@@ -205,7 +87,11 @@ def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
     scale = 2.0**10 if cell.precision == "fp16" else 1.0
     for step in range(STEPS):
         batches = [
-            [data(case, cell, step, part, r) for part in range(cell.accumulate)]
+            # replicas differ in the number of samples too
+            [
+                case.batch(cell.rows - r, 100 * step + 10 * part + r)
+                for part in range(cell.accumulate)
+            ]
             for r in range(replicas)
         ]
         total = sum(len(targets) for own in batches for _, targets in own)
@@ -249,7 +135,7 @@ def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
 
 
 class Unsplit:
-    """The model as it is, with the gradients of all replicas and micro-batches added up."""
+    """The unsplit model, with the gradients of all replicas and micro-batches added up."""
 
     def __init__(self, net: nn.Module, case: Case, cell: Cell, replicas: int) -> None:
         self.net = net
@@ -276,33 +162,19 @@ class Unsplit:
     def _train_step(
         self, inputs: Any, targets: Tensor, draws: LayerRNG, total: int, scale: float
     ) -> Tensor:
-        sizes = chunk_sizes(len(targets), self._cell.chunks)
         rows = len(targets)
         dtype = AUTOCAST[self._cell.precision]
         mean = torch.zeros(())
-        for microbatch, (x, y) in enumerate(parts(inputs, targets, sizes)):
+        for microbatch, (x, y) in enumerate(micro_batches(inputs, targets, self._cell.chunks)):
             with torch.autocast("cpu", dtype, cache_enabled=False) if dtype else nullcontext():
                 for index, layer in enumerate(layers_of(self.net)):
                     with draws.seeded(index, microbatch):
                         x = layer.module(x)
                 loss = self._case.loss(x, y)
-            mean += loss.detach() * sizes[microbatch] / rows
-            (loss * ((rows / total) * sizes[microbatch] / rows) * scale).backward()
+            mean += loss.detach() * len(y) / rows
+            (loss * ((rows / total) * len(y) / rows) * scale).backward()
         draws.end_step(False)
         return mean
-
-
-def data(case: Case, cell: Cell, step: int, part: int, replica: int) -> tuple[Any, Tensor]:
-    """Different rows for every step, part and replica; replicas differ in number too."""
-    torch.manual_seed(1000 * step + 100 * part + replica)
-    return case.rows(cell.rows - replica)
-
-
-def parts(inputs: Any, targets: Tensor, sizes: list[int]) -> Iterator[tuple[Any, Tensor]]:
-    columns = [t.split(sizes) for t in (inputs if isinstance(inputs, tuple) else (inputs,))]
-    for number, y in enumerate(targets.split(sizes)):
-        x = tuple(column[number] for column in columns)
-        yield (x if isinstance(inputs, tuple) else x[0]), y
 
 
 def restore(net: nn.Module, buffers: dict[str, Tensor]) -> None:

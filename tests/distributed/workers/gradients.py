@@ -1,0 +1,275 @@
+"""Gradients over replicas equal those of one process on the samples of all."""
+
+import contextlib
+import copy
+import itertools
+import sys
+
+import pytest
+import torch
+from support.compare import (
+    CLOSE,
+    assert_same,
+    assert_same_gradients,
+    assert_same_on_all_ranks,
+    grads,
+    hybrid,
+    replica_step,
+    share,
+)
+from support.engine import Faulty
+from support.launch import Cells
+from support.nets import classification, inplace_net
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridtrain.errors import UserError
+
+cells = Cells()
+
+# The samples of each rank; chunks 4 and 7 make ragged micro-batches of most of them.
+ROWS = [(5, 5), (7, 3), (1, 8), (13, 10)]
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return inplace_net()
+
+
+def plain_backward(net, batch):
+    loss = F.cross_entropy(net(batch[0]), batch[1])
+    loss.backward()
+    return loss.detach()
+
+
+def with_gradient(net):
+    return {name: grad for name, grad in grads(net).items() if grad is not None}
+
+
+def one_step(nb_part, schedule, checkpoint):
+    def check(world):
+        for chunks in (1, 4, 7):
+            # each rank begins with other weights: rank 0's must count
+            ours, plain = make(seed=world.rank), make(seed=0)
+            model = hybrid(ours, nb_part, chunks=chunks, schedule=schedule, checkpoint=checkpoint)
+            assert_same(ours.state_dict(), plain.state_dict(), "start")
+            for seed, rows in enumerate(ROWS):
+                what = f"rows {rows}, chunks {chunks}"
+                batch = classification(sum(rows), seed)
+                model.zero_grad()
+                plain.zero_grad()
+                loss = plain_backward(plain, batch)
+                out = replica_step(model, batch, rows)
+                assert_same_gradients(ours, plain, what, **CLOSE)
+                assert_same_on_all_ranks(world, grads(ours), what)
+                total = world.sum(torch.stack([out.loss * out.samples]))[0]
+                torch.testing.assert_close(total / sum(rows), loss)
+
+    return check
+
+
+for _nb_part, (_schedule, _checkpoint) in itertools.product(
+    (1, 2, 3), [("gpipe", "never"), ("1f1b", "never"), ("1f1b", "except_last")]
+):
+    cells.add(
+        f"a step equals the unsplit model on the global batch: "
+        f"nb_part {_nb_part}, {_schedule}, checkpoint {_checkpoint}"
+    )(one_step(_nb_part, _schedule, _checkpoint))
+
+
+@cells.add("five AdamW steps equal one process on the global batch")
+def _five_steps(world):
+    ours, plain = make(), make()
+    model = hybrid(ours)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (ours, plain)]
+    for seed in range(5):
+        rows = ROWS[seed % len(ROWS)]
+        batch = classification(sum(rows), seed)
+        replica_step(model, batch, rows)
+        plain_backward(plain, batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Adam divides by the gradients' size, which makes the last bits of small ones count
+    assert_same(ours.state_dict(), plain.state_dict(), "weights", rtol=1e-5, atol=2e-6)
+    assert_same_on_all_ranks(world, ours.state_dict(), "weights")
+    mine, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for number in expected:
+        assert_same(mine[number], expected[number], f"moments of {number}", rtol=1e-4, atol=1e-6)
+
+
+@contextlib.contextmanager
+def noted_ddps():
+    """The DistributedDataParallel modules that are made inside; one per stage, in their order."""
+    made, init = [], DistributedDataParallel.__init__
+
+    def noting(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "__init__", noting)
+        yield made
+
+
+def hybrid_with_counts(net, nb_part, **options):
+    """A model, and how often each stage's gradients are averaged; small stages have one bucket."""
+    with noted_ddps() as ddps:
+        model = hybrid(net, nb_part, **options)
+    counts = [0] * nb_part
+
+    def average(index, bucket):
+        counts[index] += 1
+        group = ddps[index].process_group
+        tensor = bucket.buffer().div_(group.size())
+        future = torch.distributed.all_reduce(tensor, group=group, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    for index, ddp in enumerate(ddps):
+        ddp.register_comm_hook(index, average)
+    assert len(ddps) == nb_part
+    return model, counts
+
+
+@cells.add("gradients added up without sync stay local, and the last step averages them all")
+def _accumulate(world):
+    ours, plain = make(), make()
+    model, counts = hybrid_with_counts(ours, 2, chunks=3)
+    for index in range(3):
+        batch = classification(9, index)
+        replica_step(model, batch, (5, 4), sync=index == 2)
+        plain_backward(plain, batch)
+        everyones = world.gather(ours[0].weight.grad.clone())
+        assert torch.equal(*everyones) is (index == 2), f"after batch {index}"
+    assert_same_gradients(ours, plain, **CLOSE)
+    assert_same_on_all_ranks(world, grads(ours))
+    assert counts == [1, 1]
+
+
+@cells.add("the gradients of many micro-batches are averaged once per stage")
+def _average_once(world):
+    ours, plain = make(), make()
+    model, counts = hybrid_with_counts(ours, 3, chunks=7)
+    for seed in range(3):
+        batch = classification(16, seed)
+        replica_step(model, batch, (9, 7))
+        plain_backward(plain, batch)
+        assert counts == [seed + 1] * 3
+    assert_same_gradients(ours, plain, **CLOSE)
+
+
+@cells.add("a stage without a trainable parameter is left alone and starts as rank 0's")
+def _frozen(world):
+    ours, plain = make(world.rank), make()
+    for net in (ours, plain):
+        net[:4].requires_grad_(False)
+    model = hybrid(ours)
+    assert_same(ours.state_dict(), plain.state_dict(), "start")
+    batch = classification(10)
+    replica_step(model, batch, (7, 3))
+    plain_backward(plain, batch)
+    assert_same_gradients(ours, plain, **CLOSE)
+
+
+class Sometimes(nn.Module):
+    """Has a parameter that is never used, and one that only batches with a flag use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.never = nn.Parameter(torch.ones(6))
+        self.flagged = nn.Parameter(torch.ones(6))
+
+    def forward(self, value):
+        x, flag = value
+        x = self.linear(x)
+        return x * self.flagged if bool(flag.any()) else x
+
+
+def sometimes():
+    torch.manual_seed(0)
+    return nn.Sequential(Sometimes(), nn.Linear(6, 3))
+
+
+def flagged_batch(flags, seed=0):
+    inputs, targets = classification(len(flags), seed)
+    return (inputs, torch.tensor(flags)), targets
+
+
+@cells.add("without find_unused_parameters an unused parameter is an error that names it")
+def _unused_error(world):
+    model = hybrid(sometimes(), chunks=2)
+    with pytest.raises(UserError) as caught:
+        model.train_step(*flagged_batch([True] * 4, seed=world.rank), F.cross_entropy)
+    assert "no gradient was computed for 0.never," in str(caught.value)
+    assert "find_unused_parameters=" in str(caught.value)
+
+
+def unused(flags_of_rank, used_by_anyone):
+    def check(world):
+        ours, plain = sometimes(), sometimes()
+        model = hybrid(ours, chunks=2, find_unused_parameters=True)
+        for seed in (0, 2):  # a second time, as DDP learns from the first
+            model.zero_grad()
+            plain.zero_grad()
+            for rank, flags in enumerate(flags_of_rank):
+                (inputs, flag), targets = flagged_batch(flags, seed + rank)
+                for rows in (slice(0, 2), slice(2, 4)):
+                    loss = F.cross_entropy(plain((inputs[rows], flag[rows])), targets[rows])
+                    (loss / 4).backward()
+            mine = flagged_batch(flags_of_rank[world.rank], seed + world.rank)
+            model.train_step(*mine, F.cross_entropy)
+            expected = with_gradient(plain)
+            assert ("0.flagged" in expected) is used_by_anyone
+            found = {name: grad for name, grad in with_gradient(ours).items() if grad.any()}
+            assert_same(found, expected, f"seed {seed}", **CLOSE)
+            assert_same_on_all_ranks(world, found, f"seed {seed}")
+
+    return check
+
+
+for _what, _flags, _used in [
+    ("used by all", ([True] * 4, [True] * 4), True),
+    ("used by nobody", ([False] * 4, [False] * 4), False),
+    ("used by one replica", ([True] * 4, [False] * 4), True),
+    ("used by the last micro-batch only", ([False, False, True, True],) * 2, True),
+    ("used by the first micro-batch only", ([True, True, False, False],) * 2, True),
+    ("used by the first of one replica", ([True, True, False, False], [False] * 4), True),
+]:
+    cells.add(f"with find_unused_parameters a parameter trains: {_what}")(unused(_flags, _used))
+
+
+def after_failure(kind, microbatch):
+    def check(world):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Identity(), Faulty(), nn.Linear(6, 3))
+        plain = copy.deepcopy(net)
+        model = hybrid(net, chunks=2)
+        rows = (4, 4)
+        first, second, third = (classification(8, seed) for seed in range(3))
+        replica_step(model, first, rows)
+        net[2].fail_at(kind, microbatch)
+        with pytest.raises(ArithmeticError) as caught:
+            model.train_step(*share(second, rows, world.rank), F.cross_entropy)
+        notes = "\n".join(caught.value.__notes__)
+        assert f"in the {kind} of micro-batch {microbatch} on stage 1" in notes, notes
+        net[2].never()
+        model.zero_grad()
+        replica_step(model, third, rows)
+        plain_backward(plain, third)
+        assert_same_gradients(net, plain, "the step after", **CLOSE)
+        assert_same_on_all_ranks(world, grads(net), "the step after")
+
+    return check
+
+
+for _kind, _microbatch in itertools.product(("forward", "backward"), (0, 1)):
+    cells.add(
+        f"after an exception on both ranks the next step is right: "
+        f"{_kind} of micro-batch {_microbatch}"
+    )(after_failure(_kind, _microbatch))
+
+
+if __name__ == "__main__":
+    cells.main(sys.argv[1])

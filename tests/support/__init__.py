@@ -1,0 +1,1 @@
+"""What the test files share; see tests/README.md."""

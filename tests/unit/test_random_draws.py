@@ -1,0 +1,139 @@
+"""Random draws are independent of the split, the schedule and the default generator."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
+from support.nets import CASES
+from torch import nn
+
+from hybridtrain import HybridModel
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("nb_part", [2, 3, 4, 5])
+def test_dropout_draws_the_same_masks_for_every_split(nb_part, checkpoint, schedule):
+    case, results = CASES["dropout"], []
+    split = {"nb_part": nb_part, "checkpoint": checkpoint, "schedule": schedule}
+    for options in ({"nb_part": 1, "schedule": "gpipe"}, split):
+        net = case.net()
+        model = hybrid(net, seed=5, **options)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+        for step in range(3):
+            optimizer.zero_grad()
+            model.train_step(*case.batch(10, step), case.loss)
+            optimizer.step()
+        results.append((grads(net), model.state_dict()))
+    (grads_1, state_1), (grads_n, state_n) = results
+    assert_same(grads_n, grads_1, "gradient of the last step")
+    assert_same(state_n, state_1, "weights")
+
+
+class Masks(nn.Module):
+    """Notes down the mask of each of its micro-batches."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.seen = []
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.seen.append((self.draw(torch.ones(4, 32)) == 0).clone())
+        return x * self.weight
+
+
+def masks_of(steps=2, chunks=2, layers=2, seed=0, replica=0, start=0, nb_part=1, draw=None):
+    """{(step, layer, micro-batch): mask}."""
+    net = nn.Sequential(*[Masks(draw or nn.Dropout(0.5)) for _ in range(layers)])
+    world = cpu_world(nb_part, replica)
+    model = HybridModel(net, world, chunks=chunks, schedule="gpipe", seed=seed)
+    model.rng.step = start
+    for _ in range(steps):
+        model.train_step(torch.ones(chunks, 1), None, mean_loss)
+    return {
+        (start + step, layer, i): net[layer].seen[step * chunks + i]
+        for step in range(steps)
+        for layer in range(layers)
+        for i in range(chunks)
+    }
+
+
+def fingerprints(masks):
+    return {tuple(mask.flatten().tolist()) for mask in masks.values()}
+
+
+def test_draws_differ_by_step_layer_and_micro_batch():
+    assert len(fingerprints(masks_of(steps=3, chunks=3, layers=3))) == 27
+
+
+@pytest.mark.parametrize("change", [{"replica": 1}, {"seed": 1}, {"start": 5}], ids=str)
+def test_draws_differ_by_replica_seed_and_step(change):
+    assert not fingerprints(masks_of()) & fingerprints(masks_of(**change))
+
+
+DRAWS = {
+    "dropout": nn.Dropout(0.5),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], None, 0.5)[0],
+    "bernoulli": lambda x: torch.bernoulli(x / 2),
+    "in place": lambda x: x.clone().bernoulli_(0.5),
+    "rand": lambda x: (torch.rand(x.shape) > 0.5).float(),
+    "randint": lambda x: torch.randint(0, 2, x.shape),
+    "feature dropout": lambda x: F.dropout1d(x[None], 0.5)[0],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_kind_of_draw_is_seeded_whatever_the_default_generator(name):
+    results = []
+    for seed, nb_part in [(1, 1), (2, 2)]:
+        torch.manual_seed(seed)  # must not matter
+        results.append(masks_of(draw=DRAWS[name], nb_part=nb_part))
+    assert_same(*results)
+
+
+def test_training_leaves_the_default_generator_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    masks_of(nb_part=2)
+    masks_of(draw=lambda x: F.dropout(x, 0.5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_are_the_same_again_once_the_step_is_put_back():
+    all_five = masks_of(steps=5)
+    assert_same(masks_of(steps=2, start=3), {k: v for k, v in all_five.items() if k[0] >= 3})
+
+
+def test_a_layer_that_begins_to_draw_later_is_seeded_after_train():
+    def run(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(Masks(nn.Dropout(0.5)))
+        model = hybrid(net, 1, chunks=2)
+        x = torch.ones(2, 1)
+        model.eval()
+        model.train_step(x, None, mean_loss)  # draws nothing
+        net.train()  # as a user may, not through the model
+        model.train_step(x, None, mean_loss)
+        return net[0].seen[2:]
+
+    assert all(map(torch.equal, run(1), run(2)))
+
+
+def test_a_layer_whose_dropout_rate_rises_is_seeded_from_its_next_step_on():
+    def gradients(nb_part):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.0))
+        model = hybrid(net, nb_part, chunks=2, seed=3)
+        batch = torch.ones(8, 4), torch.zeros(8, 4)
+        model.train_step(*batch, F.mse_loss)
+        net[1].p = net[3].p = 0.5
+        model.train_step(*batch, F.mse_loss)  # here they are seen to draw
+        model.zero_grad()
+        model.train_step(*batch, F.mse_loss)
+        return grads(net)
+
+    assert_same(gradients(1), gradients(2))
