@@ -63,7 +63,7 @@ class Segment(nn.Module):
             for name in graph.inputs:
                 arguments.append(take(name) if name in graph.last_uses else pop(name))
         # not the module's own call, which would print its code when a layer in it raises
-        run = graph.compiled or graph.module.forward
+        run = graph.module.forward if graph.compiled is None else graph.compiled
         main, *others = run(*arguments)
         for name, other in zip(graph.outputs, others, strict=True):
             stash(name, other)

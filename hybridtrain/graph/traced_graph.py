@@ -40,11 +40,3 @@ class TracedGraph:
 
 # Traces a module in the mode that it is in; raises any exception if it cannot.
 Tracer = Callable[[nn.Module, ShouldExpand], TracedGraph]
-
-
-def find_attribute(module: nn.Module, path: str) -> Any:
-    """Returns the module, parameter or tensor at the dotted `path` in `module`."""
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
