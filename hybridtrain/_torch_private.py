@@ -1,7 +1,8 @@
 """PyTorch's private names that this project uses: the place to look when a release breaks it.
 
-Each says which private name it uses, and why no public one does the same. `torch.utils._pytree` is
-used everywhere: it has had no public name so far, and its functions have not changed in years.
+Each says which private name it uses, and why no public one does the same. Two are used in place:
+`torch.utils._pytree`, everywhere, which has no public name; and `nn.Module._apply`, overridden by
+`graph.segment.Segment`, since `nn.Module.to` calls it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the model trains in stages as it does unsplit, as far as it can be split."""
+        """True if the model trains in stages as it does unsplit, as far as it can be split."""
         return not self.crash and max(self.plain + self.dropout, default=0.0) <= TOLERANCE
 
 

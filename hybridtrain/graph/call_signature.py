@@ -95,7 +95,7 @@ class CallSignature:
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
     def graph_inputs(self, inputs: Any) -> list[Any]:
-        """Returns what the traced graph is called with for the inputs of a batch.
+        """Returns the arguments of the traced graph for the inputs of a batch.
 
         Raises:
             BatchError: the batch gives other arguments than the model was traced with.

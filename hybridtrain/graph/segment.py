@@ -89,7 +89,7 @@ class Segment(nn.Module):
         return [(own, copy) for own, copy in pairs if own is not copy]
 
     def _held(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
-        """Returns which buffer of which graph's module is which of which module of the user's."""
+        """Returns the buffers of the user's modules that graphs use: holder, name, owner, name."""
         return [
             (graph.module, held, *self._owners[target])
             for graph in self._graphs

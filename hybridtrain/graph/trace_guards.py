@@ -15,7 +15,7 @@ Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
 
 
 class TraceGuards:
-    """What the graphs of a model take for granted about its modules.
+    """The assumptions that the graphs of a model make about its modules.
 
     A graph contains the numbers, flags and texts that the forward read from its module, runs no
     hooks of it, and is of one mode of all the modules together.
@@ -54,8 +54,8 @@ class TraceGuards:
                 name = next(name for name, is_on, was_on in flags if is_on != was_on)
                 raise ConfigError(
                     f"module {name!r} was switched to another mode than the model around it, whose "
-                    f"forward depends on the mode: let its train() keep the mode, so that the "
-                    f"trace has it so"
+                    f"forward depends on the mode: let its train() keep the mode, so that it "
+                    f"is traced in that mode"
                 )
         for name, attributes, key, value in self._attributes:
             if attributes[key] != value:

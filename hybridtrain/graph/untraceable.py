@@ -1,4 +1,4 @@
-"""What both tracers need to stop at code that a graph would not repeat, and to name its line."""
+"""Tools for both tracers: to stop at code that a graph would not repeat, and to name its line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_user_code(frame: FrameType) -> bool:
 
 @contextmanager
 def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Has `replacement(original, ...)` called for `holder.name(...)`, in this thread alone."""
+    """Replaces calls of `holder.name` by `replacement(original, ...)`, in this thread alone."""
     original, thread = getattr(holder, name), threading.get_ident()
 
     def called(*args: Any, **kwargs: Any) -> Any:
