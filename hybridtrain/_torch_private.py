@@ -1,8 +1,8 @@
 """Private parts of PyTorch that this project uses, behind names of this project.
 
 Each says which private name it uses, and why no public one will do. A new PyTorch release is
-checked here first. `torch.utils._pytree` is used everywhere: it has no public name, and its
-functions have not changed in years.
+checked here first. Two are used in place: `torch.utils._pytree`, everywhere, which has no public
+name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.Module.to` calls it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def take(name: str) -> Any:
 
 @contextmanager
 def skip_scope(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Has the layers in this thread pop from `values` and stash into the dict that is yielded.
+    """Lets layers in this thread pop `values`; yields these and what the layers stash.
 
     With None, stashing is an error: no layer declares a name.
     """

@@ -19,9 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -77,7 +79,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the model trains in stages as it does unsplit, as far as it can be split."""
+        """True if the model trains in stages as it does unsplit, as far as it can be split."""
         return not self.crash and max(self.plain + self.dropout, default=0.0) <= TOLERANCE
 
 
@@ -118,30 +120,27 @@ def _worse(result: Result, value: float, name: str) -> float:
     return value
 
 
-def run_alone(function: Callable[[], Result]) -> Result:
-    """Returns the result of `function`, run in another process, which frees its memory."""
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send, args=(function, there))
-    process.start()
-    there.close()
-    try:
-        result = here.recv()
-    except EOFError:
-        result = Result(crash="the process died; not enough memory?")
-    process.join()
-    return result if isinstance(result, Result) else Result(crash=result)
+def run_alone(make: Callable[[str], Case], *args: Any) -> Result:
+    """Returns the result of `timed_check`, run in another process, which frees its memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        try:
+            return pool.submit(timed_check, make, *args).result()
+        except BrokenProcessPool:
+            return Result(crash="the process died; not enough memory?")
+        except Exception as error:
+            traceback.print_exc()
+            return Result(crash=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _send(function: Callable[[], Result], connection: Connection) -> None:
+def timed_check(
+    make: Callable[[str], Case], name: str, stages: Sequence[int], split: str
+) -> Result:
+    """Returns the comparison of the model `name`, and its duration."""
     torch.set_num_threads(1)  # their number decides in which order a kernel adds up
     begin = time.perf_counter()
-    try:
-        result = function()
-        result.seconds = time.perf_counter() - begin
-        connection.send(result)
-    except Exception as error:
-        traceback.print_exc()
-        connection.send(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    result = check(make(name), stages, split)
+    result.seconds = time.perf_counter() - begin
+    return result
 
 
 def said(differences: Sequence[float]) -> str:
@@ -179,6 +178,7 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
     counts = " and in ".join(map(str, stages))
     results = [result for kind in kinds.values() for result in kind.values()]
     differences = [value for result in results for value in result.plain + result.dropout]
+    not_all = [name for kind in kinds.values() for name, r in kind.items() if r.error]
     sections = [
         line
         for kind, found in kinds.items()
@@ -191,10 +191,9 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
             split=split,
             models=len(results),
             passed=sum(result.passed and not result.error for result in results),
-            not_all=_listed(
-                "; not in every number of stages: {} (the table says why)",
-                [name for kind in kinds.values() for name, r in kind.items() if r.error],
-            ),
+            not_all=f"; not in every number of stages: {', '.join(not_all)} (the table says why)"
+            if not_all
+            else "",
             equal=sum(value == 0 for value in differences),
             comparisons=len(differences),
             largest=f"{max(differences, default=0.0):.1e}",
@@ -247,10 +246,6 @@ up in another order, and the last bits differ.
 comparisons are bitwise, and the largest difference is {largest}."""
 
 
-def _listed(text: str, found: Sequence[str]) -> str:
-    return text.format(", ".join(found)) if found else ""
-
-
 def names(only: Sequence[str]) -> Iterator[tuple[str, str, Callable[[str], Case]]]:
     """Returns the models that are asked for: section, name, and the function that builds one."""
     known = [
@@ -275,7 +270,7 @@ def main() -> None:
     stages = [int(count) for count in args.stages.split(",")]
     kinds: dict[str, dict[str, Result]] = {}
     for kind, name, make in names(args.only):
-        result = run_alone(lambda make=make, name=name: check(make(name), stages, args.split))
+        result = run_alone(make, name, stages, args.split)
         kinds.setdefault(kind, {})[name] = result
         print(*row(name, result), result.worst, f"{result.seconds:.0f} s", sep=" | ", flush=True)
     out = args.out or (None if args.only else TABLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,18 +46,19 @@ class CallSignature:
         """
         signature = inspect.signature(module.forward)
         parameters = list(signature.parameters.values())
-        bound, is_value = None, True
+        attempts: list[tuple[Sequence[Any], Mapping[Any, Any]]] = [((inputs,), {})]
         if isinstance(inputs, Mapping):
-            bound = _try_bind(signature, (), inputs)
             is_value = not any(key in signature.parameters for key in inputs)
+            attempts = [((), inputs), *(attempts if is_value else [])]
         elif isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
             several = sum(p.kind in _POSITIONAL for p in parameters) > 1
             if several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-                bound = _try_bind(signature, tuple(inputs), {})
-                is_value = False
-        if bound is None and is_value:
-            bound = _try_bind(signature, (inputs,), {})
-        if bound is None:
+                attempts = [(inputs, {})]
+        for args, kwargs in attempts:
+            with suppress(TypeError):  # also where a key is not a string
+                bound = signature.bind(*args, **kwargs)
+                break
+        else:
             raise BatchError(
                 f"{type(module).__name__}.forward{signature} cannot be called with the inputs of "
                 f"this batch, a {type(inputs).__name__}: pass one value, a tuple of its positional "
@@ -93,7 +95,7 @@ class CallSignature:
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
     def graph_inputs(self, inputs: Any) -> list[Any]:
-        """Returns what the traced graph is called with for the inputs of a batch.
+        """Returns the arguments of the traced graph for the inputs of a batch.
 
         Raises:
             BatchError: the batch gives other arguments than the model was traced with.
@@ -126,12 +128,3 @@ def optional_arguments(module: nn.Module) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
-
-
-def _try_bind(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[Any, Any]
-) -> inspect.BoundArguments | None:
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError:  # also where a key is not a string
-        return None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
 from hybridtrain.graph.segment import SingleLayer
 from hybridtrain.graph.trace_guards import TraceGuards
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, Tracer
+from hybridtrain.graph.traced_graph import ShouldExpand, Tracer
 from hybridtrain.graph.tracer import trace
 from hybridtrain.graph.untraceable import Untraceable, user_line
 from hybridtrain.skip import popped_by, stashed_by
@@ -38,14 +37,8 @@ LARGE_SHARE = 1 / 8
 # If torch.fx cannot expand one that holds more than this, torch.export has to trace the model.
 TOO_LARGE_SHARE = 1 / 4
 
-# The modules of torch.nn that may be expanded; all others stay one layer.
-_CONTAINERS = (
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoder,
-    nn.TransformerDecoderLayer,
-)
+# Of PyTorch's own modules, only these are expanded: nn.Transformer and its parts.
+_EXPANDED_OF_TORCH = "torch.nn.modules.transformer"
 
 
 @dataclass(frozen=True)
@@ -144,20 +137,25 @@ class ChainBuilder:
         Raises:
             SplitError: the model cannot be traced; names the line.
         """
+        units: list[list[Layer]] = []
+        graphs: list[tuple[int, ModeGraphs]] = []  # with the position of the first layer of each
         unexpanded: dict[str, str] = {}
         if is_chain(self._net):
-            parts = [_expanded(layer, expand, unexpanded) for layer in layers_of(self._net)]
-            units = [[p] if isinstance(p, Layer) else p.layers() for p in parts]
-            starts = list(accumulate(map(len, units), initial=0))[:-1]
-            graphs = [
-                (n, p) for n, p in zip(starts, parts, strict=True) if isinstance(p, ModeGraphs)
-            ]
+            for layer in layers_of(self._net):
+                expanded = _expanded(layer, expand, unexpanded)
+                if expanded is not None:
+                    graphs.append((sum(map(len, units)), expanded))
+                units.append([layer] if expanded is None else expanded.layers())
         elif self._tracer is not None:
             rule = _expand_rule(self._net, expand, LARGE_SHARE)
             coarse = self._coarse
             finer = trace_both_modes(self._net, self._tracer, rule) if expand else coarse
-            graphs = [(0, finer)]
-            units = _units(finer, {calls[-1] for calls in coarse.calls}, self._signature)
+            graphs.append((0, finer))
+            begins = {calls[-1] for calls in coarse.calls}
+            for layer, calls in zip(finer.layers(self._signature), finer.calls, strict=True):
+                if not units or not begins.isdisjoint(calls):
+                    units.append([])
+                units[-1].append(layer)
         else:
             reasons = dict.fromkeys(map(user_line, self._failures))
             raise SplitError(
@@ -191,35 +189,26 @@ def can_expand(module: nn.Module) -> bool:
         return False  # its hooks would not run
     if stashed_by(module) or popped_by(module) or not any(True for _ in module.children()):
         return False
-    return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.")
-
-
-def _units(graphs: ModeGraphs, units: set[Call], signature: CallSignature) -> list[list[Layer]]:
-    """Returns the layers of `graphs` by unit: one begins with each of the calls `units`."""
-    found: list[list[Layer]] = []
-    for layer, calls in zip(graphs.layers(signature), graphs.calls, strict=True):
-        if not found or not units.isdisjoint(calls):
-            found.append([])
-        found[-1].append(layer)
-    return found
+    home = type(module).__module__
+    return home == _EXPANDED_OF_TORCH or not home.startswith("torch.")
 
 
 def _expanded(
     layer: Layer, expand: Collection[str], unexpanded: dict[str, str]
-) -> Layer | ModeGraphs:
-    """Returns the graphs of `layer` if it is to be expanded, and can be; else notes the reason."""
+) -> ModeGraphs | None:
+    """Returns the graphs of a layer that is to be expanded; else None."""
     if layer.name not in expand or not can_expand(layer.module):
-        return layer
+        return None
     signature = CallSignature.of_required(layer.module)
     if len(signature.names) != 1:
-        return layer
+        return None
     prefix = f"{layer.name}."
     rule = _expand_rule(layer.module, expand, prefix=prefix)
     try:
         return trace_both_modes(layer.module, partial(trace, signature), rule, prefix)
     except Exception as error:
         unexpanded[layer.name] = user_line(error)
-        return layer
+        return None
 
 
 def _expand_rule(
@@ -228,11 +217,8 @@ def _expand_rule(
     total = _size(root)
 
     def should_expand(name: str, module: nn.Module) -> bool:
-        if is_chain(module):
-            return True
-        if not can_expand(module):
-            return False
-        return prefix + name in expand or _size(module) > large * total
+        is_asked_for = prefix + name in expand or _size(module) > large * total
+        return is_chain(module) or (is_asked_for and can_expand(module))
 
     return should_expand
 

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from io import StringIO
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer, find_attribute
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
 from hybridtrain.graph.untraceable import (
     AutogradFunctionDetector,
     Untraceable,
@@ -87,7 +88,7 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
     return TracedGraph(
         graph=exported.graph,
         calls={},
-        find=partial(find_attribute, exported),
+        find=lambda name: attrgetter(name)(exported),
         expanded={name: part for name, part in module.named_modules() if name},
         output_spec=program.call_spec.out_spec,
     )

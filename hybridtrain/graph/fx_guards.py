@@ -70,7 +70,7 @@ def fx_guards(tracer: fx.Tracer) -> Iterator[None]:
 
 
 class GuardedProxy(fx.Proxy):
-    """A proxy that refuses to tell its type, and knows what is so for all tensors of a pipeline."""
+    """A proxy that does not reveal its type, and has the flags that all tensors here have."""
 
     is_nested = False
     is_sparse = False

@@ -29,7 +29,7 @@ class ModeGraphs:
         evaluation: the graph in evaluation mode; the same object if there is no difference.
         starts: the nodes that begin a segment: in training, in evaluation.
         calls: for each start, the calls that begin with it.
-        expanded: the module, and the submodules that were looked into, by name.
+        expanded: the module and its expanded submodules, by name.
         modes: their training flags in training and in evaluation; empty if the graphs are the same.
     """
 
@@ -44,7 +44,7 @@ class ModeGraphs:
 
     @property
     def unexpanded(self) -> dict[str, str]:
-        """The submodules that could not be looked into, with the reason."""
+        """The submodules that could not be expanded, with the reason."""
         found = self.training.unexpanded | self.evaluation.unexpanded
         return {self.prefix + name: reason for name, reason in found.items()}
 
@@ -124,7 +124,7 @@ def trace_both_modes(
 
 @contextmanager
 def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Has the modules in the modes that `module.train(training)` gives them."""
+    """Puts modules into the modes that `module.train(training)` gives them, and back at the end."""
     modes = {part: part.training for part in module.modules()}
     module.train(training)
     try:
@@ -147,7 +147,7 @@ def _common_starts(first: TracedGraph, second: TracedGraph) -> list[tuple[fx.Nod
 
 
 def _operations(traced: TracedGraph) -> list[Any]:
-    """Returns what a graph does, comparable with another graph's."""
+    """Returns the operations of a graph, comparable with another graph's."""
     number = {node: f"%{index}" for index, node in enumerate(traced.graph.nodes)}
 
     def target(node: fx.Node) -> Any:

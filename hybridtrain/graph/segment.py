@@ -63,7 +63,7 @@ class Segment(nn.Module):
             for name in graph.inputs:
                 arguments.append(take(name) if name in graph.last_uses else pop(name))
         # not the module's own call, which would print its code when a layer in it raises
-        run = graph.compiled or graph.module.forward
+        run = graph.module.forward if graph.compiled is None else graph.compiled
         main, *others = run(*arguments)
         for name, other in zip(graph.outputs, others, strict=True):
             stash(name, other)
@@ -89,7 +89,7 @@ class Segment(nn.Module):
         return [(own, copy) for own, copy in pairs if own is not copy]
 
     def _held(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
-        """Returns which buffer of which graph's module is which of which module of the user's."""
+        """Returns the buffers of the user's modules that graphs use: holder, name, owner, name."""
         return [
             (graph.module, held, *self._owners[target])
             for graph in self._graphs

@@ -1,4 +1,4 @@
-"""Cuts a traced graph into segments, each with a graph of its own.
+"""Cuts a traced graph into segments, each with its own graph.
 
 Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
 that a later segment needs has a name, by which it skips the segments between.
@@ -20,7 +20,7 @@ from hybridtrain.graph.traced_graph import TracedGraph
 
 @dataclass
 class SegmentGraph:
-    """What a segment computes in one mode, training or evaluation.
+    """The operations of a segment in one mode, training or evaluation.
 
     Attributes:
         module: the nodes as a module; returns the main value and then `outputs`.
@@ -47,7 +47,7 @@ class SegmentGraph:
     compiled: Callable[..., Any] | None = None
 
     def put_constants_on(self, device: torch.device) -> None:
-        """Has `torch.arange(..., device=...)` and the like make their tensors on `device`."""
+        """Makes `torch.arange(..., device=...)` and the like create tensors on `device`."""
 
         def moved(argument: Any) -> Any:
             return device if isinstance(argument, torch.device) else argument
@@ -132,7 +132,7 @@ def _own_graph(
     returned: Any,
     own_names: dict[str, str],
 ) -> fx.Graph:
-    """Returns a graph of `body` alone, which reads parameters where it needs them.
+    """Returns a separate graph of `body`, which reads parameters where it needs them.
 
     Its modules and tensors get names without dots, noted in `own_names`: a dotted one could lead
     through a module of the user's, which `fx.GraphModule` would then write to.

@@ -15,7 +15,7 @@ Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
 
 
 class TraceGuards:
-    """What the graphs of a model take for granted about its modules.
+    """The assumptions that the graphs of a model make about its modules.
 
     A graph contains the numbers, flags and texts that the forward read from its module, runs no
     hooks of it, and is of one mode of all the modules together.
@@ -48,7 +48,15 @@ class TraceGuards:
                         f"{name or 'the model'} had a hook registered after tracing, which would "
                         f"not run: register hooks before you create the HybridModel"
                     )
-            _check_modes(modules, modes)
+            now = tuple(module.training for module in modules.values())
+            if modes and now not in modes:
+                flags = zip(modules, now, modes[0], strict=True)
+                name = next(name for name, is_on, was_on in flags if is_on != was_on)
+                raise ConfigError(
+                    f"module {name!r} was switched to another mode than the model around it, whose "
+                    f"forward depends on the mode: let its train() keep the mode, so that it "
+                    f"is traced in that mode"
+                )
         for name, attributes, key, value in self._attributes:
             if attributes[key] != value:
                 raise ConfigError(
@@ -56,15 +64,3 @@ class TraceGuards:
                     f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "
                     f"use it in a submodule without submodules, which is called and not traced"
                 )
-
-
-def _check_modes(modules: Mapping[str, nn.Module], modes: Sequence[tuple[bool, ...]]) -> None:
-    now = tuple(module.training for module in modules.values())
-    if not modes or now in modes:
-        return
-    flags = zip(modules, now, modes[0], strict=True)
-    name = next(name for name, is_on, was_on in flags if is_on != was_on)
-    raise ConfigError(
-        f"module {name!r} was switched to another mode than the model around it, whose forward "
-        f"depends on the mode: let its train() keep the mode, so that the trace has it so"
-    )

@@ -25,8 +25,8 @@ class TracedGraph:
         calls: for each node with which calls of submodules begin, these calls, the outermost
             first; in the order of the nodes.
         find: returns the module, parameter or tensor that a target of the graph names.
-        expanded: the submodules whose inside is in the graph.
-        unexpanded: those that were to be, but cannot be traced, with the reason.
+        expanded: the submodules whose own operations are in the graph.
+        unexpanded: the submodules that should be expanded but cannot be traced, with the reason.
         output_spec: the structure of the output, if the graph returns its leaves alone.
     """
 
@@ -40,11 +40,3 @@ class TracedGraph:
 
 # Traces a module in the mode that it is in; raises any exception if it cannot.
 Tracer = Callable[[nn.Module, ShouldExpand], TracedGraph]
-
-
-def find_attribute(module: nn.Module, path: str) -> Any:
-    """Returns the module, parameter or tensor at the dotted `path` in `module`."""
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found

@@ -14,13 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
 
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.fx_guards import GuardedProxy, fx_guards
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, find_attribute
+from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph
 from hybridtrain.graph.untraceable import (
     AutogradFunctionDetector,
     Untraceable,
@@ -52,7 +53,7 @@ def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpa
     return TracedGraph(
         graph=graph,
         calls={node: tracer.calls[node] for node in graph.nodes if node in tracer.calls},
-        find=lambda name: constants[name] if name in constants else find_attribute(module, name),
+        find=lambda name: constants[name] if name in constants else attrgetter(name)(module),
         expanded=tracer.expanded,
         unexpanded=tracer.unexpanded,
     )
@@ -77,7 +78,7 @@ class _Tracer(fx.Tracer):
         """Raises `Untraceable` if a tensor is read from a module that may replace it."""
         for node in graph.find_nodes(op="get_attr"):
             holder, _, name = str(node.target).rpartition(".")
-            tensor = find_attribute(self.root, str(node.target)) if holder else None
+            tensor = attrgetter(str(node.target))(self.root) if holder else None
             if holder and holder not in self.expanded and not isinstance(tensor, nn.Parameter):
                 raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
 

@@ -1,4 +1,4 @@
-"""What both tracers need to stop at code that a graph would not repeat, and to name its line."""
+"""Tools for both tracers: to stop at code that a graph would not repeat, and to name its line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_user_code(frame: FrameType) -> bool:
 
 @contextmanager
 def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Has `replacement(original, ...)` called for `holder.name(...)`, in this thread alone."""
+    """Replaces calls of `holder.name` by `replacement(original, ...)`, in this thread alone."""
     original, thread = getattr(holder, name), threading.get_ident()
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,12 @@ class AutogradFunctionDetector:
     """
 
     def __init__(self) -> None:
-        self._forwards = _forwards(Function)
+        self._forwards: set[CodeType | None] = set()
+        classes: list[type[Function]] = [Function]
+        for derived in classes:  # which grows meanwhile
+            classes += derived.__subclasses__()
+            if derived.forward is not Function.forward:
+                self._forwards.add(getattr(derived.forward, "__code__", None))
 
     def check_not_inside(self, frame: FrameType | None) -> None:
         """Raises `Untraceable` if `frame` was called by the forward of such a class."""
@@ -81,14 +86,3 @@ class AutogradFunctionDetector:
             if frame.f_code in self._forwards:
                 raise Untraceable("uses an autograd.Function, whose backward would be lost")
             frame = frame.f_back
-
-
-def _forwards(function: type[Function]) -> set[CodeType]:
-    """Returns the code of the forwards of all classes derived from `function`."""
-    found = set()
-    for derived in function.__subclasses__():
-        code = getattr(derived.forward, "__code__", None)
-        if code is not None and derived.forward is not Function.forward:
-            found.add(code)
-        found |= _forwards(derived)
-    return found

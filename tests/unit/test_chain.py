@@ -1,7 +1,9 @@
 """Any module can be cut where it calls its submodules, and then computes what it did whole."""
 
 import copy
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph.layer import works_in_place
 
 
 @pytest.fixture(autouse=True)
@@ -282,3 +285,24 @@ def test_a_parameter_that_no_layer_uses_keeps_its_value_and_its_name():
 def test_a_sequential_needs_no_example_inputs_even_if_its_layers_have_optional_arguments():
     chain = ChainBuilder(nn.Sequential(linear(), nn.TransformerEncoderLayer(WIDTH, 1))).chain()
     assert [layer.name for layer in chain.layers] == ["0", "1"]
+
+
+def test_a_segment_adds_one_frame_of_this_project_between_the_pipeline_and_a_layer():
+    frames = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            frames.extend(frame.filename for frame in traceback.extract_stack())
+            return super().forward(x)
+
+    net = Body(lambda net, x: net.c(net.b(net.a(x))))
+    net.b = Watched(WIDTH, WIDTH)
+    chain = ChainBuilder(net).chain()
+    frames.clear()
+    chain.layers[1].module(samples())
+    assert [Path(file).name for file in frames if "hybridtrain/graph" in file] == ["segment.py"]
+
+
+def test_a_layer_that_changes_its_input_is_known_by_its_inplace_flag():
+    assert works_in_place(nn.Sequential(linear(), nn.ReLU(inplace=True)))
+    assert not works_in_place(nn.Sequential(linear(), nn.ReLU()))

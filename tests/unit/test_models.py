@@ -168,8 +168,8 @@ def test_basicnet_learns_the_digits():
     model = models.basicnet(image_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(5):
-        for rows in torch.randperm(len(splits.train)).split(64):
-            images, labels = splits.train.__getitems__(rows.tolist())
+        for picked in torch.randperm(len(splits.train)).split(64):
+            images, labels = splits.train.__getitems__(picked.tolist())
             optimizer.zero_grad()
             F.nll_loss(model(images), labels).backward()
             optimizer.step()
@@ -261,8 +261,8 @@ def test_transformer_learns_reviews(tmp_path):
     model = models.transformer(**splits.metadata, d_model=32, d_hid=64, nlayers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(12):
-        for rows in torch.randperm(120).split(20):
-            inputs, labels = splits.train.__getitems__(rows.tolist())
+        for picked in torch.randperm(120).split(20):
+            inputs, labels = splits.train.__getitems__(picked.tolist())
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
@@ -330,8 +330,8 @@ def test_gpt_learns_python():
     splits = data.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)
     model = models.gpt(**splits.metadata, n_layer=2, d_model=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for rows in torch.randperm(len(splits.train)).split(16)[:70]:
-        x, y = splits.train.__getitems__(rows.tolist())
+    for picked in torch.randperm(len(splits.train)).split(16)[:70]:
+        x, y = splits.train.__getitems__(picked.tolist())
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()

@@ -60,8 +60,8 @@ def shapes_for_digits(name, **changes):
         return for_digits(name, **changes).to("meta")
 
 
-def digits(rows=4):
-    return torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+def digits(samples=4):
+    return torch.randn(samples, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 # Names and weights --------------------------------------------------------------------------------

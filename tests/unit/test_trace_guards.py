@@ -30,7 +30,7 @@ def _seeded(one_intra_op_thread):
 
 
 class Inner(nn.Module):
-    """A submodule with a body of its own, which `inside` fills."""
+    """A submodule that calls `inside` between its two layers."""
 
     def __init__(self, inside):
         super().__init__()
@@ -44,7 +44,7 @@ class Inner(nn.Module):
 class Outer(nn.Module):
     def __init__(self, inside):
         super().__init__()
-        # the inner module is large enough to be looked into, and small enough to stay whole
+        # the inner module is large enough to be expanded, and small enough to stay one layer
         self.before, self.inner = linear(), Inner(inside)
         self.after = nn.Sequential(*(linear() for _ in range(8)))
 
