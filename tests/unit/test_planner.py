@@ -163,6 +163,21 @@ def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
     found.guards.check()
 
 
+def test_a_model_is_traced_once_for_the_plan_and_the_layers():
+    forwards = []
+
+    class Traced(Net):
+        def forward(self, x):
+            forwards.append(x)
+            return super().forward(x)
+
+    options = PipelineOptions(split="time")
+    planner = Planner(Traced(20, 10, 10), options, samples(), Cluster.of_cpus(2))
+    traced = len(forwards)
+    planner.layers_of(planner.plan())
+    assert len(forwards) == traced > 0
+
+
 def test_the_number_of_layers_per_stage_balances_time_and_size():
     net = nn.Sequential(Slow(30), Slow(0), Slow(0), Slow(10), Slow(10), Slow(10))
     assert balance_by_time(net, samples(), 2) == [3, 3]
@@ -201,8 +216,12 @@ def test_the_caller_may_compute_the_costs_of_a_micro_batch():
 
 
 def test_an_unknown_source_of_costs_says_which_there_are():
-    with pytest.raises(ConfigError, match=r"costs='measure' is unknown; did you mean 'measured'\?"):
-        planned(Net(0, 0), 2, samples(), "measure", split="time")
+    for name, hint in [
+        ("measure", r"did you mean 'measured'\?"),
+        ("x", "sources are: measured, e"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"costs='{name}' is neither a function .*{hint}"):
+            planned(Net(0, 0), 2, samples(), name, split="time")
 
 
 @pytest.mark.parametrize("split", MEASURED)
