@@ -49,7 +49,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Whether a module in `module` says that it may change its input: `ReLU(inplace=True)`."""
+    """Returns whether a module in `module` says that it may change its input: `ReLU(inplace=True)`."""
     return any(getattr(part, "inplace", False) for part in module.modules())
 
 

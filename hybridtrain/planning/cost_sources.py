@@ -1,4 +1,4 @@
-"""Where the costs of layers come from: measured on a device, or estimated."""
+"""The sources of costs: measured on a device, estimated, or given by the caller."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
 
 
 class CostSource(NamedTuple):
-    """Where costs come from, as a plan names it."""
+    """A source of costs, with its name in a plan."""
 
     name: str
     of: YieldCosts
@@ -75,7 +75,7 @@ def measured(
 
     @contextmanager
     def on_device(layer: Layer) -> Iterator[None]:
-        """Brings a layer's weights there, and does not keep all layers' where others will be."""
+        """Brings a layer's weights to the device, and back if other stages will be elsewhere."""
         materialize(layer.module, own[0])
         try:
             yield

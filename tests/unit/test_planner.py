@@ -215,11 +215,14 @@ def test_the_caller_may_compute_the_costs_of_a_micro_batch():
     assert torch.equal(seen[0], samples()[: ROWS // 2])
 
 
+def test_given_costs_must_be_those_of_the_layers():
+    with pytest.raises(ConfigError, match=r"costs= must return a LayerCost for each of the 3 lay"):
+        planned(Net(0, 0), 2, samples(), lambda layers, _: [LayerCost("a")], split="time")
+
+
 def test_an_unknown_source_of_costs_says_which_there_are():
-    for name, hint in [
-        ("measure", r"did you mean 'measured'\?"),
-        ("x", "sources are: measured, e"),
-    ]:
+    hints = {"measure": r"did you mean 'measured'\?", "x": "sources are: measured, estimated"}
+    for name, hint in hints.items():
         with pytest.raises(ConfigError, match=rf"costs='{name}' is neither a function .*{hint}"):
             planned(Net(0, 0), 2, samples(), name, split="time")
 
