@@ -163,18 +163,25 @@ def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
     found.guards.check()
 
 
-def test_a_model_is_traced_once_for_the_plan_and_the_layers():
+def test_the_layers_of_a_plan_that_was_just_made_are_not_traced_again():
     forwards = []
 
-    class Traced(Net):
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(20 * (i == 9)) for i in range(10))
+
         def forward(self, x):
             forwards.append(x)
-            return super().forward(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
 
-    options = PipelineOptions(split="time")
-    planner = Planner(Traced(20, 10, 10), options, samples(), Cluster.of_cpus(2))
+    planner = Planner(Traced(), PipelineOptions(split="time"), samples(), Cluster.of_cpus(2))
+    found = planner.plan()
     traced = len(forwards)
-    planner.layers_of(planner.plan())
+    assert found.expand == ["blocks.9"]
+    planner.layers_of(found)
     assert len(forwards) == traced > 0
 
 
@@ -358,6 +365,14 @@ def test_measuring_changes_no_weight_buffer_gradient_or_generator():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(net[0].weight.grad, torch.ones(WIDTH, WIDTH))
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_backwards_are_measured_whatever_the_callers_gradient_mode(context):
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with context():
+        found = planned(net, 2, samples(), split="memory")
+    assert found.costs[1].activation_bytes == 0 < found.costs[0].activation_bytes
 
 
 def test_a_name_inside_a_block_cuts_it_there():
