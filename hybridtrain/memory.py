@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Saved:
-    """What autograd keeps for the backward.
+    """The storages that autograd keeps for the backward.
 
     Attributes:
         storages: the bytes of each storage that it keeps, by `storage_id`.

@@ -1,4 +1,4 @@
-"""Where the costs of layers come from: measured on a device, or estimated."""
+"""The sources of costs: measured on a device, estimated, or given by the caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAREFUL_SECONDS = 3.0
 
 
 class Costs(NamedTuple):
-    """The costs of a chain's layers, and how uneven noise alone may make even stages."""
+    """The costs of a chain's layers, and how far above the mean noise alone may put a stage."""
 
     layers: Sequence[LayerCost]
     noise: float
@@ -44,7 +44,7 @@ GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
 
 
 class CostSource(NamedTuple):
-    """Where costs come from, as a plan names it."""
+    """A source of costs, with its name in a plan."""
 
     name: str
     of: YieldCosts
@@ -57,11 +57,11 @@ def cost_source(costs: str | GivenCosts) -> CostSource:
         ConfigError: there is no such source.
     """
     if not isinstance(costs, str):
-        return CostSource("given", lambda *args: iter([Costs(costs(*args[:2]), COUNT_NOISE)]))
+        return CostSource("given", partial(_given, costs))
     if costs not in COST_SOURCES:
         raise ConfigError(
-            f"costs={costs!r} is unknown; {did_you_mean(costs, COST_SOURCES)} Or give a function "
-            f"of the layers and a micro-batch"
+            f"costs={costs!r} is neither a function of the layers and a micro-batch nor a known "
+            f"source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
         )
     return CostSource(costs, COST_SOURCES[costs])
 
@@ -74,7 +74,7 @@ def measured(
 
     @contextmanager
     def on_device(layer: Layer) -> Iterator[None]:
-        """Brings a layer's weights there, and does not keep all layers' where others will be."""
+        """Brings a layer's weights to the device, and back if other stages will be elsewhere."""
         layer.module.to(own[0])
         try:
             yield
@@ -115,6 +115,16 @@ def estimated(
         precision=partial(autocast, options.precision, "cpu"),
         optimizer_tensors_per_param=options.optimizer_tensors_per_param,
     )
+    yield Costs(costs, COUNT_NOISE)
+
+
+def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:
+    costs = list(function(layers, inputs))
+    if [cost.name for cost in costs] != [layer.name for layer in layers]:
+        raise ConfigError(
+            f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
+            f"by their names, not {[cost.name for cost in costs]}"
+        )
     yield Costs(costs, COUNT_NOISE)
 
 

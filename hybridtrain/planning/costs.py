@@ -1,4 +1,4 @@
-"""What the layers of a model cost: time, memory, and bytes that cross a cut."""
+"""The costs of a model's layers: time, memory, and bytes that cross a cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridtrain.skip import popped_by, skip_scope, stashed_by
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs, for one micro-batch.
+    """The cost of one layer, for one micro-batch.
 
     Attributes:
         name: the layer's.
@@ -76,7 +76,7 @@ Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer is given in the chain: the value before it, and the skip values that it pops."""
+    """The input of a layer in the chain: the value before it, and the skip values that it pops."""
 
     value: Any
     popped: dict[str, Any]
@@ -188,7 +188,7 @@ def run_chain(layers: Sequence[Layer], inputs: Any, run: RunLayer) -> list[tuple
 
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
-    """Leaves the default generators as they were; gradients are on if some module is trained."""
+    """Restores the default generators; gradients are on if some module is in training mode."""
     trains = any(part.training for layer in layers for part in layer.module.modules())
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
@@ -197,7 +197,7 @@ def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]
 
 @contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """What runs inside may change copies of the buffers in `module`, not the buffers."""
+    """Puts copies in the place of the buffers in `module`, so that these are not changed."""
     kept = [(part, part._buffers) for part in module.modules()]
     for part, buffers in kept:
         part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}

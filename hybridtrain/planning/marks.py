@@ -42,7 +42,7 @@ class _CurrentPartition(threading.local):
 
 
 class _Marking:
-    """While any thread is in a `partition`, modules are marked as they come into being.
+    """Marks new modules while any thread is in a `partition`.
 
     PyTorch's registration hooks see where a module is put, not where it is made: they would mark
     a module from outside that is assigned inside, and miss one from inside that is assigned
@@ -135,12 +135,12 @@ def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
 
 
 def has_marks(net: nn.Module) -> bool:
-    """Whether any module in `net` has a mark."""
+    """Returns whether any module in `net` has a mark."""
     return any(_mark(module) is not None for module in net.modules())
 
 
 def spans_stages(module: nn.Module, default: int | None = None) -> bool:
-    """Whether parts of `module` belong to different stages, so that it must be cut inside.
+    """Returns whether parts of `module` belong to different stages, so that it must be cut inside.
 
     A container without parameters belongs to none itself.
 

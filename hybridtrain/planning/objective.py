@@ -24,7 +24,7 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 @dataclass(frozen=True)
 class Objective:
-    """What the largest stage is measured by.
+    """The measure by which the largest stage should be small.
 
     Attributes:
         unit: `layers` and `parameters` are counted; `costs` are times and bytes, see below.
@@ -78,7 +78,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs: time for one micro-batch, memory for all that it keeps alive.
+    """The cost of a stage: time for one micro-batch, memory for all that it keeps alive.
 
     Attributes:
         time_ms: milliseconds of one micro-batch: forward, backward and crossing.
@@ -101,7 +101,7 @@ class StageCost:
 
 
 def recomputes_stages(checkpoint: CheckpointSpec) -> bool:
-    """Whether whole stages are recomputed in the backward."""
+    """Returns whether whole stages are recomputed in the backward."""
     return checkpoint in ("always", "except_last")
 
 
@@ -204,14 +204,14 @@ def stage_costs(
 
 
 def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
-    """Milliseconds of a stage at [start, end]: its layers, and both its cuts there and back."""
+    """Returns a stage's milliseconds at [start, end]: layers, and both cuts there and back."""
     cut = _at_cuts([cost.crossing_ms for cost in costs])
     layers = range_sums([cost.forward_ms + cost.backward_ms for cost in costs])
     return layers + 2 * (cut[:, None] + cut)
 
 
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
-    """Bytes of a stage at [start, end].
+    """Returns a stage's bytes at [start, end].
 
     Its weights and, for each micro-batch, its inputs and what its layers keep. If it recomputes,
     its layers keep their activations for one micro-batch only.
@@ -223,7 +223,7 @@ def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: boo
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
-    """What crosses each cut; nothing crosses the model's two ends."""
+    """Returns what crosses each cut; nothing crosses the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
 
 

@@ -56,8 +56,9 @@ def plan(
             a split by costs, and for a model that torch.fx cannot trace.
         cluster: the devices of the pipeline; None: one CPU.
         costs: where a split by `time`, `memory` or `balanced` takes them from: `measured` runs each
-            layer on the first device, `estimated` counts FLOPs and bytes without running a kernel
-            (see `estimates`), or a function of the layers and a micro-batch that returns them.
+            layer on the first device, and may leave it there; `estimated` counts FLOPs and bytes
+            without running a kernel (see `estimates`); or a function of the layers and a
+            micro-batch that returns them.
 
     Raises:
         ConfigError: `example_inputs` are missing, or `costs` is unknown.
@@ -129,6 +130,7 @@ class Planner:
         self._chains = ChainBuilder(net, example_inputs, precision)
         self._last: tuple[frozenset[str], Chain] | None = None
 
+    @torch.inference_mode(False)  # layers are measured with their backward
     def plan(self) -> Plan:
         """Decides on the stages."""
         options, cluster = self._options, self._cluster

@@ -264,5 +264,5 @@ def traced_by(model: HybridModel) -> str:
 
 def shares(model: HybridModel) -> Sequence[float]:
     """Returns the share of the parameters that each stage has."""
-    sizes = [sum(cost.parameters for cost in stage) for stage in model.plan.stages]
+    sizes = [sum(cost.parameters for cost in stage.layers) for stage in model.plan.stages]
     return [size / sum(sizes) for size in sizes]

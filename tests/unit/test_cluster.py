@@ -35,3 +35,5 @@ def test_every_stage_belongs_to_one_process():
 def test_devices_that_processes_cannot_share_equally_are_refused():
     with pytest.raises(ConfigError, match="3 devices cannot be shared equally by 2 processes"):
         Cluster(("cpu",) * 3, processes=2)
+    with pytest.raises(ConfigError, match="0 devices"):
+        Cluster(())

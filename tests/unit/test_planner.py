@@ -163,6 +163,28 @@ def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
     found.guards.check()
 
 
+def test_the_layers_of_a_plan_that_was_just_made_are_not_traced_again():
+    forwards = []
+
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(20 * (i == 9)) for i in range(10))
+
+        def forward(self, x):
+            forwards.append(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    planner = Planner(Traced(), PipelineOptions(split="time"), samples(), Cluster.of_cpus(2))
+    found = planner.plan()
+    traced = len(forwards)
+    assert found.expand == ["blocks.9"]
+    planner.layers_of(found)
+    assert len(forwards) == traced > 0
+
+
 def test_the_number_of_layers_per_stage_balances_time_and_size():
     net = nn.Sequential(Slow(30), Slow(0), Slow(0), Slow(10), Slow(10), Slow(10))
     assert balance_by_time(net, samples(), 2) == [3, 3]
@@ -200,9 +222,16 @@ def test_the_caller_may_compute_the_costs_of_a_micro_batch():
     assert torch.equal(seen[0], samples()[: ROWS // 2])
 
 
+def test_given_costs_must_be_those_of_the_layers():
+    with pytest.raises(ConfigError, match=r"costs= must return a LayerCost for each of the 3 lay"):
+        planned(Net(0, 0), 2, samples(), lambda layers, _: [LayerCost("a")], split="time")
+
+
 def test_an_unknown_source_of_costs_says_which_there_are():
-    with pytest.raises(ConfigError, match=r"costs='measure' is unknown; did you mean 'measured'\?"):
-        planned(Net(0, 0), 2, samples(), "measure", split="time")
+    hints = {"measure": r"did you mean 'measured'\?", "x": "sources are: measured, estimated"}
+    for name, hint in hints.items():
+        with pytest.raises(ConfigError, match=rf"costs='{name}' is neither a function .*{hint}"):
+            planned(Net(0, 0), 2, samples(), name, split="time")
 
 
 @pytest.mark.parametrize("split", MEASURED)
@@ -336,6 +365,14 @@ def test_measuring_changes_no_weight_buffer_gradient_or_generator():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(net[0].weight.grad, torch.ones(WIDTH, WIDTH))
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_backwards_are_measured_whatever_the_callers_gradient_mode(context):
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with context():
+        found = planned(net, 2, samples(), split="memory")
+    assert found.costs[1].activation_bytes == 0 < found.costs[0].activation_bytes
 
 
 def test_a_name_inside_a_block_cuts_it_there():

@@ -1,8 +1,8 @@
-"""How even the stages are that `split="time"` makes: the largest over the mean, planned and run.
+"""Measures how even the stages of `split="time"` are: the largest over the mean, planned and run.
 
-Planned is by the costs that the cut was made from. Alone and together are what traced steps then
-measured of each stage, in milliseconds of forward and backward, the median of several: of a single
-micro-batch, so that one stage after the other has the machine, and of a whole 1F1B step. With more
+Planned is by the costs that the cut was made from. Alone and together are the forward and backward
+times of each stage in the timelines of training steps, the median of several: of steps of a single
+micro-batch, in which one stage after the other has the machine, and of whole 1F1B steps. With more
 stages than cores the stages' threads share these in the latter.
 """
 
@@ -25,28 +25,31 @@ from torchvision.models import get_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import print_footer, print_table
 
+from hybridtrain.cluster import Cluster
 from hybridtrain.losses import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
+from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.timeline import stage_times
-from hybridtrain.planning.objective import stage_costs
+from hybridtrain.planning import plan
+from hybridtrain.planning.cost_sources import COST_SOURCES
 from hybridtrain.world import World
 
-ROWS, CHUNKS, PIXELS = 8, 4, 96
+SAMPLES, CHUNKS, PIXELS = 8, 4, 96
 
 Case = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]
 
 
 def images(name: str, **options: Any) -> Case:
-    """A classifier of torchvision's."""
+    """Returns a classifier of torchvision and its batch."""
     net = get_model(name, num_classes=10, **options)
-    rows = torch.randn(ROWS, 3, PIXELS, PIXELS)
-    return net, rows, torch.randint(10, (ROWS,)), F.cross_entropy
+    inputs = torch.randn(SAMPLES, 3, PIXELS, PIXELS)
+    return net, inputs, torch.randint(10, (SAMPLES,)), F.cross_entropy
 
 
 def text() -> Case:
-    """The project's GPT."""
-    tokens = torch.randint(256, (ROWS, 128))
+    """Returns the project's GPT and its batch."""
+    tokens = torch.randint(256, (SAMPLES, 128))
     return gpt(256, 128, n_layer=8, d_model=256), tokens, tokens, cross_entropy
 
 
@@ -58,45 +61,44 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def unevenness(times: Sequence[float]) -> float:
-    """The largest over the mean."""
+    """Returns the largest over the mean."""
     return max(times) / statistics.mean(times)
 
 
 def shown(values: Sequence[float], digits: int) -> str:
-    """The median and, in brackets, the smallest and the largest."""
+    """Returns the median and, in brackets, the smallest and the largest."""
     middle, low, high = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def stage_ms(
-    model: HybridModel, x: Tensor, targets: Tensor, loss_fn: Any, repeats: int
-) -> list[float]:
-    """Milliseconds of forward and backward of each stage in a step, the median of `repeats`."""
+def stage_ms(model: HybridModel, batch: tuple[Tensor, Tensor, Any], repeats: int) -> list[float]:
+    """Returns the milliseconds of forward and backward of each stage, the median of `repeats`."""
     seen: list[list[float]] = []
     for _ in range(1 + repeats):
-        trace = model.train_step(x, targets, loss_fn, timeline=True).trace
-        assert trace is not None
-        spent = stage_times(trace.spans(), len(model.stages))
+        timeline = model.train_step(*batch, timeline=True).timeline
+        assert timeline is not None
+        spent = stage_times(timeline.spans(), len(model.stages))
         seen.append([stage.forward_ms + stage.backward_ms for stage in spent])
     return [statistics.median(times) for times in zip(*seen[1:], strict=True)]
 
 
-def decide(make: Callable[[], Case], stages: int, repeats: int) -> tuple[float, ...]:
-    """One decision: the unevenness as planned, alone and together, and the seconds it took."""
+def decide(make: Callable[[], Case], stages: int, repeats: int, costs: str) -> tuple[float, ...]:
+    """Returns the unevenness of a plan as planned, alone and together, and the seconds it took."""
     torch.manual_seed(0)
     net, x, targets, loss_fn = make()
-    world = World.from_env(stages, devices="cpu")
     start = time.perf_counter()
-    model = HybridModel(net, world, chunks=CHUNKS, split="time", example_inputs=x)
+    options = PipelineOptions(chunks=CHUNKS, split="time")
+    found = plan(net, options, x, Cluster.of_cpus(stages), costs=costs)
     seconds = time.perf_counter() - start
-    plan = model.plan
-    planned = [stage.time_ms for stage in stage_costs(plan.costs, plan.counts, plan.in_flight)]
-    together = stage_ms(model, x, targets, loss_fn, repeats)
+    world = World.from_env(stages, devices="cpu")
+    few = slice(SAMPLES // CHUNKS)
     with tempfile.TemporaryDirectory() as folder:
-        plan.write(Path(folder) / "plan.yaml")
-        one = HybridModel(make()[0], world, split=f"{folder}/plan.yaml", example_inputs=x)
-    few = slice(ROWS // CHUNKS)
-    alone = stage_ms(one, x[few], targets[few], loss_fn, repeats)
+        found.write(path := f"{folder}/plan.yaml")
+        whole = HybridModel(net, world, chunks=CHUNKS, split=path, example_inputs=x)
+        single = HybridModel(make()[0], world, split=path, example_inputs=x)
+    together = stage_ms(whole, (x, targets, loss_fn), repeats)
+    alone = stage_ms(single, (x[few], targets[few], loss_fn), repeats)
+    planned = [stage.time_ms for stage in found.stage_costs()]
     return *map(unevenness, (planned, alone, together)), seconds
 
 
@@ -106,20 +108,21 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--decisions", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="steps after each")
+    parser.add_argument("--costs", choices=list(COST_SOURCES), default="measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = [(name, stages) for name in CASES for stages in options.stages]
     found: dict[tuple[str, int], list[tuple[float, ...]]] = {case: [] for case in cases}
     for _ in range(options.decisions):
         for name, stages in cases:
-            found[name, stages].append(decide(CASES[name], stages, options.repeats))
+            found[name, stages].append(decide(CASES[name], stages, options.repeats, options.costs))
     rows: list[list[object]] = []
     for (name, stages), decisions in found.items():
         *evenness, seconds = zip(*decisions, strict=True)
         rows.append([name, stages, *(shown(values, 3) for values in evenness), shown(seconds, 1)])
     print_table(["", "stages", "planned", "alone", "together", "seconds"], rows)
     print("\nThe largest stage over the mean, and how long a decision took; medians of")
-    print(f"{options.decisions} decisions; {ROWS} rows in {CHUNKS} micro-batches, 1f1b.  ")
+    print(f"{options.decisions} decisions; {SAMPLES} samples in {CHUNKS} micro-batches, 1f1b.  ")
     print_footer()
 
 
