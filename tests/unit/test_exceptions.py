@@ -143,7 +143,7 @@ def test_an_exception_of_any_layer_and_micro_batch_is_raised_as_itself(kind, nb_
 
 
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_a_model_trains_rightly_after_each_failure(nb_part):
+def test_a_model_trains_as_before_after_each_failure(nb_part):
     model, spare, switch = make(nb_part)
     inputs, targets = batch()
     for kind in ("forward", "backward"):
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_step_after_the_action_that_runs(nb_part):
 
 
 @pytest.mark.parametrize("handed_out", [0, 1])
-def test_an_interrupt_while_a_step_is_handed_out_leaves_no_thread_behind(handed_out):
+def test_an_interrupt_while_a_step_is_handed_out_lets_the_next_step_run(handed_out):
     model = two_layers(2)
     inputs, targets = floats(8, 4), floats(8, 2)
     puts = []

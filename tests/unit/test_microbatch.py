@@ -30,7 +30,7 @@ def assert_same(a, b):
 
 
 @given(st.integers(1, 60), st.integers(1, 40))
-def test_micro_batches_are_even_not_empty_and_at_most_chunks(rows, chunks):
+def test_micro_batches_are_even_and_not_empty_and_at_most_chunks(rows, chunks):
     sizes = chunk_sizes(rows, chunks)
     assert sum(sizes) == rows
     assert len(sizes) == min(rows, chunks)
@@ -57,7 +57,7 @@ def test_a_batch_of_a_single_tensor_is_split_and_merged(rows, chunks):
     assert torch.equal(merge(parts), batch)
 
 
-def test_samples_keep_their_order():
+def test_splitting_keeps_the_order_of_samples():
     parts = split({"x": torch.arange(10)}, [3, 3, 2, 2])
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
 

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ from support.nets import WIDTH, floats, regression
 from torch import nn
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.graph.layer import layers_of
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
@@ -89,10 +91,12 @@ def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, laye
     ids=str,
 )
 def test_an_unknown_policy_is_refused_with_the_known_ones(spec, message):
+    blocks = {name: nn.Linear(6, 6) for name in ("0", "1", "10")}
+    groups = {"blocks": nn.Sequential(OrderedDict(blocks)), "blocks2": nn.Sequential(nn.Tanh())}
+    net = nn.Sequential(OrderedDict(embed=nn.Linear(6, 6), **groups, head=nn.Linear(6, 6)))
+    assert [layer.name for layer in layers_of(net)] == NAMES
     with pytest.raises(ConfigError, match=message):
-        checkpoint_policy(spec, NAMES)
-    with pytest.raises(ConfigError):
-        hybrid(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), checkpoint=spec)
+        hybrid(net, checkpoint=spec)
 
 
 class Counted(nn.Module):

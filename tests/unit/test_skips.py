@@ -122,7 +122,7 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", NETS)
-def test_gradients_equal_those_of_the_plain_net(kind, split, checkpoint):
+def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, checkpoint):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
     # with by-layer recomputation too, each value has two uses, whose two gradients commute
@@ -134,7 +134,7 @@ def test_gradients_equal_those_of_the_plain_net(kind, split, checkpoint):
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("skipped", [0, 1, 2])
-def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
+def test_a_stashed_value_skips_any_number_of_stages(skipped, split, checkpoint):
     torch.manual_seed(0)
     net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
     model = assert_two_steps_equal_the_plain_net(
@@ -150,7 +150,7 @@ def test_a_value_skips_any_number_of_stages(skipped, split, checkpoint):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
-def test_a_value_may_be_popped_by_several_layers(poppers, checkpoint):
+def test_a_stashed_value_may_be_popped_by_several_layers(poppers, checkpoint):
     torch.manual_seed(0)
     layers = plain_layers(8)
     layers[0] = Inner(Stash("a"), Pop("a")) if 0 in poppers else Stash("a")
@@ -164,7 +164,7 @@ def test_a_value_may_be_popped_by_several_layers(poppers, checkpoint):
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", NETS)
-def test_the_forward_in_eval_mode_equals_that_of_the_plain_net(kind, split):
+def test_a_forward_with_skipping_values_equals_that_of_the_plain_net(kind, split):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
     net = make(kind)
@@ -176,7 +176,7 @@ def test_the_forward_in_eval_mode_equals_that_of_the_plain_net(kind, split):
         torch.testing.assert_close(model(x), plain(x).detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_value_goes_straight_and_not_through_the_stages_between():
+def test_a_stashed_value_bypasses_the_stages_between():
     net = skip_chain(0, 6)
     layers = layers_of(net)
     assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
@@ -256,7 +256,7 @@ WRONG = {
 
 @pytest.mark.parametrize("nb_part", [1, 3])
 @pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
-def test_declarations_that_do_not_fit_together_are_refused(layers, message, nb_part):
+def test_stashes_and_pops_that_do_not_fit_together_are_refused(layers, message, nb_part):
     with pytest.raises(SplitError, match=message):
         hybrid(nn.Sequential(*layers()), nb_part)
 
@@ -275,7 +275,7 @@ class Undeclared(TanhLinear):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_a_value_that_nobody_declares_is_an_error_with_a_hint_in_every_split(split, checkpoint):
+def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(split, checkpoint):
     # not even where both stages run in one thread: it would be another micro-batch's value
     layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", checkpoint=checkpoint)
@@ -307,7 +307,7 @@ def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, c
         model.train_step(*regression(10), F.mse_loss)
 
 
-def test_a_failed_step_leaves_nothing_for_the_next_one():
+def test_a_failed_step_leaves_no_stashed_value_for_the_next_one():
     net = skip_chain(0, 7)
     plain = copy.deepcopy(net)
     model = hybrid(net, 4)
@@ -327,7 +327,7 @@ def test_a_failed_step_leaves_nothing_for_the_next_one():
     assert_same_gradients(net, plain)
 
 
-def test_a_value_that_needs_no_gradient_is_passed_on():
+def test_a_stashed_value_that_needs_no_gradient_is_passed_on():
     class Mask(nn.Module):
         stashes = ("mask", "none")
 
