@@ -27,7 +27,7 @@ for split in ("uniform", "size"):
         example_inputs=batch,
         cluster=Cluster.of_cpus(4),
     )
-    parameters = [sum(layer.parameters for layer in stage) for stage in found.stages]
+    parameters = [stage.parameters for stage in found.stage_costs()]
     print(f"{split:8} layers {found.counts}  parameters {parameters}")
 
 # %% A file to edit; `split="plan.yaml"` uses it

@@ -12,6 +12,7 @@ from pages import PAGES, ROOT, blocks, name
 
 from hybridtrain.app.cli import COMMANDS, main
 from hybridtrain.app.compose import compose_config, sweep_choices
+from hybridtrain.app.instantiate import PACKAGES
 from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"
@@ -64,7 +65,9 @@ def messages() -> list[tuple[list[str], str]]:
     return [(shlex.split(command)[1:], message.strip()) for command, message in pairs]
 
 
-@pytest.mark.parametrize(("command", "message"), messages(), ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(
+    ("command", "message"), messages(), ids=[" ".join(c) for c, _ in messages()]
+)
 def test_a_command_on_the_page_on_errors_ends_with_the_message_shown(
     command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +100,11 @@ def test_a_model_and_a_data_set_of_ones_own_train_as_the_page_on_them_says() -> 
         if any(word.startswith("allow_targets") for word in words):
             done = single([*words, *short])
             assert done.returncode == 0, done.stderr
+
+
+def test_the_security_policy_names_the_packages_that_are_allowed() -> None:
+    table = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|$", (ROOT / "SECURITY.md").read_text(), re.M)
+    assert {key: tuple(re.findall(r"`([\w.]+)`", names)) for key, names in table} == PACKAGES
 
 
 def anchors(page: Path) -> set[str]:
