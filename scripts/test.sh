@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of the project: ruff, mypy, pytest. Arguments go to pytest.
+# Every check of the project: ruff, codespell, the word list, mypy, pytest. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -9,6 +9,10 @@ echo "== ruff check"
 ruff check .
 echo "== ruff format --check"
 ruff format --check --quiet .
+echo "== codespell"
+codespell
+echo "== words"
+python scripts/words.py --report
 echo "== mypy"
 mypy
 echo "== pytest"

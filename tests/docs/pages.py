@@ -1,0 +1,36 @@
+"""The pages that readers see, and the code blocks in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the page's line that the text begins at."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """Returns the blocks of `page` in one of `languages`, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1)
+        for match in _BLOCK.finditer(text)
+    ]
+    return [block for block in found if block.language in languages]
+
+
+def name(page: Path) -> str:
+    """Returns the path of `page` below the repository, as the name of a test's case."""
+    return str(page.relative_to(ROOT))

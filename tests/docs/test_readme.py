@@ -1,0 +1,131 @@
+"""What the README and the pages of docs/ show, tried: Python blocks run, commands compose."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from cli_launch import single
+from pages import PAGES, ROOT, blocks, name
+
+from hybridtrain.app.cli import COMMANDS, main
+from hybridtrain.app.compose import compose_config, sweep_choices
+from hybridtrain.app.instantiate import PACKAGES
+from hybridtrain.world import World
+
+RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"
+
+
+def commands(text: str) -> list[list[str]]:
+    """Returns the words after `hybridtrain` of each line of `text` that starts it."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    starts = [words for words in lines if words and words[0] in ("hybridtrain", "torchrun", "srun")]
+    found = [words[words.index("hybridtrain") + 1 :] for words in starts if "hybridtrain" in words]
+    return [words[1:] if words and words[0] in COMMANDS else words for words in found]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+def test_the_python_blocks_of_a_page_run_in_order(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_env = World.from_env
+
+    def on_cpu(nb_part: int = 1, devices: object = None, **more: object) -> World:
+        return from_env(nb_part, devices or "cpu", **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(World, "from_env", on_cpu)
+    namespace = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        if "import transformers" in block.text:
+            pytest.importorskip("transformers")
+        code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+        exec(compile(code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if p.stem != "troubleshooting" and blocks(p, "bash", "sh")],
+    ids=name,
+)
+def test_the_commands_of_a_page_compose(page: Path) -> None:
+    Path("my_recipe.yaml").write_text(RECIPE.read_text())
+    for block in blocks(page, "bash", "sh"):
+        for words in commands(block.text):
+            overrides = [word for word in words if word not in ("--multirun", "--cfg", "job")]
+            for choice in sweep_choices(overrides):
+                compose_config(choice)
+
+
+def messages() -> list[tuple[list[str], str]]:
+    """Returns the commands of the page on errors, each with the message that it shows."""
+    page = ROOT / "docs" / "troubleshooting.md"
+    pairs = re.findall(r"```bash\n(.*?)```\n+```text\n(error: .*?)```", page.read_text(), re.S)
+    return [(shlex.split(command)[1:], message.strip()) for command, message in pairs]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"), messages(), ids=[" ".join(c) for c, _ in messages()]
+)
+def test_a_command_on_the_page_on_errors_ends_with_the_message_shown(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    pattern = ".*".join(map(re.escape, message.split("...")))
+    assert len(lines) == 1
+    assert re.match(pattern, lines[0]), lines[0]
+
+
+def test_the_first_command_of_the_manual_installation_trains() -> None:
+    text = "\n".join(block.text for block in blocks(ROOT / "README.md", "bash"))
+    command = next(words for words in commands(text) if "world.devices=cpu" in words)
+    done = single([*command, "trainer.epochs=1"])
+    assert done.returncode == 0, done.stderr
+    assert Path("outputs/digits/summary.json").exists()
+
+
+def test_a_model_and_a_data_set_of_ones_own_train_as_the_page_on_them_says() -> None:
+    page = ROOT / "docs" / "own-models-and-data.md"
+    files = {
+        "nets": next(b for b in blocks(page, "python") if "def wide" in b.text),
+        "data": next(b for b in blocks(page, "python") if "def blobs" in b.text),
+    }
+    Path("my_project").mkdir()
+    for module, block in files.items():
+        Path(f"my_project/{module}.py").write_text(block.text)
+    short = ["world.devices=cpu", "trainer.epochs=1"]
+    for words in commands("\n".join(block.text for block in blocks(page, "bash"))):
+        if any(word.startswith("allow_targets") for word in words):
+            done = single([*words, *short])
+            assert done.returncode == 0, done.stderr
+
+
+def test_the_security_policy_names_the_packages_that_are_allowed() -> None:
+    table = re.findall(r"^\| `([\w.]+)` \| (`.*`) \|$", (ROOT / "SECURITY.md").read_text(), re.M)
+    assert {key: tuple(re.findall(r"`([\w.]+)`", names)) for key, names in table} == PACKAGES
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of the headings of `page`, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / f"{p}.md" for p in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))],
+    ids=name,
+)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
