@@ -597,4 +597,4 @@ def test_another_model_is_told_that_the_run_is_not_its_own_and_not_that_the_plan
     succeed(capfd, *run, "trainer.steps=2")
     said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
     assert "is of another model" in said
-    assert "choose another run_name" in said
+    assert "start a new run" in said
