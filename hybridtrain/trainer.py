@@ -20,7 +20,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
-from hybridtrain.monitor import Monitor, Monitors, Throughput
+from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.run_stats import RunStats
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Trainer:
         self.total_steps = self.options.total_steps(train.batches_per_epoch)
         self.scaler = scaler
         self.store = store
-        self.monitor = monitor or Monitors([])
+        self.monitor = monitor or Monitor()
         self.step = 0
         self.samples = 0
         self.epoch = 0

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Interval(NamedTuple):
     """Rates since the last reading."""
@@ -71,24 +73,9 @@ class Throughput:
 
     def summary(self) -> Summary:
         """Returns the rates of the whole run; 0 without steps."""
-        ordered = sorted(self._step_seconds)
-        return Summary(
-            samples=self._samples,
-            samples_per_second=_ratio(self._samples, self._seconds),
-            step_ms_p50=1e3 * _percentile(ordered, 50),
-            step_ms_p95=1e3 * _percentile(ordered, 95),
-        )
+        p50, p95 = (1e3 * np.percentile(self._step_seconds or [0.0], [50, 95])).tolist()
+        return Summary(self._samples, _ratio(self._samples, self._seconds), p50, p95)
 
 
 def _ratio(amount: float, of: float) -> float:
     return amount / of if of > 0 else 0.0
-
-
-def _percentile(ordered: list[float], percent: float) -> float:
-    """Returns the percentile, interpolated linearly between the closest ranks as in numpy."""
-    if not ordered:
-        return 0.0
-    rank = (len(ordered) - 1) * percent / 100
-    below = int(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])

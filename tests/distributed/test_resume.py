@@ -62,3 +62,11 @@ def test_the_halves_were_different_from_the_whole(folder):
     whole, _, _ = load(folder, "one")
     assert state["step"] == HALF
     assert not torch.allclose(half["0.weight"], whole["0.weight"], **CLOSE)
+
+
+@pytest.mark.parametrize("samples", [5, 1])
+def test_evaluation_counts_every_sample_once_also_if_a_replica_has_none(samples, folder):
+    rounds = json.loads((folder / "evaluations.json").read_text())
+    (of,) = [each for each in rounds if each["expected"]["samples"] == samples]
+    for found in of["found"]:
+        assert found == pytest.approx(of["expected"], rel=1e-6)

@@ -136,7 +136,7 @@ def test_nothing_is_loaded_if_the_optimizer_does_not_fit(saved):
 
 
 class Counter:
-    """A state of its own key."""
+    """A state with one key."""
 
     def __init__(self, key="count", value=0):
         self.key, self.value = key, value
