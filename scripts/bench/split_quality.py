@@ -1,7 +1,7 @@
 """How even the stages are that `split="time"` makes: the largest over the mean, planned and run.
 
-Planned is by the costs that the cut was made from. Alone and together are what traced steps then
-measured of each stage, in milliseconds of forward and backward, the median of several: of a single
+Planned is by the costs that the cut was made from. Alone and together are what the timelines of
+later steps show of each stage, in milliseconds of forward and backward, the median of several: of a single
 micro-batch, so that one stage after the other has the machine, and of a whole 1F1B step. With more
 stages than cores the stages' threads share these in the latter.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,17 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import print_footer, print_table
-
 from hybridtrain.losses import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.pipeline.timeline import stage_times
 from hybridtrain.planning.objective import stage_costs
 from hybridtrain.world import World
+from scripts.bench.common import print_footer, print_table
 
-ROWS, CHUNKS, PIXELS = 8, 4, 96
+SAMPLES, CHUNKS, PIXELS = 8, 4, 96
 
 Case = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]
 
@@ -40,13 +37,13 @@ Case = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Tensor], Tensor]]
 def images(name: str, **options: Any) -> Case:
     """A classifier of torchvision's."""
     net = get_model(name, num_classes=10, **options)
-    rows = torch.randn(ROWS, 3, PIXELS, PIXELS)
-    return net, rows, torch.randint(10, (ROWS,)), F.cross_entropy
+    pixels = torch.randn(SAMPLES, 3, PIXELS, PIXELS)
+    return net, pixels, torch.randint(10, (SAMPLES,)), F.cross_entropy
 
 
 def text() -> Case:
     """The project's GPT."""
-    tokens = torch.randint(256, (ROWS, 128))
+    tokens = torch.randint(256, (SAMPLES, 128))
     return gpt(256, 128, n_layer=8, d_model=256), tokens, tokens, cross_entropy
 
 
@@ -74,9 +71,9 @@ def stage_ms(
     """Milliseconds of forward and backward of each stage in a step, the median of `repeats`."""
     seen: list[list[float]] = []
     for _ in range(1 + repeats):
-        trace = model.train_step(x, targets, loss_fn, trace=True).trace
-        assert trace is not None
-        spent = stage_times(trace.spans(), len(model.stages))
+        timeline = model.train_step(x, targets, loss_fn, timeline=True).timeline
+        assert timeline is not None
+        spent = stage_times(timeline.spans(), len(model.stages))
         seen.append([stage.forward_ms + stage.backward_ms for stage in spent])
     return [statistics.median(times) for times in zip(*seen[1:], strict=True)]
 
@@ -95,7 +92,7 @@ def decide(make: Callable[[], Case], stages: int, repeats: int) -> tuple[float, 
     with tempfile.TemporaryDirectory() as folder:
         plan.write(Path(folder) / "plan.yaml")
         one = HybridModel(make()[0], world, split=f"{folder}/plan.yaml", example_inputs=x)
-    few = slice(ROWS // CHUNKS)
+    few = slice(SAMPLES // CHUNKS)
     alone = stage_ms(one, x[few], targets[few], loss_fn, repeats)
     return *map(unevenness, (planned, alone, together)), seconds
 
@@ -119,7 +116,7 @@ def main() -> None:
         rows.append([name, stages, *(shown(values, 3) for values in evenness), shown(seconds, 1)])
     print_table(["", "stages", "planned", "alone", "together", "seconds"], rows)
     print("\nThe largest stage over the mean, and how long a decision took; medians of")
-    print(f"{options.decisions} decisions; {ROWS} rows in {CHUNKS} micro-batches, 1f1b.  ")
+    print(f"{options.decisions} decisions; {SAMPLES} samples in {CHUNKS} micro-batches, 1f1b.  ")
     print_footer()
 
 
