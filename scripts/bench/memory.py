@@ -184,8 +184,8 @@ def main() -> None:
     print_table(["", "m", *(f"device {d}" for d in range(devices))], rows)
     print(
         f"MiB of activations alive at the peak; {BLOCKS} residual MLPs of width {WIDTH}, "
-        f"{ROWS} samples of {LENGTH} per micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB in "
-        f"and out), so that a batch grows with m.  "
+        f"{ROWS} samples of {LENGTH} per micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB "
+        f"in and out), so that a batch grows with m.  "
     )
     print_footer()
 
