@@ -2,8 +2,8 @@
 
 All train the same network from the same weights on the same batches in the same order (a
 `DataLoader` with the same batch sampler over samples in memory), report the loss every 10 steps
-into a list, and must end with the same weights. The clock is in the network: its first layer notes when
-it is called, so that everything is timed alike and from within, without set-up and tear-down.
+into a list, and must end with the same weights. The clock is in the network: its first layer notes
+when it is called, so that everything is timed alike and from within, without set-up and tear-down.
 """
 
 from __future__ import annotations
