@@ -2,7 +2,7 @@
 
 Planned is by the costs that the cut was made from. Alone and together are what the timelines of
 later steps show of each stage, in milliseconds of forward and backward, the median of several: of a
-single micro-batch, so that one stage after the other has the machine, and of a whole 1F1B step. With
+single micro-batch, so that one stage after the other has the machine, and of a whole step. With
 more stages than cores the stages' threads share these in the latter.
 """
 
