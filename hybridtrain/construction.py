@@ -191,13 +191,17 @@ class _Construction(TorchDispatchMode):
     def _dropped(self, values: object) -> set[UntypedStorage]:
         return {storage for storage in _storages(values) if storage in self._sizes}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch loads its compiler, which takes seconds and 200 MiB
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
         if name in _FILLS and args[0].is_meta:
-            return args[0]  # PyTorch would load its compiler for it, which takes seconds
+            return args[0]  # on meta PyTorch would load its compiler for it
         dropped = self._dropped((args, kwargs))
         if not dropped or name.endswith("_like") or name.startswith("aten::new_"):
             result = func(*args, **kwargs)  # the content of what is dropped does not matter

@@ -16,15 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
-from common import print_table
 
 from hybridtrain.losses import cross_entropy
 from hybridtrain.model import HybridModel
@@ -32,6 +28,7 @@ from hybridtrain.models.gpt import gpt
 from hybridtrain.models.transformer import transformer
 from hybridtrain.skip import pop, stash
 from hybridtrain.world import World
+from scripts.bench.common import print_table
 
 # The largest difference of a tensor, relative to its largest entry. In fp32 (TF32 off) only the
 # order of additions may differ; a bf16 number has 8 bits, an fp16 one 11.
@@ -65,7 +62,7 @@ LossFn = Callable[[Any, Any], Tensor]
 class Check:
     """What all parts share.
 
-    TraceGuards:
+    Attributes:
         device: `cuda` or `cpu`.
         small: sizes for a try without a GPU.
         deadline: when the whole must be done.
@@ -201,7 +198,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "GPT, tied": tied_gpt,
 }
 
-# Four micro-batches a step, the last one short: 12 rows are 4 x 3, 11 rows are 3, 3, 3, 2.
+# Four micro-batches a step, the last one short: 12 samples are 4 x 3, 11 are 3, 3, 3, 2.
 CHUNKS, STEPS = 4, 2
 MODES = [
     (stages, schedule, per_device, checkpoint)
@@ -227,12 +224,12 @@ def moved(value: Any, device: str) -> Any:
 
 
 def cut(value: Any, rows: slice) -> Any:
-    """Some rows of a pytree."""
+    """Some samples of a pytree."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t[rows], value)
 
 
 def steps_of(inputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int]]:
-    """The batches: a full one, then one with a row less."""
+    """The batches: a full one, then one with a sample less."""
     for step in range(STEPS):
         rows = slice(0, 12 - step)
         yield cut(inputs, rows), cut(targets, rows), 12 - step
@@ -391,8 +388,8 @@ def host_cost(check: Check) -> None:
         net = layers(stages).to(check.device)
 
         def plain(net: nn.Sequential = net) -> None:
-            for rows in x.split(1):
-                (net(rows).mean() / chunks).backward()
+            for sample in x.split(1):
+                (net(sample).mean() / chunks).backward()
 
         cells = stages * chunks
         beside = several(check, plain, 3, 7) / cells * 1e6
@@ -407,7 +404,7 @@ def host_cost(check: Check) -> None:
             check.add(
                 "host cost",
                 f"{schedule}, P={stages}, m={chunks}",
-                f"{cost:.0f} us a stage and micro-batch",
+                f"{cost:.0f} us per stage and micro-batch",
                 f"plain loop {beside:.0f} us",
             )
 

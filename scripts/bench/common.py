@@ -96,7 +96,8 @@ def print_footer() -> None:
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{name} not installed")
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    here = os.path.relpath(sys.argv[0])
+    spec = sys.modules["__main__"].__spec__
+    here = f"-m {spec.name}" if spec else sys.argv[0]
     print(f"Command: `python {' '.join([here, *sys.argv[1:]])}`  ")
     print(f"Versions: {', '.join(versions)}  ")
     print(

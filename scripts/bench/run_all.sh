@@ -6,7 +6,6 @@
 #   scripts/bench/run_all.sh memory ddp some of them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 tables=("$@")
 [ ${#tables[@]} -gt 0 ] ||
     tables=(schedule_efficiency real_compute host_cost loop_overhead memory construction split_quality ddp)
@@ -14,7 +13,7 @@ begin=$SECONDS
 for table in "${tables[@]}"; do
     start=$SECONDS
     printf '## %s\n\n' "$table"
-    "${PYTHON:-python3}" "scripts/bench/$table/run.py"
+    "${PYTHON:-python3}" -m "scripts.bench.$table"
     printf '%s took %d s\n\n' "$table" $((SECONDS - start))
 done
 printf 'all took %d s\n' $((SECONDS - begin))

@@ -56,7 +56,7 @@ def main() -> None:
     if options.share is not None:
         print(json.dumps(measure(options.share or None, options.layers, options.width)))
         return
-    command = [sys.executable, "-m", "scripts.bench.construction.run"]
+    command = [sys.executable, "-m", "scripts.bench.construction"]
     command += [f"--layers={options.layers}", f"--width={options.width}"]
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in SHARES}
 

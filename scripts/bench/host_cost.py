@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import interleave, optional, print_footer, print_table, shown, timed
-
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
+from scripts.bench.common import interleave, optional, print_footer, print_table, shown, timed
 
 
 def network(stages: int) -> nn.Sequential:
@@ -29,7 +25,7 @@ def network(stages: int) -> nn.Sequential:
 
 
 class Mean(nn.Module):
-    """The loss of a micro-batch, with a row dimension for torchgpipe to join."""
+    """The loss of a micro-batch, with a batch dimension for torchgpipe to join."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (1,)."""
@@ -46,8 +42,8 @@ def plain(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     net = network(stages)
 
     def step() -> None:
-        for rows in x.chunk(chunks):
-            (net(rows).mean() / chunks).backward()
+        for samples in x.chunk(chunks):
+            (net(samples).mean() / chunks).backward()
 
     return step
 
@@ -123,9 +119,9 @@ def main() -> None:
     header = ["", "layers and autograd", "torchgpipe", "hybridtrain gpipe", "hybridtrain 1f1b"]
     print_table([*header, "gpipe / torchgpipe", "1f1b / torchgpipe"], rows)
     print(
-        f"Microseconds per stage and micro-batch, forward and backward, nn.Linear(4, 4) a stage, "
-        f"one row a micro-batch, m={options.chunks}; median of {options.repeats}, in brackets the "
-        f"best. The ratios are medians of those of neighbours in time.  "
+        f"Microseconds per stage and micro-batch, forward and backward, nn.Linear(4, 4) per stage, "
+        f"one sample per micro-batch, m={options.chunks}; median of {options.repeats}, in brackets "
+        f"the best. The ratios are medians of those of neighbours in time.  "
     )
     print_footer()
 

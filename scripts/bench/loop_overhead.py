@@ -1,9 +1,9 @@
 """What a training loop adds to each step of a tiny MLP, over a raw PyTorch loop.
 
 All train the same network from the same weights on the same batches in the same order (a
-`DataLoader` with the same batch sampler over rows in memory), report the loss every 10 steps into
-a list, and must end with the same weights. The clock is in the network: its first layer notes when
-it is called, so that everything is timed alike and from within, without set-up and tear-down.
+`DataLoader` with the same batch sampler over samples in memory), report the loss every 10 steps
+into a list, and must end with the same weights. The clock is in the network: its first layer notes
+when it is called, so that everything is timed alike and from within, without set-up and tear-down.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import argparse
 import logging
 import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import interleave, optional, print_footer, print_table, shown
-
 from hybridtrain.data.loader import LoaderOptions, TrainLoader, permutation
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.model import HybridModel
 from hybridtrain.trainer import Trainer
 from hybridtrain.world import World
+from scripts.bench.common import interleave, optional, print_footer, print_table, shown
 
 ROWS, WIDTH, CLASSES, EVERY, SKIP = 32, 64, 10, 10, 100
 
@@ -73,19 +69,19 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 class Batches:
     """The batches that this project's loader takes in its first epoch; a torch batch sampler."""
 
-    rows: int
+    samples: int
     batch_size: int = ROWS
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        self.sampler = range(self.rows)
+        self.sampler = range(self.samples)
 
     def __len__(self) -> int:
-        return self.rows // self.batch_size
+        return self.samples // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = permutation(self.rows, 0, 0)
-        for start in range(0, self.rows, self.batch_size):
+        order = permutation(self.samples, 0, 0)
+        for start in range(0, self.samples, self.batch_size):
             yield order[start : start + self.batch_size].tolist()
 
 
@@ -328,7 +324,7 @@ def main() -> None:
         )
     print_table(["", "us a step", "added", "added, best to best"], table)
     print(
-        f"MLP of three layers of {WIDTH}, {ROWS} rows, SGD, {options.steps} steps; median of "
+        f"MLP of three layers of {WIDTH}, {ROWS} samples, SGD, {options.steps} steps; median of "
         f"{options.repeats} runs, in brackets the best; `added` is the median of the differences "
         f"to the raw loop's run of the same round.  "
     )

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import optional, print_footer, print_table
-
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
+from scripts.bench.common import optional, print_footer, print_table
 
 BLOCKS, WIDTH, ROWS, LENGTH = 8, 128, 4, 64
 
@@ -188,8 +184,8 @@ def main() -> None:
     print_table(["", "m", *(f"device {d}" for d in range(devices))], rows)
     print(
         f"MiB of activations alive at the peak; {BLOCKS} residual MLPs of width {WIDTH}, "
-        f"{ROWS} rows of {LENGTH} a micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB in "
-        f"and out), so that a batch grows with m.  "
+        f"{ROWS} samples of {LENGTH} per micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB "
+        f"in and out), so that a batch grows with m.  "
     )
     print_footer()
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +26,17 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import Processes, interleave, optional, print_footer, print_table, shown, timed
-
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
+from scripts.bench.common import (
+    Processes,
+    interleave,
+    optional,
+    print_footer,
+    print_table,
+    shown,
+    timed,
+)
 
 FORWARD, BACKWARD = 0.005, 0.010
 WIDTH = 4
@@ -41,7 +46,7 @@ WIDTH = 4
 class Sleeps:
     """How long a stage sleeps.
 
-    TraceGuards:
+    Attributes:
         early: how much too late `time.sleep` wakes up, at best.
         forward: of a forward's 5 ms, the part that PyTorch takes.
         backward: likewise.

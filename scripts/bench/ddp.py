@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import Processes, interleave, print_footer, print_table, shown
-
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
+from scripts.bench.common import Processes, interleave, print_footer, print_table, shown
 
 MODELS = ("encoder", "mlp")
 
@@ -38,7 +34,7 @@ def network(kind: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def rows_of(kind: str) -> Tensor:
+def batch_of(kind: str) -> Tensor:
     """This process's batch; every process has another."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (8, 64, 256) if kind == "encoder" else (32, 256)
@@ -52,7 +48,7 @@ def loss_of(output: Tensor, targets: object) -> Tensor:
 
 def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
     """The loop to compare with."""
-    x = rows_of(kind)
+    x = batch_of(kind)
     net = DistributedDataParallel(network(kind), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
@@ -68,7 +64,7 @@ def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
 
 def hybrid(kind: str, steps: int) -> Callable[[], Tensor]:
     """This project's."""
-    x = rows_of(kind)
+    x = batch_of(kind)
     model = HybridModel(network(kind), World.from_env(devices="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -83,14 +79,14 @@ def hybrid(kind: str, steps: int) -> Callable[[], Tensor]:
 
 
 def weights(net: nn.Module) -> Tensor:
-    """All of them in one row."""
+    """All weights in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, nargs=2, default=[5, 400], help="steps a figure")
+    parser.add_argument("--steps", type=int, nargs=2, default=[5, 400], help="steps per figure")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,7 +109,7 @@ def main() -> None:
             ratio_shown = f"{ratio:.3f}" if name == names[1] else "1"
             table.append([name, shown(milliseconds, "{:.3f}", min), ratio_shown])
     processes.close()
-    print_table(["", "ms a step", "ratio"], table)
+    print_table(["", "ms per step", "ratio"], table)
     print(
         f"2 processes, gloo, SGD, chunks=1; median of {options.repeats}, in brackets the best; the "
         f"ratio is the median of those of neighbours in time.  "

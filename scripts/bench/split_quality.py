@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import print_footer, print_table
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.losses import cross_entropy
@@ -34,6 +29,7 @@ from hybridtrain.pipeline.timeline import stage_times
 from hybridtrain.planning import plan
 from hybridtrain.planning.cost_sources import COST_SOURCES
 from hybridtrain.world import World
+from scripts.bench.common import print_footer, print_table
 
 SAMPLES, CHUNKS, PIXELS = 8, 4, 96
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import Processes, interleave, optional, print_footer, print_table, shown, timed
-
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
+from scripts.bench.common import (
+    Processes,
+    interleave,
+    optional,
+    print_footer,
+    print_table,
+    shown,
+    timed,
+)
 
 LAYERS, WIDTH, STAGES = 8, 256, 2
 
@@ -37,13 +41,13 @@ def network(layers: int = LAYERS) -> nn.Sequential:
     )
 
 
-def batch(rows: int, length: int) -> Tensor:
-    """The same rows wherever it is called."""
-    return torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(1))
+def batch(samples: int, length: int) -> Tensor:
+    """The same samples wherever it is called."""
+    return torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss; the mean over the rows."""
+    """Some loss; the mean over the samples."""
     return output.pow(2).mean()
 
 
@@ -51,8 +55,8 @@ def unsplit(net: nn.Sequential, x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of the plain model: gradient accumulation over the same micro-batches."""
 
     def step() -> None:
-        for rows in x.chunk(chunks):
-            (loss_of(net(rows), None) / chunks).backward()
+        for samples in x.chunk(chunks):
+            (loss_of(net(samples), None) / chunks).backward()
         net.zero_grad()
 
     return step
@@ -85,13 +89,13 @@ def gpipe_library(x: Tensor, chunks: int) -> Callable[[], None]:
     return step
 
 
-def torch_pipelining(rows: int, length: int, chunks: int) -> Callable[[], None]:
+def torch_pipelining(samples: int, length: int, chunks: int) -> Callable[[], None]:
     """This process's part of a step of torch.distributed.pipelining's."""
     rank, per_stage = dist.get_rank(), LAYERS // STAGES
     net = network()[rank * per_stage : (rank + 1) * per_stage]
     stage = PipelineStage(net, rank, STAGES, torch.device("cpu"))
     schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
-    x, y = batch(rows, length), torch.zeros(rows)
+    x, y = batch(samples, length), torch.zeros(samples)
 
     def step() -> None:
         if rank == 0:
@@ -103,18 +107,18 @@ def torch_pipelining(rows: int, length: int, chunks: int) -> Callable[[], None]:
     return step
 
 
-def half(rows: int, length: int, chunks: int, alone: bool) -> Callable[[], None] | None:
+def half(samples: int, length: int, chunks: int, alone: bool) -> Callable[[], None] | None:
     """Half the layers in each process, or in the first alone: what the second core is worth."""
     if alone and dist.get_rank():
         return None
-    return unsplit(network(LAYERS // STAGES), batch(rows, length), chunks)
+    return unsplit(network(LAYERS // STAGES), batch(samples, length), chunks)
 
 
 def check(x: Tensor, chunks: int) -> None:
     """All do the same work: the gradients of a step are those of the plain model."""
     net, (model, _) = network(), hybrid(x, chunks)
-    for rows in x.chunk(chunks):
-        (loss_of(net(rows), None) / chunks).backward()
+    for samples in x.chunk(chunks):
+        (loss_of(net(samples), None) / chunks).backward()
     model.train_step(x, None, loss_of)
     for (name, own), (_, other) in zip(
         net.named_parameters(), model.named_parameters(), strict=True
@@ -126,19 +130,19 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=112)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
     processes = Processes(STAGES)
-    x = batch(options.rows, options.length)
+    x = batch(options.samples, options.length)
     rows = []
     for chunks in options.chunks:
         check(x, chunks)
-        processes.add("torch", torch_pipelining, options.rows, options.length, chunks)
+        processes.add("torch", torch_pipelining, options.samples, options.length, chunks)
         for alone in (True, False):
-            processes.add(f"half {alone}", half, options.rows, options.length, chunks, alone)
+            processes.add(f"half {alone}", half, options.samples, options.length, chunks, alone)
         times = interleave(
             {
                 "one thread, unsplit": timed(unsplit(network(), x, chunks)),
@@ -173,11 +177,11 @@ def main() -> None:
             ]
         )
     processes.close()
-    print_table(["", "seconds a step", "over one thread", "of the bound"], rows)
+    print_table(["", "seconds per step", "over one thread", "of the bound"], rows)
     print(
-        f"{LAYERS} encoder layers of width {WIDTH}, {options.rows} rows of {options.length}, two "
-        f"stages, 1F1B (torchgpipe has its own schedule), one intra-op thread a stage; median of "
-        f"{options.repeats}, in brackets the best. The last line counts that a core is slower "
+        f"{LAYERS} encoder layers of width {WIDTH}, {options.samples} samples of {options.length}, "
+        f"two stages, 1F1B (torchgpipe has its own schedule), one intra-op thread each; median "
+        f"of {options.repeats}, in brackets the best. The last line counts that a core is slower "
         f"while the other one works: measured on half of the layers, in one process alone and in "
         f"two at a time.  "
     )
