@@ -96,3 +96,12 @@ def test_the_wheel_has_the_console_script_and_the_types(installed: Path) -> None
     assert "recipe: digits, imdb_transformer, mnist_basicnet, python_source_gpt" in helped.stdout
     assert (installed / "hybridtrain" / "py.typed").is_file()
     assert (installed / "hybridtrain" / "data" / "digits.md").is_file()
+
+
+def test_the_version_is_written_in_one_place(installed: Path) -> None:
+    asked = (
+        "import hybridtrain, importlib.metadata as m; print(m.version('hybridtrain'), end=' '); "
+    )
+    shown = run(installed, "-c", asked + "print(hybridtrain.__version__)").stdout.split()
+    assert len(set(shown)) == 1
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool.")[0]
