@@ -11,7 +11,7 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
@@ -81,7 +81,12 @@ def run(command: str, config: Config, overrides: Sequence[str]) -> None:
 def _show(arguments: Sequence[str]) -> int:
     """Runs Hydra's own `--cfg job`, `--help` and the like, on rank 0."""
     if _rank() == 0:
-        _hydra_main(lambda config: None, [register_recipe_file(word) for word in arguments])
+        import hydra
+
+        register()
+        sys.argv[1:] = [register_recipe_file(word) for word in arguments]
+        show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
+        show(lambda config: None)()
     return 0
 
 
@@ -102,16 +107,6 @@ def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> in
         print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
         run(command, config, choice)
     return 0
-
-
-def _hydra_main(job: Callable[[object], None], arguments: Sequence[str]) -> None:
-    import hydra
-
-    register()
-    sys.argv[1:] = arguments
-    hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(
-        job
-    )()
 
 
 def _report(error: BaseException) -> int:

@@ -44,10 +44,10 @@ class PipelineConfig:
 
 @dataclass
 class WorldConfig:
-    """The processes and their devices."""
+    """The processes and their devices. See `PipelineOptions` for the last two keys."""
 
     engine: str = "local"
-    """Where the stages of a replica run: `local`, all in one process, a thread each."""
+    """`local`: the stages of a replica are threads of one process."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None
@@ -56,29 +56,22 @@ class WorldConfig:
     timeout_s: float = 600.0
     """Seconds that a collective may take."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
-    """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas."""
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
-    """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
 
 
 @dataclass
 class TrainerConfig:
-    """The training loop."""
+    """The training loop. See `TrainerOptions` and `PipelineOptions` for keys not described here."""
 
     steps: int | None = None
-    """Optimizer steps in all; set this or `epochs`."""
     epochs: int | None = None
-    """Passes over the training data in all."""
     accumulate: int = 1
-    """Batches per optimizer step."""
     clip_norm: float | None = None
-    """Largest norm of the gradient over all stages; null: no clipping."""
     precision: str = PipelineOptions.precision
-    """`fp32`, or `bf16` or `fp16` for autocast."""
     loss_scale: float | None = None
-    """For fp16: a fixed scale of the loss; null: an adaptive one."""
     compile: bool = PipelineOptions.compile
-    """Compile each layer with torch.compile."""
+    log_every: int = 10
+    eval_every: int | None = None
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
@@ -88,10 +81,6 @@ class TrainerConfig:
     metrics: Any = None
     """Names of metrics, or a mapping of names to torchmetrics `_target_`s; null: accuracy, where
     there are classes."""
-    log_every: int = 10
-    """Steps between two logged lines."""
-    eval_every: int | None = None
-    """Steps between two evaluations; null: only at the end."""
 
 
 @dataclass
@@ -106,7 +95,7 @@ class CheckpointConfig:
 
 @dataclass
 class MonitorConfig:
-    """What a run reports while it trains."""
+    """The reports of a run while it trains."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard to <run directory>/tensorboard."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from hybridtrain.app.keys import errors_with_config_keys
@@ -55,7 +55,7 @@ def build(
     *,
     positional: Sequence[object] = (),
     defaults: Mapping[str, Any] | None = None,
-    ignore: Iterable[str] = (),
+    ignore: Sequence[str] = (),
 ) -> Any:
     """Calls the target of `config` with `positional` and the config's other keys.
 
@@ -67,48 +67,31 @@ def build(
         UserError: the target's own, with config keys in the place of its arguments' names.
     """
     target = resolve(key, config.get("_target_"), allow)
-    defaults, ignore = defaults or {}, list(ignore)
-    parameters = inspect.signature(target).parameters
+    defaults = defaults or {}
+    signature = inspect.signature(target)
+    parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {
         name: defaults.get(name) if value is None else value
         for name, value in config.items()
-        if name != "_target_"
-        and name not in ignore
+        if name not in ("_target_", *ignore)
         and (value is not None or takes_any or name in parameters)
     }
-    check_arguments(key, target, positional, arguments, ignore)
-    with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
-        return target(*positional, **arguments)
-
-
-def check_arguments(
-    key: str,
-    target: Callable[..., Any],
-    positional: Sequence[object],
-    arguments: Mapping[str, Any],
-    others: Sequence[str] = (),
-) -> None:
-    """Checks that `target` takes `arguments`.
-
-    Raises:
-        ConfigError: names the key under `key`, and the one that was probably meant, which may be
-            one of `others`, which the target does not take.
-    """
-    signature = inspect.signature(target)
-    known = [*list(signature.parameters)[len(positional) :], *others]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    known = [*list(parameters)[len(positional) :], *ignore]
     for name, value in arguments.items():
         if name not in known and not takes_any:
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
-        parameter = signature.parameters.get(name)
-        if isinstance(value, str) and parameter and isinstance(parameter.default, int | float):
-            kind = "true or false" if isinstance(parameter.default, bool) else "a number"
+        default = parameters[name].default if name in parameters else None
+        if isinstance(value, str) and isinstance(default, int | float):
+            kind = "true or false" if isinstance(default, bool) else "a number"
             raise ConfigError(f"{key}.{name}={value} must be {kind}")
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
-        raise ConfigError(f"{key} ({_name(target)}): {error}") from None
+        name = getattr(target, "__qualname__", repr(target))
+        raise ConfigError(f"{key} ({name}): {error}") from None
+    with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
+        return target(*positional, **arguments)
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -153,7 +136,3 @@ def _locate(where: str, path: str) -> Any:
             found = getattr(found, part)
         return found
     raise ConfigError(f"{where}: there is no package {parts[0]}; is it installed?")
-
-
-def _name(target: Callable[..., Any]) -> str:
-    return getattr(target, "__qualname__", repr(target))

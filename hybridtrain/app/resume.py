@@ -11,9 +11,7 @@ from hybridtrain.errors import CheckpointError, ConfigError
 
 
 def checkpoint_to_resume(context: RunContext) -> Path | None:
-    """Returns the checkpoint that training resumes from, or None for a new run.
-
-    Rank 0 looks for it and tells the others.
+    """Returns the checkpoint that rank 0 finds for training to resume from; None: a new run.
 
     Raises:
         ConfigError: training would write among later checkpoints.

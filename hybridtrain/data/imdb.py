@@ -81,7 +81,7 @@ def imdb(
         tokenizer: one of torchtext's, or a function's path; see `text.tokenizer_named`.
         max_len: tokens after which a review is cut.
         max_vocab: tokens of the vocabulary beside two special ones; None: all.
-        min_freq: how often a token of the vocabulary occurs in the training split at least.
+        min_freq: least occurrences in the training split of a token in the vocabulary.
 
     Raises:
         DataError: the data is missing, cannot be fetched or is damaged, the tokenizer cannot be

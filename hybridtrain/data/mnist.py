@@ -66,7 +66,7 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemo
     except (AssertionError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
         # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged
         # file as whatever its parser trips over.
-        if download and (isinstance(e, URLError) or not _all_present(raw)):
+        if download and (isinstance(e, URLError) or _missing(raw)):
             raise DataError(f"MNIST could not be fetched into {raw}: {e}\n{_by_hand(raw)}") from e
         raise DataError(_damaged(raw, f"{type(e).__name__}: {e}")) from e
 
@@ -79,13 +79,12 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemo
     return InMemoryDataset(images, labels, prepare=normalised)
 
 
-def _all_present(raw: Path) -> bool:
-    return all((raw / name).is_file() for name in _FILES)
+def _missing(raw: Path) -> list[str]:
+    return [name for name in _FILES if not (raw / name).is_file()]
 
 
 def _check_present(raw: Path) -> None:
-    missing = [name for name in _FILES if not (raw / name).is_file()]
-    if not missing:
+    if not (missing := _missing(raw)):
         return
     packed = [f"{name}.gz" for name in missing if (raw / f"{name}.gz").is_file()]
     if len(packed) == len(missing):

@@ -23,7 +23,7 @@ def summary(run: str) -> dict[str, Any]:
     return json.loads((Path("outputs") / run / "summary.json").read_text())
 
 
-def test_two_processes_train_rank_0_alone_speaks_and_one_process_goes_on(
+def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     first = torchrun(2, [*QUICK, "trainer.steps=4"])
@@ -68,17 +68,17 @@ def test_two_processes_train_rank_0_alone_speaks_and_one_process_goes_on(
     ],
     ids=["typo", "multirun"],
 )
-def test_a_mistake_is_told_once_and_not_once_a_rank(arguments: list[str], line: str) -> None:
+def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], line: str) -> None:
     ended = torchrun(2, [*arguments, *QUICK])
     assert ended.returncode != 0
-    told = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
-    assert len(told) == 1
-    assert re.match(line, told[0])
-    assert "hybridtrain/cli.py" not in ended.stderr  # no traceback of the ranks
+    errors = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.match(line, errors[0])
+    assert "hybridtrain/app/cli.py" not in ended.stderr  # no traceback of the ranks
     assert not Path("outputs").exists()
 
 
-def test_an_error_in_the_first_step_is_told_once_and_recorded_for_torchrun() -> None:
+def test_an_error_in_the_first_step_is_reported_once_and_recorded_for_torchrun() -> None:
     ended = torchrun(2, [*QUICK, "model.image_size=10"])
     assert ended.returncode != 0
     ours, _, torchruns = ended.stderr.partition("failed (exitcode: ")

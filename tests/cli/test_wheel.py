@@ -60,7 +60,7 @@ def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_configs_and_recipes_come_with_the_wheel(installed: Path) -> None:
+def test_the_wheel_has_the_configs_and_recipes(installed: Path) -> None:
     shown = run(installed, "-c", WITHOUT_THE_CHECKOUT, "--cfg", "job", "recipe=digits")
     assert shown.stderr.splitlines() == [
         str(installed / "hybridtrain" / folder / "__init__.py")
@@ -91,8 +91,17 @@ def test_the_recipe_digits_trains_in_an_empty_folder_on_the_data_of_the_wheel(
     assert [path.name for path in Path().iterdir()] == ["outputs"]
 
 
-def test_the_wheel_brings_the_console_script_and_the_types(installed: Path) -> None:
+def test_the_wheel_has_the_console_script_and_the_types(installed: Path) -> None:
     helped = run(installed, str(installed / "bin" / "hybridtrain"), "--help")
     assert "recipe: digits, imdb_transformer, mnist_basicnet, python_source_gpt" in helped.stdout
     assert (installed / "hybridtrain" / "py.typed").is_file()
     assert (installed / "hybridtrain" / "data" / "digits.md").is_file()
+
+
+def test_the_version_is_written_in_one_place(installed: Path) -> None:
+    asked = (
+        "import hybridtrain, importlib.metadata as m; print(m.version('hybridtrain'), end=' '); "
+    )
+    shown = run(installed, "-c", asked + "print(hybridtrain.__version__)").stdout.split()
+    assert len(set(shown)) == 1
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool.")[0]
