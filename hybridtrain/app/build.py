@@ -79,8 +79,8 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
             are checked before anything is written.
     """
     check(config)
-    check_choice("world.engine", config.world.engine, ENGINES)
-    check_choice("trainer.loss", config.trainer.loss, LOSSES)
+    _check_choice("world.engine", config.world.engine, ENGINES)
+    _check_choice("trainer.loss", config.trainer.loss, LOSSES)
     metrics = _metrics(config)
     pipeline_options = _options(
         PipelineOptions,
@@ -94,7 +94,8 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
         checkpoint_every=config.checkpoint.every_steps or None,
     )
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
-        loader_options = LoaderOptions(**{name: config.data[name] for name in LOADER_OPTIONS})
+        settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
+        loader_options = LoaderOptions(**settings)
     directory = RunDirectory.of(config)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     world = World.from_env(
@@ -117,16 +118,9 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     net = _model(config, data.metadata)
     example_inputs = _example_inputs(config, data, world)
     model = HybridModel(net, world, pipeline_options, example_inputs=example_inputs)
+    loader_options = replace(loader_options, collate=data.collate)
     return RunContext(
-        config=config,
-        directory=directory,
-        store=store,
-        world=world,
-        data=data,
-        model=model,
-        trainer_options=trainer_options,
-        loader_options=replace(loader_options, collate=data.collate),
-        metrics=metrics,
+        config, directory, store, world, data, model, trainer_options, loader_options, metrics
     )
 
 
@@ -134,31 +128,23 @@ def build_scaler(config: Config, world: World) -> GradScaler | None:
     """Returns the scaler of the loss, which fp16 needs."""
     if config.trainer.precision != "fp16":
         return None
-    device = world.devices[0].type
-    if config.trainer.loss_scale is None:
-        return GradScaler(device)
-    return GradScaler(device, init_scale=config.trainer.loss_scale)
+    scale = config.trainer.loss_scale or 2.0**16  # torch's default
+    return GradScaler(world.devices[0].type, init_scale=scale)
 
 
 def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
     """Returns the monitors of rank 0 as one."""
-    monitors: list[Monitor] = [
-        MetricsFile(directory.path / "metrics.jsonl"),
-        TimelineFiles(directory.path),
-    ]
-    if config.monitor.tensorboard:
-        monitors.append(TensorBoard(directory.tensorboard))
-    if config.monitor.progress:
-        monitors.append(Progress())
-    return Monitors(monitors)
+    return Monitors(
+        [
+            MetricsFile(directory.path / "metrics.jsonl"),
+            TimelineFiles(directory.path),
+            *([TensorBoard(directory.tensorboard)] if config.monitor.tensorboard else []),
+            *([Progress()] if config.monitor.progress else []),
+        ]
+    )
 
 
-def check_choice(key: str, value: object, choices: Collection[str]) -> str:
-    """Returns `value`, the value of `key`, if it is one of `choices`.
-
-    Raises:
-        ConfigError: it is not; names the one that was probably meant.
-    """
+def _check_choice(key: str, value: object, choices: Collection[str]) -> str:
     if value not in choices:
         raise ConfigError(instantiate.unknown_option(key, str(value), list(choices)))
     return str(value)
@@ -179,7 +165,7 @@ def _metrics(config: Config) -> dict[str, Any]:
     return {
         name: instantiate.build("trainer.metrics", metric, config.allow_targets)
         if isinstance(metric, Mapping)
-        else METRICS[check_choice("trainer.metrics", metric, METRICS)]()
+        else METRICS[_check_choice("trainer.metrics", metric, METRICS)]()
         for name, metric in chosen.items()
     }
 
@@ -194,7 +180,7 @@ def _split_or_plan(config: Config, directory: RunDirectory, store: CheckpointSto
     earlier = directory.read_config()
     for group, settings in (("model", config.model), ("pipeline", vars(config.pipeline))):
         before = earlier.get(group, {})
-        for key in [*settings, *before]:
+        for key in settings | before:
             if settings.get(key) != before.get(key):
                 _log.info("measured again: %s.%s has changed since the plan was made", group, key)
                 return split
