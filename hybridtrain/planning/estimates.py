@@ -153,6 +153,7 @@ class _TrafficCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.bytes += sum(t.nbytes for t in tensors_of((args, kwargs, result)))
+        written = tensors_of(result)  # none: a question, such as for the device
+        if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            self.bytes += sum(t.nbytes for t in [*tensors_of((args, kwargs)), *written])
         return result
