@@ -1,4 +1,4 @@
-"""Replicas of a model that is traced, measured, or constructed without memory."""
+"""Replicas of a model that is traced or measured."""
 
 import copy
 import sys
@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from hybridtrain.deferred import construct
 from support.compare import CHUNKS, assert_same, grads, hybrid, micro_batches
 from support.launch import Cells
 from support.nets import WIDTH, floats
@@ -102,20 +101,11 @@ def _(world):
     assert_step_as_one_process(model, make(world.rank))
 
 
-@cells.add("a model that waits for its first batch is cut equally on all ranks")
-def _(world):
-    model = hybrid(make(world.rank), split="time")
-    assert_step_as_one_process(model, make(world.rank))
-    assert_cut_alike(model)
-
-
-@cells.add("rank 0's initial values reach all replicas of a deferred model")
+@cells.add("rank 0's initial values reach all replicas")
 def _(world):
     plain = make()
-    torch.manual_seed(world.rank)  # the others would have drawn other values
-    net = construct(Net)
-    assert all(parameter.device.type == "meta" for parameter in net.parameters())
-    model = hybrid(net)
+    torch.manual_seed(world.rank)  # the others draw other values
+    model = hybrid(Net())
     assert_same(model.state_dict(), plain.state_dict())
     assert_step_as_one_process(model, plain)
 
