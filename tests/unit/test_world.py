@@ -174,8 +174,8 @@ def test_a_list_of_devices_is_for_each_process_or_for_all_of_the_node():
         (["cpu"], r"names 1 devices; give \S*nb_part=2"),
         ([], r"names 0 devices"),
         (["cuda:0", "cpu"], r"mixes kinds of devices"),
-        (["cuda:0", "cuda:9"], r"asks for cuda:9, and there are 4 GPUs"),
-        ([0, 7], r"asks for cuda:7, and there are 4 GPUs"),
+        (["cuda:0", "cuda:9"], r"devices=cuda:9 is not there: this machine has 4 GPUs"),
+        ([0, 7], r"devices=cuda:7 is not there: this machine has 4 GPUs"),
         ("gpu", r"'gpu' is .*; examples: cpu, cuda:0"),
         (["meta", "meta"], r"'meta' is not supported"),
     ],
@@ -204,7 +204,7 @@ def test_a_single_process_is_a_world_of_size_1(monkeypatch):
     assert dict(os.environ) == before
     assert (world.launcher, world.rank, world.size, world.nb_part) == ("single", 0, 1, 3)
     assert (world.is_main, world.backend, world.devices) == (True, "gloo", (CPU,) * 3)
-    assert world.new_group() is None
+    assert world.new_stage_group(0) is None
     assert world.broadcast(3) == 3
     assert world.gather("a") == ["a"]
     assert world.sum(torch.tensor([2.0])).tolist() == [2.0]
@@ -215,8 +215,8 @@ def test_a_single_process_is_a_world_of_size_1(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("mpi2", r"backend=mpi2 is not there; this build of PyTorch has: gloo"),
-        ("nccl", r"backend=nccl (needs GPUs|is not there)"),
+        ("mpi2", r"backend=mpi2 is not available; this build of PyTorch has: gloo"),
+        ("nccl", r"backend=nccl (needs GPUs|is not available)"),
     ],
 )
 def test_a_backend_that_does_not_fit_is_refused(monkeypatch, backend, message):

@@ -126,7 +126,7 @@ def _evaluation(world):
         model = hybrid(net, chunks=3)
         inputs, targets = classification(total, seed=total)
         metrics = {
-            "accuracy": accuracy,
+            "accuracy": accuracy(),
             "torchmetrics": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
         }
         loader = EvalLoader(TensorDataset(inputs, targets), 4, world)
