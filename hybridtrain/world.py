@@ -15,8 +15,7 @@ of a replica owns which stage).
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import UserError, WorldError
+from hybridtrain.launch.environment import Launch, detect
 
 T = TypeVar("T")
 
@@ -34,18 +34,6 @@ DeviceSpec = None | str | Sequence[str | int]
 
 # Rank 0 may spend long on a download, while the others wait; a dead rank 0 is noticed at once.
 _SETUP_TIMEOUT = timedelta(hours=24)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The launcher's facts about this process; `init_method` is None for a single process."""
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    init_method: str | None
 
 
 @dataclass(eq=False)
@@ -233,69 +221,6 @@ class World:
             "a World holds this process's process groups and cannot be pickled: call "
             "World.from_env() in the other process"
         )
-
-
-def detect(environ: Mapping[str, str]) -> Launch:
-    """Reads who launched this process; torchrun wins over Slurm, since it may run in a Slurm job.
-
-    Raises:
-        WorldError: a variable is missing or is not a number.
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        size = _number(environ, "WORLD_SIZE")
-        return Launch(
-            launcher="torchrun",
-            rank=_number(environ, "RANK"),
-            size=size,
-            local_rank=_number(environ, "LOCAL_RANK", "0"),
-            local_size=_number(environ, "LOCAL_WORLD_SIZE", str(size)),
-            init_method="env://" if size > 1 else None,
-        )
-    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
-        size = _number(environ, "SLURM_NTASKS")
-        nodes = _number(environ, "SLURM_NNODES", "1")
-        per_node = environ.get("SLURM_NTASKS_PER_NODE") or str(-(-size // nodes))
-        return Launch(
-            launcher="slurm",
-            rank=_number(environ, "SLURM_PROCID"),
-            size=size,
-            local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            local_size=_number({"SLURM_NTASKS_PER_NODE": per_node}, "SLURM_NTASKS_PER_NODE"),
-            init_method=f"tcp://{_slurm_address(environ)}" if size > 1 else None,
-        )
-    return Launch("single", rank=0, size=1, local_rank=0, local_size=1, init_method=None)
-
-
-def _slurm_address(environ: Mapping[str, str]) -> str:
-    """Returns the first host of the job, and a port that two jobs on it are unlikely to share."""
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((environ[key] for key in lists if environ.get(key)), None)
-    if nodes is None and _number(environ, "SLURM_NNODES", "1") > 1:
-        raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
-    host = first_host(nodes) if nodes else "127.0.0.1"
-    job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
-    return f"{host}:{10000 + job % 20000}"
-
-
-def first_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm host list.
-
-    >>> first_host("node[012-014,020],other"), first_host("r1i0n[3,5]"), first_host("a,b")
-    ('node012', 'r1i0n3', 'a')
-    """
-    match = re.match(r"\s*([^\[,\s]+)((?:\[[^\]]*\][^\[,\s]*)*)", nodelist)
-    if match is None:
-        raise WorldError(f"cannot read the Slurm host list {nodelist!r}")
-    # the first number of the first range of each bracket
-    return match[1] + re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[2])
-
-
-def _number(environ: Mapping[str, str], key: str, default: str | None = None) -> int:
-    text = environ.get(key, default)
-    try:
-        return int(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise WorldError(f"the environment variable {key}={text!r} must be an integer") from None
 
 
 def choose_devices(

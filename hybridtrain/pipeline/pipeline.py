@@ -23,7 +23,7 @@ from hybridtrain.pipeline.engines import ENGINES, Engine
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import links_between
-from hybridtrain.pipeline.reducer import make_reducer
+from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import move_stage, tied_uses
@@ -263,9 +263,10 @@ def _build_stages(
                 # DDP looks for unused parameters from the tensors
                 sends_to_other_devices=leaves and not options.find_unused_parameters,
             )
-            stage.reducer = make_reducer(
-                module, dict(stage.named_parameters()), group, options.find_unused_parameters
-            )
+            if group is not None:
+                stage.reducer = StageReducer(
+                    module, dict(stage.named_parameters()), group, options.find_unused_parameters
+                )
             stages.append(stage)
         first += len(part)
     return stages

@@ -25,6 +25,8 @@ from hybridtrain.errors import UserError
 class StageReducer:
     """Averages a stage's gradients over the replicas; all start with replica 0's values.
 
+    A stage without trainable parameters has no DDP, but its buffers may change.
+
     Args:
         module: the stage's layers.
         names: its own parameters under the user's names.
@@ -37,8 +39,19 @@ class StageReducer:
         module: nn.Module,
         names: Mapping[str, Parameter],
         group: dist.ProcessGroup,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool,
     ) -> None:
+        self._names = names
+        self._group = group
+        self._module = module
+        self._find_unused = find_unused_parameters
+        self._ddp: DistributedDataParallel | None = None
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                part.process_group = group  # the stage's, so that no other thread uses it
+        if not any(parameter.requires_grad for parameter in names.values()):
+            self._broadcast([*module.parameters(), *module.buffers()])
+            return
         own = {id(parameter) for parameter in names.values()}
         tied = [
             name
@@ -46,26 +59,29 @@ class StageReducer:
             if id(parameter) not in own  # an earlier stage owns it; this one has an alias
         ]
         private.ddp_ignore_parameters(module, tied)
-        self._names = names
         self._ddp = DistributedDataParallel(
             module,
             process_group=group,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
         )
-        self._find_unused = find_unused_parameters
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
-        private.ddp_sync_buffers(self._ddp)
+        if self._ddp is None:
+            self._broadcast(list(self._module.buffers()))
+        else:
+            private.ddp_sync_buffers(self._ddp)
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
-        private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])
+        if self._ddp is not None:
+            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])
 
     def reset(self) -> None:
         """Forgets a prepared backward that failed, so that the next step can begin."""
-        private.ddp_reset(self._ddp)
+        if self._ddp is not None:
+            private.ddp_reset(self._ddp)
 
     def check_reduced(self) -> None:
         """Makes sure that the prepared backward has reduced every gradient.
@@ -73,6 +89,8 @@ class StageReducer:
         Raises:
             UserError: a parameter got no gradient; names those without one.
         """
+        if self._ddp is None:
+            return
         try:
             private.ddp_check_reduced(self._ddp)
         except RuntimeError as error:
@@ -87,46 +105,7 @@ class StageReducer:
                 f"find_unused_parameters=true"
             ) from error
 
-
-class FrozenStageReducer:
-    """A stage without trainable parameters: only its buffers may change."""
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._module = module
-        self._group = group
-        self._broadcast([*module.parameters(), *module.buffers()])
-
-    def sync_buffers(self) -> None:
-        """See `StageReducer.sync_buffers`."""
-        self._broadcast(list(self._module.buffers()))
-
-    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
-        """Does nothing: there are no gradients."""
-
-    def reset(self) -> None:
-        """Does nothing: there are no gradients."""
-
-    def check_reduced(self) -> None:
-        """Does nothing: there are no gradients."""
-
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)
-
-
-def make_reducer(
-    module: nn.Module,
-    names: Mapping[str, Parameter],
-    group: dist.ProcessGroup | None,
-    find_unused_parameters: bool,
-) -> StageReducer | FrozenStageReducer | None:
-    """Returns a stage's reducer; None without a group, where there is one replica."""
-    if group is None:
-        return None
-    for part in module.modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            part.process_group = group  # the stage's, so that no other thread uses it
-    if any(parameter.requires_grad for parameter in names.values()):
-        return StageReducer(module, names, group, find_unused_parameters)
-    return FrozenStageReducer(module, group)

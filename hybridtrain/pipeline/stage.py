@@ -29,7 +29,7 @@ from hybridtrain.pipeline.boundary import (
 )
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import FrozenStageReducer, StageReducer
+from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
@@ -83,7 +83,7 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.aliases = list(aliases)
-        self.reducer: StageReducer | FrozenStageReducer | None = None
+        self.reducer: StageReducer | None = None
         self.saved_bytes: int | None = None
         self._runner = runner
         self._parameter_names = parameter_names

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybridtrain.errors import WorldError
-from hybridtrain.world import Launch, World, choose_devices, detect, first_host
+from hybridtrain.launch.environment import Launch, detect, first_host
+from hybridtrain.world import World, choose_devices
 
 TORCHRUN = {
     "RANK": "5",
