@@ -62,20 +62,10 @@ def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema 
 
 # --- autograd
 
-_run_backward = Variable._execution_engine.run_backward
-
-
-def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """Accumulates the gradients of all leaves, starting from `roots`, tensors or graph edges.
-
-    `Variable._execution_engine.run_backward` is what `torch.autograd.backward` calls after checks
-    of shapes that take as long as the backward of a small layer.
-    """
-    _run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True,
-        accumulate_grad=True,
-    )  # fmt: skip
-
+# What torch.autograd.backward calls, after checks of shapes that take as long as the backward of a
+# small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
+# accumulate_grad=); a root is a tensor or a GradientEdge.
+run_backward = Variable._execution_engine.run_backward
 
 # --- DistributedDataParallel: PyTorch's own torch.distributed.pipelining does the same
 

@@ -84,7 +84,8 @@ class InputBoundary:
             own: list[StageInput] = []
 
             def as_leaf(tensor: Tensor, own: list[StageInput] = own) -> Tensor:
-                tensor = move(tensor, self._device)  # the batch's own; others are here already
+                if tensor.device != self._device:  # the batch's; others are here already
+                    tensor = move(tensor, self._device)
                 if not tensor.requires_grad:
                     return tensor
                 own.append(StageInput(tensor, capture_raw=self._captures_raw is not False))

@@ -77,16 +77,14 @@ class Pipeline:
                 layer.module.compile()
         segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
         self._guards = planned.guards
+        self._replicas = world.replicas
+        # whether the last stage is in this process
+        self._owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._requires_grad = self._flags()
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._engine = _make_engine(world, self.stages)
-
-    @property
-    def owns_output(self) -> bool:
-        """Whether the last stage is in this process."""
-        return bool(self.stages) and self.stages[-1].index + 1 == len(self.plan.stages)
 
     def train(
         self,
@@ -144,7 +142,7 @@ class Pipeline:
 
     def to_output_device(self, values: Any) -> Any:
         """Returns a pytree with its tensors on the last stage's device, if that is here."""
-        if values is None or not self.owns_output:
+        if values is None or not self._owns_output:
             return values
         device = self.stages[-1].device
         if type(values) is Tensor and values.device == device:
@@ -157,7 +155,7 @@ class Pipeline:
         Args:
             values: of any shape, on the CPU; ignored in a process without the last stage.
         """
-        return self._world.sum(values if self.owns_output else torch.zeros_like(values))
+        return self._world.sum(values if self._owns_output else torch.zeros_like(values))
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
@@ -210,7 +208,7 @@ class Pipeline:
 
     def _flags(self) -> list[bool]:
         """Returns which parameters require a gradient; not looked at with one replica."""
-        if self._world.replicas == 1:
+        if self._replicas == 1:
             return []
         return [parameter.requires_grad for parameter in self._net.parameters()]
 

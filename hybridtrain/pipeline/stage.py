@@ -170,7 +170,10 @@ class Stage:
         if reducer is not None:
             reducer.prepare_for_backward(starts)
         if starts:
-            run_backward(starts, start_gradients)
+            run_backward(
+                tuple(starts), tuple(start_gradients), False, False, (), allow_unreachable=True,
+                accumulate_grad=True,
+            )  # fmt: skip
         if reducer is not None:
             reducer.check_reduced()
         return self._input.gradients(inputs)

@@ -28,8 +28,6 @@ class Transfer(NamedTuple):
 
 def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
     """Starts to copy the tensors in `values`, a pytree, to `target`; the sender calls it."""
-    if source == target:
-        return Transfer(values)
     if source.type != "cuda" or target.type != "cuda":
         return Transfer(map_tensors(lambda tensor: move(tensor, target), values))
     outbound, inbound = _side_stream(source, "out"), _side_stream(target, "in")
@@ -63,17 +61,16 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
-    """Orders the work of the stages' threads with that of a caller who uses other streams.
+    """Orders the work of the stages' threads with that of a caller who uses other streams of GPUs.
 
     The threads use the default streams. `before` a step these wait for what the caller has queued;
     after it the caller's streams wait for them.
     """
-    for device in set(devices):
-        if device.type == "cuda":
-            own, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-            first, second = (own, theirs) if before else (theirs, own)
-            if first != second:
-                second.wait_stream(first)
+    for device in devices:
+        own, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        first, second = (own, theirs) if before else (theirs, own)
+        if first != second:
+            second.wait_stream(first)
 
 
 # One for each direction: what arrives must not wait for what leaves after a long computation.

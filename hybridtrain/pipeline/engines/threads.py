@@ -26,7 +26,7 @@ from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.timeline import mark
-from hybridtrain.pipeline.transfer import Transfer, receive, send, sync_streams
+from hybridtrain.pipeline.transfer import receive, send, sync_streams
 from hybridtrain.schedule import Action
 from hybridtrain.skip import skip_scope
 
@@ -44,7 +44,7 @@ class ThreadEngine:
         if [stage.index for stage in stages] != list(range(len(stages))):
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._stages = stages
-        self._devices = devices
+        self._gpus = {device for device in devices if device.type == "cuda"}
         self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
         self._inboxes: list[Inbox] = []
         if len(devices) == 1:
@@ -66,14 +66,14 @@ class ThreadEngine:
         """Executes `step`; see `Engine.run`. On return all threads have forgotten it."""
         run = _StepRun(step, self._stages, self._links)
         if self._inboxes:
-            sync_streams(self._devices, before=True)
+            sync_streams(self._gpus, before=True)
             try:
                 self._dispatch(run)
             except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
                 run.abort(interrupt)
                 self._dispatch(run)
             run.join()
-            sync_streams(self._devices, before=False)
+            sync_streams(self._gpus, before=False)
         else:
             run.run_lane(0)
         failure, run.failure = run.failure, None
@@ -98,24 +98,23 @@ class _PipelineAborted(Exception):
 class _QueuePort:
     """Both ends of one direction of a link: a queue, with a copy between devices."""
 
-    __slots__ = ("_aborted", "_queue", "_source", "_target")
+    __slots__ = ("_aborted", "_between", "_queue")
 
     def __init__(
         self, source: torch.device, target: torch.device, aborted: threading.Event
     ) -> None:
-        self._source = source
-        self._target = target
+        self._between = (source, target) if source != target else None
         self._aborted = aborted
-        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._queue: SimpleQueue[Any] = SimpleQueue()
 
     def send(self, message: Any) -> None:
-        self._queue.put(send(message, self._source, self._target))
+        self._queue.put(send(message, *self._between) if self._between else message)
 
     def receive(self) -> Any:
-        transfer = self._queue.get()
-        if transfer is None or self._aborted.is_set():
+        message = self._queue.get()
+        if message is None or self._aborted.is_set():
             raise _PipelineAborted
-        return receive(transfer, self._target)
+        return receive(message, self._between[1]) if self._between else message
 
     def wake_receiver(self) -> None:
         """Ends the wait of a thread in `receive`, after `aborted` was set."""
