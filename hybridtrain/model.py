@@ -70,6 +70,7 @@ class HybridModel:
             needed.
     """
 
+    @torch.inference_mode(False)  # parameters may be made here
     def __init__(
         self,
         net: nn.Module,
@@ -165,7 +166,7 @@ class HybridModel:
 
         recorded = Timeline(self.world.devices) if timeline else None
         with torch.enable_grad(), self.autocast():
-            losses = self.pipeline.train(
+            losses = self.pipeline.run_train_step(
                 self.schedule(len(sizes)),
                 input_parts.__getitem__,
                 head,
@@ -209,7 +210,7 @@ class HybridModel:
 
         schedule = forward_only(self.world.nb_part, len(sizes), self.options.stages_per_device)
         with torch.no_grad(), self.autocast():
-            return self.pipeline.forward(schedule, input_parts.__getitem__, head)
+            return self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
@@ -257,11 +258,11 @@ class HybridModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of `net` under its names; `net.load_state_dict` takes it."""
-        return self.pipeline.state_dict()
+        return self.net.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads a state of `net`, of this or any other split. All replicas must load the same."""
-        return self.pipeline.load_state_dict(state, strict)
+        return self.net.load_state_dict(state, strict=strict)
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
@@ -279,16 +280,10 @@ class HybridModel:
         stages = ", ".join(f"{count} layers" for count in self.plan.counts)
         return f"HybridModel({type(self.net).__name__}: {stages}; {self.options})"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(
-            "a HybridModel has threads and process groups and cannot be copied: copy the module, "
-            "copy.deepcopy(model.net), and make a new HybridModel of the copy"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a HybridModel has threads and process groups and cannot be pickled: save "
-            "model.state_dict(), or pickle model.net"
+            "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
+            "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
 
     def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:

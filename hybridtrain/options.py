@@ -166,3 +166,5 @@ def _check_checkpoint(spec: Any) -> None:
         every = spec.get("every")
         if set(spec) != {"every"} or type(every) is not int or every < 1:
             raise ConfigError(f"checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more")
+    elif not isinstance(spec, Sequence):
+        raise ConfigError(f"checkpoint={spec!r}: use a mode, {{every: k}} or a list of layer names")

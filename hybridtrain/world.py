@@ -137,7 +137,7 @@ class World:
 
     def device_of(self, stage: int) -> torch.device:
         """Returns the device of `stage`, which this process owns."""
-        return self.devices[stage % self.nb_part % len(self.devices)]
+        return self.devices[stage % len(self.devices)]
 
     def new_stage_group(self, stage: int) -> dist.ProcessGroup | None:
         """Makes a process group of those that have `stage`, one per replica; replica 0's is first.

@@ -32,27 +32,27 @@ class LayerRNG:
     Attributes:
         step: the number of training passes so far; a resumed run sets it.
         active: whether the model trains; nothing is seeded in evaluation.
-        seeds_every_layer: seed every layer in every step: a layer that is recomputed must draw the
-            same numbers twice, also in the first step in which it draws.
+
+    Args:
+        seed: of the run.
+        replica: the number of this replica, which draws other numbers than the others.
+        units: for each layer its unit, and its number among the unit's pieces.
+        every_layer: seed every layer in every step: a layer that is recomputed must draw the same
+            numbers twice, also in the first step in which it draws.
     """
 
-    def __init__(self, seed: int, replica: int) -> None:
+    def __init__(
+        self, seed: int, replica: int, units: Sequence[tuple[int, int]], every_layer: bool = False
+    ) -> None:
         self.step = 0
         self.active = True
-        self.seeds_every_layer = False
         self._seed = seed
         self._replica = replica
-        self._units: Sequence[tuple[int, int]] = ()
+        self._units = units
+        self._every_layer = every_layer
         self._detecting = True
         self._drawing: set[int] = set()
         self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
-
-    def set_units(self, units: Sequence[tuple[int, int]]) -> None:
-        """Sets for each layer its unit, and its number among the unit's pieces.
-
-        By default each layer is a unit.
-        """
-        self._units = units
 
     def redetect(self) -> None:
         """Looks at all layers in the next step: the set of random layers may have changed."""
@@ -71,11 +71,11 @@ class LayerRNG:
 
     def needs_seeding(self, layer: int) -> bool:
         """Returns whether `layer` must run inside `seeded`."""
-        return self.active and (self.seeds_every_layer or self._detecting or layer in self._drawing)
+        return self.active and (self._every_layer or self._detecting or layer in self._drawing)
 
     def seeded(self, layer: int, microbatch: int) -> _SeededDraws:
         """Returns a context in which the random operations of `layer` are seeded by place."""
-        unit, piece = self._units[layer] if self._units else (layer, 0)
+        unit, piece = self._units[layer]
         key = struct.pack("<5q", self._seed, self.step, unit, microbatch, self._replica)
         # the pieces before this one have run on this micro-batch already
         self._counts[unit, piece, microbatch] = 0

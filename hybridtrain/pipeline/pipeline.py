@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy, checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
-from hybridtrain.pipeline.engines import ENGINES, Engine
+from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
-from hybridtrain.pipeline.ties import move_stage, tied_uses
+from hybridtrain.pipeline.ties import place_with_aliases, tied_uses
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
@@ -52,7 +52,6 @@ class Pipeline:
         rng: seeds the random operations of the layers.
     """
 
-    @torch.inference_mode(False)  # parameters may be made here
     def __init__(
         self,
         net: nn.Module,
@@ -61,17 +60,21 @@ class Pipeline:
         world: World,
         options: PipelineOptions,
     ) -> None:
+        if world.engine not in ENGINES:
+            hint = did_you_mean(world.engine, ENGINES, "engines")
+            raise ConfigError(f"engine={world.engine} is unknown; {hint}")
         layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
         self._net = net
         self._world = world
         self._options = options
         self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
-        self.rng = LayerRNG(options.seed, world.replica)
-        self.rng.seeds_every_layer = self._policy.is_active
-        self.rng.set_units(planned.units)
+        self.rng = LayerRNG(options.seed, world.replica, planned.units, self._policy.is_active)
         self.stages = _build_stages(net, planned.stages, world, options, self.rng, self._policy)
-        self._broadcast_unused()
+        used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
+        for tensor in (*net.parameters(), *net.buffers()):
+            if id(tensor) not in used:  # by no layer, so that no stage sends it
+                world.broadcast_tensor(tensor.data)
         if options.compile:
             for layer in layers:
                 layer.module.compile()
@@ -81,12 +84,12 @@ class Pipeline:
         # whether the last stage is in this process
         self._owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
-        self._requires_grad = self._flags()
+        self._requires_grad = self._trainable()
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
-        self._engine = _make_engine(world, self.stages)
+        self._engine = ENGINES[world.engine](self.stages, world.devices)
 
-    def train(
+    def run_train_step(
         self,
         schedule: Schedule,
         source: Source,
@@ -102,7 +105,7 @@ class Pipeline:
         Raises:
             ConfigError: the model has changed in a way that the stages cannot follow.
         """
-        if self._flags() != self._requires_grad:
+        if self._trainable() != self._requires_grad:
             raise ConfigError(
                 "requires_grad of a parameter has changed since HybridModel was made, and the "
                 "replicas would not average its gradient: freeze first, or make a new HybridModel"
@@ -118,7 +121,7 @@ class Pipeline:
                 alias.accumulate_into_owner()
         return values
 
-    def forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
+    def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         return self._run(Step(schedule, source, head), trains=self._net.training)
 
@@ -131,14 +134,11 @@ class Pipeline:
             copy.copy_(own, non_blocking=True)
         self.rng.active = self._net.training
         before = default_generator_states(self._gpus)
-        with self._batch_norm_step():
+        with nullcontext() if self._norms is None else self._norms.step():
             values = self._engine.run(step)
         if trains:
             self.rng.end_step(unseeded_draws=default_generator_states(self._gpus) != before)
         return values
-
-    def _batch_norm_step(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._norms is None else self._norms.step()
 
     def to_output_device(self, values: Any) -> Any:
         """Returns a pytree with its tensors on the last stage's device, if that is here."""
@@ -171,14 +171,6 @@ class Pipeline:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         return clip_grad_norm_(self._net.parameters(), max_norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the whole model under the user's names."""
-        return self._net.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> Any:
-        """Loads a state of the whole model under the user's names."""
-        return self._net.load_state_dict(state, strict=strict)
-
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes.
 
@@ -206,18 +198,11 @@ class Pipeline:
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]
 
-    def _flags(self) -> list[bool]:
+    def _trainable(self) -> list[bool]:
         """Returns which parameters require a gradient; not looked at with one replica."""
         if self._replicas == 1:
             return []
         return [parameter.requires_grad for parameter in self._net.parameters()]
-
-    def _broadcast_unused(self) -> None:
-        """Gives all replicas rank 0's values of the tensors that no layer uses."""
-        used = {id(t) for s in self.stages for t in (*s.module.parameters(), *s.module.buffers())}
-        for tensor in (*self._net.parameters(), *self._net.buffers()):
-            if id(tensor) not in used:
-                self._world.broadcast_tensor(tensor.data)
 
 
 def _build_stages(
@@ -244,7 +229,7 @@ def _build_stages(
             place = cluster.process_of(index), cluster.device_of(index)
             module = nn.ModuleList(layer.module for layer in part)
             device = world.device_of(index)
-            leaves = any(
+            crosses = any(
                 (cluster.process_of(link.target), cluster.device_of(link.target)) != place
                 for link in links
                 if link.source == index
@@ -255,11 +240,11 @@ def _build_stages(
                 device,
                 LayerRunner(part, first, module, rng, policy.layers, clones),
                 links,
-                move_stage(module, device, uses[index]),
+                place_with_aliases(module, device, uses[index]),
                 names,
                 clone_outputs=clones,
                 # DDP looks for unused parameters from the tensors
-                sends_to_other_devices=leaves and not options.find_unused_parameters,
+                hold_edges=crosses and not (options.find_unused_parameters and group),
             )
             if group is not None:
                 stage.reducer = StageReducer(
@@ -268,10 +253,3 @@ def _build_stages(
             stages.append(stage)
         first += len(part)
     return stages
-
-
-def _make_engine(world: World, stages: Sequence[Stage]) -> Engine:
-    if world.engine not in ENGINES:
-        hint = did_you_mean(world.engine, ENGINES, "engines")
-        raise ConfigError(f"engine={world.engine} is unknown; {hint}")
-    return ENGINES[world.engine](stages, world.devices)

@@ -74,7 +74,7 @@ class Stage:
         parameter_names: Mapping[int, str],
         *,
         clone_outputs: bool,
-        sends_to_other_devices: bool,
+        hold_edges: bool,
     ) -> None:
         self.index = index
         self.module = module
@@ -92,7 +92,7 @@ class Stage:
             self.outgoing,
             self.layers[-1].name,
             clone=clone_outputs,
-            hold_edges=sends_to_other_devices,
+            hold_edges=hold_edges,
         )
         self._in_flight: dict[int, _InFlight] = {}
 
@@ -195,5 +195,4 @@ class Stage:
     def count_parameters(self) -> int:
         """Returns the elements of the parameters that this stage owns, not its aliases'."""
         aliases = {id(alias.alias) for alias in self.aliases}
-        own = {id(p): p.numel() for _, p in self.named_parameters() if id(p) not in aliases}
-        return sum(own.values())
+        return sum(p.numel() for _, p in self.named_parameters() if id(p) not in aliases)

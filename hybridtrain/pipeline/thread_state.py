@@ -34,25 +34,26 @@ class ThreadState:
             ),
         )
 
-    def applied(self) -> AbstractContextManager[object]:
-        """Returns a context with this grad and inference mode, for a whole step."""
-        same = torch.is_grad_enabled() == self.grad
-        if same and torch.is_inference_mode_enabled() == self.inference:
-            return nullcontext()
-        return self._applied()
-
     @contextmanager
-    def _applied(self) -> Iterator[None]:
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+    def applied(self) -> Iterator[None]:
+        """Sets grad and inference mode for a whole step, without autocast: that is for forwards."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, _ in self.autocast_dtypes:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns a context with this autocast, for a forward alone: a backward runs without."""
+        """Returns a context with this autocast, for a forward and the head."""
         if not self.autocast_dtypes:
-            return nullcontext()
+            return _NO_AUTOCAST
         stack = ExitStack()
         for device_type, dtype in self.autocast_dtypes:
             # without the cache of cast weights: all threads share it, and one stage that leaves
             # autocast would empty it under another, so that sums would be grouped at random
             stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
         return stack
+
+
+_NO_AUTOCAST = nullcontext()

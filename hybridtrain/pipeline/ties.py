@@ -78,7 +78,9 @@ def remove_aliases(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def move_stage(module: nn.Module, device: torch.device, uses: Sequence[TiedUse]) -> list[Alias]:
+def place_with_aliases(
+    module: nn.Module, device: torch.device, uses: Sequence[TiedUse]
+) -> list[Alias]:
     """Moves `module` to `device` and gives it aliases for the parameters in `uses`."""
     for use in uses:
         use.module._parameters[use.name] = None

@@ -12,6 +12,7 @@ from torch import nn
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
 from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.pipeline.engines import ThreadEngine
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)
 
@@ -160,3 +161,10 @@ def test_a_world_is_its_own_copy_and_does_not_pickle():
 def test_an_unknown_engine_is_refused_with_what_there_is():
     with pytest.raises(ConfigError, match="engine=locale is unknown; did you mean 'local'"):
         HybridModel(chain(), World.from_env(devices="cpu", engine="locale"))
+
+
+def test_the_local_engine_refuses_a_pipeline_whose_other_stages_are_elsewhere():
+    model = HybridModel(chain(), World.from_env(nb_part=3, devices="cpu"))
+    for own in ([0], [1], [2], [0, 1]):
+        with pytest.raises(ConfigError, match="stages are all in one process"):
+            ThreadEngine([model.stages[i] for i in own], [torch.device("cpu")])

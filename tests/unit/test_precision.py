@@ -220,3 +220,50 @@ def test_the_scale_is_in_the_checkpoint_and_comes_back(until, then_nb_part, tmp_
     again.fit()
     assert scales_of(again) == scales_of(whole)[until:]
     assert_same(again.monitor.weights[6], whole.monitor.weights[6])
+
+
+class Backward(torch.autograd.Function):
+    """Identity; notes whether its backward runs under autocast."""
+
+    under_autocast: list[bool]
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Backward.under_autocast.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+class Island(nn.Module):
+    """A layer in fp32, whatever the autocast around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return Backward.apply(self.linear(x.float()))
+
+
+@pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.parametrize("autocast", ["option", "caller"])
+def test_a_backward_runs_without_autocast_wherever_the_stage_is(nb_part, autocast):
+    def trained(nb_part):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *[part for _ in range(2) for part in (nn.Linear(WIDTH, WIDTH), Island())]
+        )
+        options = {"precision": "bf16"} if autocast == "option" else {}
+        model = hybrid(net, nb_part, chunks=3, **options, split=[4] if nb_part == 1 else "uniform")
+        Backward.under_autocast = []
+        inputs, targets = regression(6)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast == "caller"):
+            model.train_step(inputs, targets, float_mse)
+        assert Backward.under_autocast == [False] * 6
+        return {name: p.grad for name, p in net.named_parameters()}
+
+    assert_same(trained(nb_part), trained(1))

@@ -41,11 +41,13 @@ class ThreadEngine:
     """
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
-        if [stage.index for stage in stages] != list(range(len(stages))):
-            raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._stages = stages
         self._gpus = {device for device in devices if device.type == "cuda"}
-        self._links = sorted({link for stage in stages for link in stage.outgoing}, key=str)
+        links = {link for stage in stages for link in (*stage.incoming, *stage.outgoing)}
+        self._links = sorted(links, key=str)
+        ends = {link.source for link in links} | {link.target for link in links}
+        if ends - {stage.index for stage in stages}:
+            raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._inboxes: list[Inbox] = []
         if len(devices) == 1:
             return  # a single lane runs in the caller's thread
@@ -63,16 +65,19 @@ class ThreadEngine:
         weakref.finalize(self, _shut_down, self._inboxes)
 
     def run(self, step: Step) -> list[Any]:
-        """Executes `step`; see `Engine.run`. On return all threads have forgotten it."""
+        """Executes `step`; see `Engine.run`."""
         run = _StepRun(step, self._stages, self._links)
         if self._inboxes:
             sync_streams(self._gpus, before=True)
             try:
                 self._dispatch(run)
+                run.join()
             except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
+                if run.aborted:
+                    raise
                 run.abort(interrupt)
                 self._dispatch(run)
-            run.join()
+                run.join()
             sync_streams(self._gpus, before=False)
         else:
             run.run_lane(0)
@@ -98,13 +103,11 @@ class _PipelineAborted(Exception):
 class _QueuePort:
     """Both ends of one direction of a link: a queue, with a copy between devices."""
 
-    __slots__ = ("_aborted", "_between", "_queue")
+    __slots__ = ("_between", "_queue", "_run")
 
-    def __init__(
-        self, source: torch.device, target: torch.device, aborted: threading.Event
-    ) -> None:
+    def __init__(self, source: torch.device, target: torch.device, run: _StepRun) -> None:
         self._between = (source, target) if source != target else None
-        self._aborted = aborted
+        self._run = run
         self._queue: SimpleQueue[Any] = SimpleQueue()
 
     def send(self, message: Any) -> None:
@@ -112,12 +115,12 @@ class _QueuePort:
 
     def receive(self) -> Any:
         message = self._queue.get()
-        if message is None or self._aborted.is_set():
+        if message is None or self._run.aborted:
             raise _PipelineAborted
         return receive(message, self._between[1]) if self._between else message
 
     def wake_receiver(self) -> None:
-        """Ends the wait of a thread in `receive`, after `aborted` was set."""
+        """Ends the wait of a thread in `receive`, after the run was aborted."""
         self._queue.put(None)
 
 
@@ -127,6 +130,7 @@ class _StepRun:
     Attributes:
         values: the head's values by micro-batch.
         failure: the first exception, if any.
+        aborted: whether there was one, so that the lanes stop.
     """
 
     def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
@@ -134,15 +138,13 @@ class _StepRun:
         self.failure: BaseException | None = None
         self._step = step
         self._stages = stages
-        self._aborted = threading.Event()
+        self.aborted = False
         device = [stage.device for stage in stages]
         activations = {
-            link: _QueuePort(device[link.source], device[link.target], self._aborted)
-            for link in links
+            link: _QueuePort(device[link.source], device[link.target], self) for link in links
         }
         gradients = {
-            link: _QueuePort(device[link.target], device[link.source], self._aborted)
-            for link in links
+            link: _QueuePort(device[link.target], device[link.source], self) for link in links
         }
         self._ports = [
             StagePorts(
@@ -154,7 +156,9 @@ class _StepRun:
             for stage in stages
         ]
         self._queues = [*activations.values(), *gradients.values()]
-        self._finished = [threading.Event() for _ in step.schedule.lanes]
+        # Not an Event: an interrupt on the way into `Event.wait` may leave its lock taken for ever.
+        self._running = set(range(len(step.schedule.lanes)))
+        self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
 
     def run_lane(self, lane: int) -> None:
@@ -164,7 +168,7 @@ class _StepRun:
         try:
             with step.thread_state.applied(), skip_scope(None):
                 for action in step.schedule.lanes[lane]:
-                    if self._aborted.is_set():
+                    if self.aborted:
                         break
                     if action.kind == "F":
                         self._forward(lane, action)
@@ -179,25 +183,25 @@ class _StepRun:
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
             self.abort(error)
         finally:
-            self._finished[lane].set()
+            self._running.discard(lane)
+            self._lane_ends.put(lane)
 
     def join(self) -> None:
         """Waits until every lane has stopped; a second Ctrl-C does not wait."""
-        for finished in self._finished:
-            while not finished.is_set():
-                try:
-                    finished.wait()
-                except BaseException as interrupt:
-                    if self._aborted.is_set():
-                        raise
-                    self.abort(interrupt)
+        while self._running:
+            try:
+                self._lane_ends.get()
+            except BaseException as interrupt:
+                if self.aborted:
+                    raise
+                self.abort(interrupt)
 
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting lanes."""
         with self._lock:
-            if not self._aborted.is_set():
+            if not self.aborted:
                 self.failure = error
-            self._aborted.set()
+            self.aborted = True
         for queue in self._queues:
             queue.wake_receiver()
 
