@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,29 +73,21 @@ def count(layers: Sequence[Layer], *, optimizer_tensors_per_param: int = 2) -> l
 # Runs a function and returns its result and how long it took, in milliseconds.
 Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
 
-
-@dataclass(frozen=True)
-class LayerInput:
-    """The input of a layer in the chain: the value before it, and the skip values that it pops."""
-
-    value: Any
-    popped: dict[str, Any]
+# The input of a layer in the chain: the value before it, and the skip values that it pops.
+Given = tuple[Any, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class LayerRun:
+class LayerRun(NamedTuple):
     """One forward and backward of a layer.
 
     Attributes:
-        output: the layer's output, with its graph.
-        stashed: the skip values that it stashes.
+        handed_on: the layer's output and the skip values that it stashes, without their graph.
         gradients: those of its inputs and trained parameters.
         forward_ms: milliseconds of the forward.
         backward_ms: milliseconds of the backward; 0 without one.
     """
 
-    output: Any
-    stashed: dict[str, Any]
+    handed_on: tuple[Any, dict[str, Any]]
     gradients: Sequence[Tensor | None]
     forward_ms: float
     backward_ms: float
@@ -103,20 +95,20 @@ class LayerRun:
 
 def run_layer(
     module: nn.Module,
-    given: LayerInput,
+    given: Given,
     precision: Callable[[], AbstractContextManager[object]],
     clock: Clock,
     *,
     call: Callable[[Any], Any] | None = None,
     parameters: Sequence[Tensor] | None = None,
 ) -> LayerRun:
-    """Runs `module` by itself as a stage would: its inputs begin a graph of its own.
+    """Runs `module` alone, as a stage would: its inputs begin a separate graph.
 
     There is a backward where gradients are enabled and an output requires one.
 
     Args:
         module: the layer.
-        given: what it is given.
+        given: its input.
         precision: the context that the forward runs in.
         clock: times the forward and the backward.
         call: calls the layer in place of `module`.
@@ -126,20 +118,20 @@ def run_layer(
     copy = works_in_place(module)
 
     def enter(tensor: Tensor) -> Tensor:
-        leaf = detached(tensor)
+        leaf = _detached(tensor)
         if leaf.requires_grad:
             leaves.append(leaf)
         return leaf.clone() if copy else leaf
 
-    value, popped = tree_map_only(Tensor, enter, (given.value, given.popped))
+    value, popped = tree_map_only(Tensor, enter, given)
 
     def forward() -> tuple[Any, dict[str, Any]]:
         with precision(), skip_scope(popped) as values:
             return (call or module)(value), values
 
     (output, values), forward_ms = clock(forward)
-    stashed = {name: values[name] for name in stashed_by(module)}
-    roots = [tensor for tensor in tensors_of((output, stashed)) if tensor.requires_grad]
+    handed_on = output, {name: values[name] for name in stashed_by(module)}
+    roots = [tensor for tensor in tensors_of(handed_on) if tensor.requires_grad]
     gradients: Sequence[Tensor | None] = ()
     backward_ms = 0.0
     if torch.is_grad_enabled() and roots:
@@ -147,32 +139,39 @@ def run_layer(
         gradients, backward_ms = clock(
             lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True)
         )
-    return LayerRun(output, stashed, gradients, forward_ms, backward_ms)
+    return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
 
 
-# Runs a layer; returns its output and what it stashes, both detached, and the bytes of each storage
-# that autograd keeps for its backward, by the storage's id.
-RunLayer = Callable[[Layer, LayerInput], tuple[Any, dict[str, Any], dict[int, int]]]
+def run_chain(
+    layers: Sequence[Layer],
+    inputs: Any,
+    run: Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]],
+    *,
+    optimizer_tensors_per_param: int = 2,
+) -> list[LayerCost]:
+    """Runs a micro-batch through the chain, and returns the costs of this one run.
 
-
-def run_chain(layers: Sequence[Layer], inputs: Any, run: RunLayer) -> list[tuple[int, int]]:
-    """Runs a micro-batch through the chain.
-
-    Returns:
-        for each layer its `activation_bytes` and `crossing_bytes`; see `LayerCost`.
+    Args:
+        layers: the chain.
+        inputs: the micro-batch.
+        run: runs a layer on what it is given; also returns the bytes of each storage that autograd
+            keeps for its backward, by `storage_id`.
+        optimizer_tensors_per_param: as for `count`.
     """
     maker = {storage_id(tensor): 0 for tensor in tensors_of(inputs)}  # the layer that made it
     counted = set[int]()
     stashes: dict[str, Any] = {}
-    last_pop = {
-        name: index for index, layer in enumerate(layers) for name in popped_by(layer.module)
-    }
+    last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
     activations = [0] * len(layers)
-    crossings = []
+    costs = []
+    kept: list[Any] = []  # so that no storage gets the id of an earlier one
     value = inputs
-    for index, layer in enumerate(layers):
+    weights = count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
+    for index, (layer, cost) in enumerate(zip(layers, weights, strict=True)):
         popped = {name: stashes[name] for name in popped_by(layer.module) if name in stashes}
-        value, stashed, saved = run(layer, LayerInput(value, popped))
+        ran, saved = run(layer, (value, popped))
+        kept.append((value, popped))
+        value, stashed = ran.handed_on
         stashes = {k: v for k, v in (stashes | stashed).items() if last_pop.get(k, 0) > index}
         for storage, nbytes in saved.items():
             activations[maker.get(storage, index)] += nbytes * (storage not in counted)
@@ -182,8 +181,16 @@ def run_chain(layers: Sequence[Layer], inputs: Any, run: RunLayer) -> list[tuple
             if storage_id(tensor) not in maker:
                 maker[storage_id(tensor)] = index
                 counted |= {storage_id(tensor)} & saved.keys()
-        crossings.append(sum(tensor.nbytes for tensor in crossing))
-    return list(zip(activations, crossings, strict=True))
+        costs.append(
+            replace(
+                cost,
+                forward_ms=ran.forward_ms,
+                backward_ms=ran.backward_ms,
+                crossing_bytes=sum(tensor.nbytes for tensor in crossing),
+            )
+        )
+    pairs = zip(costs, activations, strict=True)
+    return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]
 
 
 @contextmanager
@@ -195,24 +202,11 @@ def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]
         yield
 
 
-@contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Puts copies in the place of the buffers in `module`, so that these are not changed."""
-    kept = [(part, part._buffers) for part in module.modules()]
-    for part, buffers in kept:
-        part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
-    try:
-        yield
-    finally:
-        for part, buffers in kept:
-            part._buffers = buffers
-
-
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors in a pytree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def detached(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     """Returns the same values, with `requires_grad` as in training but no graph behind them."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -7,9 +7,11 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +26,9 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import (
+    Given,
     LayerCost,
-    LayerInput,
-    count,
-    detached,
+    LayerRun,
     run_chain,
     run_layer,
     tensors_of,
@@ -75,12 +76,9 @@ def estimate_costs(
             values; names the layer.
     """
     hardware = hardware or Hardware()
-    times: list[tuple[float, float]] = []
-    given: list[LayerInput] = []  # kept, so that no storage gets the id of an earlier one
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def run(layer: Layer, before: LayerInput) -> tuple[Any, dict[str, Any], dict[int, int]]:
-        given.append(before)
+    def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
         module = layer.module
         parameters = {name: _fake(p) for name, p in module.named_parameters()}
         fakes = parameters | {name: _fake(b) for name, b in module.named_buffers()}
@@ -88,9 +86,9 @@ def estimate_costs(
             with count_saved(module, list(fakes.values())) as saved:
                 ran = run_layer(
                     module,
-                    before,
+                    given,
                     precision or nullcontext,
-                    lambda work: _roofline_ms(work, hardware),
+                    partial(_roofline_ms, hardware),
                     call=lambda value: functional_call(module, fakes, (value,)),
                     parameters=list(parameters.values()),
                 )
@@ -100,28 +98,14 @@ def estimate_costs(
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): use "
                 f"costs='measured', or give a function that returns the costs"
             ) from error
-        times.append((ran.forward_ms, ran.backward_ms))
-        return *tree_map_only(Tensor, detached, (ran.output, ran.stashed)), saved.storages
+        return ran, saved.storages
 
     with undisturbed(layers, torch.device("cpu")), mode:
-        kept = run_chain(layers, tree_map_only(Tensor, _fake, inputs), run)
-    link = hardware.link_bytes_per_s
-    return [
-        replace(
-            cost,
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
-            activation_bytes=activations,
-            crossing_bytes=crossing,
-            crossing_ms=0.0 if link is None else crossing / link * 1e3,
-        )
-        for cost, (forward_ms, backward_ms), (activations, crossing) in zip(
-            count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param),
-            times,
-            kept,
-            strict=True,
-        )
-    ]
+        fakes = tree_map_only(Tensor, _fake, inputs)
+        tensors = optimizer_tensors_per_param
+        costs = run_chain(layers, fakes, run, optimizer_tensors_per_param=tensors)
+    link = hardware.link_bytes_per_s or math.inf
+    return [replace(cost, crossing_ms=cost.crossing_bytes / link * 1e3) for cost in costs]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -130,7 +114,7 @@ def _fake(tensor: Tensor) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _roofline_ms(work: Callable[[], Any], hardware: Hardware) -> tuple[Any, float]:
+def _roofline_ms(hardware: Hardware, work: Callable[[], Any]) -> tuple[Any, float]:
     """Returns the result of `work`, and how many milliseconds it should take."""
     with FlopCounterMode(display=False) as flops, _TrafficCounter() as traffic:
         result = work()
