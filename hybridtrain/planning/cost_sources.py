@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,26 +62,12 @@ def measured(
     layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
 ) -> Iterator[Costs]:
     """Yields the times of a quick pass over the layers, then careful ones."""
-    own = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
-
-    @contextmanager
-    def on_device(layer: Layer) -> Iterator[None]:
-        """Brings a layer's weights to the device, and back if other stages will be elsewhere."""
-        layer.module.to(own[0])
-        try:
-            yield
-        finally:
-            if any(device != own[0] for device in own):
-                layer.module.to("cpu")
-
+    devices = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
     profiler = LayerProfiler(
         layers,
         inputs,
-        own[0],
-        crossing_device=own[-1],
-        precision=partial(autocast, options.precision, own[0].type),
-        on_device=on_device,
-        stages=len(own),
+        devices,
+        precision=partial(autocast, options.precision, devices[0].type),
         optimizer_tensors_per_param=options.optimizer_tensors_per_param,
     )
     if Objective.of(options).memory_weight == 1:  # times do not matter

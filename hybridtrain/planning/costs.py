@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain.graph.layer import Layer, works_in_place
@@ -58,15 +59,11 @@ def count(layers: Sequence[Layer], *, optimizer_tensors_per_param: int = 2) -> l
         parameters = [p for p in layer.module.parameters() if id(p) not in seen]
         buffers = [b for b in layer.module.buffers() if id(b) not in seen]
         seen.update(map(id, [*parameters, *buffers]))
-        copies = [1 + (1 + optimizer_tensors_per_param) * p.requires_grad for p in parameters]
-        weight_bytes = sum(p.nbytes * n for p, n in zip(parameters, copies, strict=True))
-        costs.append(
-            LayerCost(
-                layer.name,
-                parameters=sum(p.numel() for p in parameters),
-                weight_bytes=weight_bytes + sum(b.nbytes for b in buffers),
-            )
-        )
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
+        weight_bytes = sum(tensor.nbytes for tensor in [*parameters, *buffers])
+        weight_bytes += trained * (1 + optimizer_tensors_per_param)
+        elements = sum(p.numel() for p in parameters)
+        costs.append(LayerCost(layer.name, parameters=elements, weight_bytes=weight_bytes))
     return costs
 
 
@@ -78,13 +75,10 @@ Given = tuple[Any, dict[str, Any]]
 
 
 class LayerRun(NamedTuple):
-    """One forward and backward of a layer.
+    """One forward and backward of a layer, in milliseconds; the latter is 0 without one.
 
-    Attributes:
-        handed_on: the layer's output and the skip values that it stashes, without their graph.
-        gradients: those of its inputs and trained parameters.
-        forward_ms: milliseconds of the forward.
-        backward_ms: milliseconds of the backward; 0 without one.
+    `handed_on` is the output and the skip values that the layer stashes, without their graph;
+    `gradients` are those of its inputs and trained parameters.
     """
 
     handed_on: tuple[Any, dict[str, Any]]
@@ -98,23 +92,15 @@ def run_layer(
     given: Given,
     precision: Callable[[], AbstractContextManager[object]],
     clock: Clock,
-    *,
-    call: Callable[[Any], Any] | None = None,
-    parameters: Sequence[Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> LayerRun:
     """Runs `module` alone, as a stage would: its inputs begin a separate graph.
 
-    There is a backward where gradients are enabled and an output requires one.
-
-    Args:
-        module: the layer.
-        given: its input.
-        precision: the context that the forward runs in.
-        clock: times the forward and the backward.
-        call: calls the layer in place of `module`.
-        parameters: its parameters in place of the module's.
+    The forward runs in the context `precision`. There is a backward where gradients are enabled and
+    an output requires one. `state` stands for all parameters and buffers of the module.
     """
-    leaves = [p for p in parameters or module.parameters() if p.requires_grad]
+    weights = module.parameters() if state is None else state.values()
+    leaves = [tensor for tensor in weights if tensor.requires_grad]
     copy = works_in_place(module)
 
     def enter(tensor: Tensor) -> Tensor:
@@ -127,7 +113,9 @@ def run_layer(
 
     def forward() -> tuple[Any, dict[str, Any]]:
         with precision(), skip_scope(popped) as values:
-            return (call or module)(value), values
+            if state is not None:
+                return functional_call(module, dict(state), (value,)), values
+            return module(value), values
 
     (output, values), forward_ms = clock(forward)
     handed_on = output, {name: values[name] for name in stashed_by(module)}
@@ -142,35 +130,27 @@ def run_layer(
     return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
 
 
-def run_chain(
-    layers: Sequence[Layer],
-    inputs: Any,
-    run: Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]],
-    *,
-    optimizer_tensors_per_param: int = 2,
-) -> list[LayerCost]:
-    """Runs a micro-batch through the chain, and returns the costs of this one run.
+# Runs a layer; also returns the bytes of each storage that autograd keeps for its backward, by
+# `storage_id`.
+RunLayer = Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]]
 
-    Args:
-        layers: the chain.
-        inputs: the micro-batch.
-        run: runs a layer on what it is given; also returns the bytes of each storage that autograd
-            keeps for its backward, by `storage_id`.
-        optimizer_tensors_per_param: as for `count`.
-    """
+
+def run_chain(
+    layers: Sequence[Layer], inputs: Any, run: RunLayer, optimizer_tensors_per_param: int = 2
+) -> list[LayerCost]:
+    """Runs a micro-batch through the chain, and returns the costs of this one run."""
     maker = {storage_id(tensor): 0 for tensor in tensors_of(inputs)}  # the layer that made it
     counted = set[int]()
     stashes: dict[str, Any] = {}
     last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
+    costs = count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
     activations = [0] * len(layers)
-    costs = []
-    kept: list[Any] = []  # so that no storage gets the id of an earlier one
+    kept: list[Given] = []  # so that no storage gets the id of an earlier one
     value = inputs
-    weights = count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
-    for index, (layer, cost) in enumerate(zip(layers, weights, strict=True)):
+    for index, layer in enumerate(layers):
         popped = {name: stashes[name] for name in popped_by(layer.module) if name in stashes}
-        ran, saved = run(layer, (value, popped))
         kept.append((value, popped))
+        ran, saved = run(layer, kept[-1])
         value, stashed = ran.handed_on
         stashes = {k: v for k, v in (stashes | stashed).items() if last_pop.get(k, 0) > index}
         for storage, nbytes in saved.items():
@@ -181,13 +161,11 @@ def run_chain(
             if storage_id(tensor) not in maker:
                 maker[storage_id(tensor)] = index
                 counted |= {storage_id(tensor)} & saved.keys()
-        costs.append(
-            replace(
-                cost,
-                forward_ms=ran.forward_ms,
-                backward_ms=ran.backward_ms,
-                crossing_bytes=sum(tensor.nbytes for tensor in crossing),
-            )
+        costs[index] = replace(
+            costs[index],
+            forward_ms=ran.forward_ms,
+            backward_ms=ran.backward_ms,
+            crossing_bytes=sum(tensor.nbytes for tensor in crossing),
         )
     pairs = zip(costs, activations, strict=True)
     return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]

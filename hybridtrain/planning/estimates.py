@@ -8,7 +8,7 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,9 +37,7 @@ from hybridtrain.planning.costs import (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The speed of a device, in what training reaches rather than in peak values.
-
-    Only the ratios matter for where a model is cut.
+    """The speed of a device, as training reaches it. Only ratios matter for where a model is cut.
 
     Attributes:
         flops_per_s: floating point operations; a multiplication and an addition are two.
@@ -76,22 +73,15 @@ def estimate_costs(
             values; names the layer.
     """
     hardware = hardware or Hardware()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
         module = layer.module
-        parameters = {name: _fake(p) for name, p in module.named_parameters()}
-        fakes = parameters | {name: _fake(b) for name, b in module.named_buffers()}
+        state = {name: _fake(p) for name, p in module.named_parameters()}
+        state |= {name: _fake(b) for name, b in module.named_buffers()}
+        clock = partial(_roofline_ms, hardware)
         try:
-            with count_saved(module, list(fakes.values())) as saved:
-                ran = run_layer(
-                    module,
-                    given,
-                    precision or nullcontext,
-                    partial(_roofline_ms, hardware),
-                    call=lambda value: functional_call(module, fakes, (value,)),
-                    parameters=list(parameters.values()),
-                )
+            with count_saved(module, list(state.values())) as saved:
+                ran = run_layer(module, given, precision or nullcontext, clock, state)
         except Exception as error:
             raise SplitError(
                 f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
@@ -100,10 +90,10 @@ def estimate_costs(
             ) from error
         return ran, saved.storages
 
-    with undisturbed(layers, torch.device("cpu")), mode:
+    cpu = torch.device("cpu")
+    with undisturbed(layers, cpu), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
-        tensors = optimizer_tensors_per_param
-        costs = run_chain(layers, fakes, run, optimizer_tensors_per_param=tensors)
+        costs = run_chain(layers, fakes, run, optimizer_tensors_per_param)
     link = hardware.link_bytes_per_s or math.inf
     return [replace(cost, crossing_ms=cost.crossing_bytes / link * 1e3) for cost in costs]
 
@@ -129,13 +119,7 @@ class _TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         written = tensors_of(result)  # none: a question, such as for the device
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:

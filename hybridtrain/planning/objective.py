@@ -1,4 +1,4 @@
-"""The partitioning objective: by what the largest stage is measured, and the best cut by it."""
+"""The partitioning objective: the size of a stage, and the cut whose largest stage is smallest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 @dataclass(frozen=True)
 class Objective:
-    """The measure by which the largest stage should be small.
+    """The measure of a stage's size.
 
     Attributes:
-        unit: `layers` and `parameters` are counted; `costs` are times and bytes, see below.
-        memory_weight: 0 balances time alone, 1 memory alone. In between it weighs a stage's share
-            of the model's memory against its share of the model's time.
-        memory_limit: bytes that a device may hold, for `costs`; None: no limit.
+        unit: `layers` and `parameters` are counted; `costs` are times and bytes.
+        memory_weight: for `costs`, the weight of a stage's share of the model's memory against its
+            share of the model's time: 0 balances time alone, 1 memory alone.
+        memory_limit: for `costs`, the bytes that a device may hold; None: no limit.
         recomputes: stages keep only their inputs for each micro-batch, and their activations for
             one micro-batch.
-        stages_per_device: each of a device's stages may take this fraction of its limit. This is
-            stricter than the device itself, where a small stage makes room for a large one.
+        stages_per_device: stages that share a device's limit equally, even where a small stage
+            would leave space for a large one.
     """
 
     unit: Literal["layers", "parameters", "costs"] = "costs"
@@ -50,13 +50,13 @@ class Objective:
         Raises:
             SplitError: it is not the name of an objective.
         """
-        split = options.split
+        split = str(options.split)
         if split == "uniform":
             return cls("layers")
         if split == "size":
             return cls("parameters")
         if split not in MEASURED_SPLITS:
-            close = closest(str(split), SPLITS)
+            close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
                 f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
@@ -64,7 +64,7 @@ class Objective:
             )
         limit = options.memory_limit_gib
         return cls(
-            memory_weight={"time": 0.0, "memory": 1.0}.get(str(split), options.memory_weight),
+            memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=None if limit is None else limit * GIB,
             recomputes=recomputes_stages(options.checkpoint),
             stages_per_device=options.stages_per_device,
@@ -81,7 +81,7 @@ class StageCost:
     """The cost of a stage: time for one micro-batch, memory for all that it keeps alive.
 
     Attributes:
-        time_ms: milliseconds of one micro-batch: forward, backward and crossing.
+        time_ms: milliseconds of forward, backward and crossing.
         forward_ms: milliseconds of its layers' forward.
         backward_ms: milliseconds of their backward.
         crossing_ms: milliseconds to bring values and their gradients over the cuts at its two
@@ -142,15 +142,11 @@ def stage_tables(
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[Tensor]:
-    """Returns how large each stage is if it holds the layers from `start` up to `end`.
+    """Returns the tables that `best_cut` takes, infinity where the arguments forbid the stage.
 
     Arguments as for `cut_by_costs`. A stage's time and memory are shares of the uncut model's; the
     latter with as many micro-batches alive as the stages hold on average, so that the stages'
     shares add up to about 1 in both.
-
-    Returns:
-        for each stage a table of (layers + 1, layers + 1) as `best_cut` takes it, infinity where
-        `goal` or `no_cut_before` forbid the stage.
     """
     if goal.unit == "costs":
         time = _time_ms(costs)
@@ -202,11 +198,7 @@ def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
 
 
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
-    """Returns a stage's bytes at [start, end].
-
-    Its weights and, for each micro-batch, its inputs and what its layers keep. If it recomputes,
-    its layers keep their activations for one micro-batch only.
-    """
+    """Returns a stage's bytes at [start, end]: weights, and inputs and activations kept."""
     weights = range_sums([cost.weight_bytes for cost in costs])
     kept = range_sums([cost.activation_bytes for cost in costs])
     received = _at_cuts([cost.crossing_bytes for cost in costs])
@@ -214,7 +206,7 @@ def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: boo
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
-    """Returns what crosses each cut; nothing crosses the model's two ends."""
+    """Returns the cost of each cut; nothing crosses the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
 
 
@@ -225,9 +217,8 @@ def _why_nothing_fits(
     no_cut_before: Collection[int],
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
-    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}"
-    if per_device > 1:
-        limit += f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
+    each = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
+    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{each * (per_device > 1)}"
     # each stage before and after needs a layer too
     fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
     alone, alive, name = max(

@@ -1,9 +1,7 @@
 """From a model and its options to a plan, and from a plan to the layers of each stage.
 
-    plan = Planner(net, options, example_inputs, cluster).plan()     # one process decides
-    planned = Planner(net, options, example_inputs, cluster).layers_of(plan)     # every process
-
-Nothing here needs an engine, a process group or a GPU.
+One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
+process group or a GPU.
 """
 
 from __future__ import annotations

@@ -47,17 +47,15 @@ class LayerProfiler:
 
     It leaves no gradient and changes no buffer, no default generator and none of the inputs. The
     modules stay on `device`. Layers run in the mode they are in; if all are in evaluation mode
-    there is no backward. At first every layer is warmed up and timed once, or only the former if
-    all takes long: enough to see which ones are large. `repeat` makes the times better.
+    there is no backward. At first every layer is warmed up and timed once, or only warmed up if
+    this takes long. `repeat` makes the times better.
 
     Args:
         layers: the chain.
         inputs: a micro-batch, as the first layer takes it.
-        device: where all layers run.
-        crossing_device: where the next stage may be; None if on the same device.
+        devices: those of the process's stages, which share its intra-op threads. Layers run on the
+            first, and are on the CPU between their runs if not all are the same device.
         precision: the context that a forward runs in, such as autocast.
-        on_device: a context for each run of a layer, in which its weights are on `device`.
-        stages: how many stages the process will have, which share its intra-op threads.
         optimizer_tensors_per_param: as for `count`.
 
     Raises:
@@ -68,32 +66,23 @@ class LayerProfiler:
         self,
         layers: Sequence[Layer],
         inputs: Any,
-        device: torch.device,
+        devices: Sequence[torch.device],
         *,
-        crossing_device: torch.device | None = None,
         precision: Callable[[], AbstractContextManager[object]] | None = None,
-        on_device: Callable[[Layer], AbstractContextManager[object]] | None = None,
-        stages: int = 1,
         optimizer_tensors_per_param: int = 2,
     ) -> None:
-        self._device = device
+        self._devices = devices
+        self._device = device = devices[0]
         self._precision = precision or nullcontext
-        self._on_device = on_device or (lambda _: nullcontext())
-        self._stages = stages
         self._timings: list[_Timing] = []
         self._recent: deque[LayerRun] = deque(maxlen=RECENT if device.type == "cpu" else 0)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
         with self._as_in_a_step(layers):
             # copied, as micro-batches are views of all of a batch's memory
             copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
-            first = run_chain(
-                layers,
-                copies,
-                self._first_run,
-                optimizer_tensors_per_param=optimizer_tensors_per_param,
-            )
+            first = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
             crossing_ms = {
-                nbytes: _copy_ms(nbytes, device, crossing_device or device)
+                nbytes: _copy_ms(nbytes, device, devices[-1])
                 for nbytes in {cost.crossing_bytes for cost in first}
             }
         self._costs = [replace(c, crossing_ms=crossing_ms[c.crossing_bytes]) for c in first]
@@ -146,25 +135,26 @@ class LayerProfiler:
     @contextmanager
     def _prepared(self, layer: Layer) -> Iterator[None]:
         """Brings a layer to the device, with copies in the place of its buffers."""
+        kept = []
         try:
-            with self._on_device(layer):
-                kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]
-                for part, buffers in kept:
-                    part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
-                try:
-                    yield
-                finally:
-                    for part, buffers in kept:
-                        part._buffers = buffers
+            kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]
+            for part, buffers in kept:
+                part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
+            yield
         except Exception as error:
             error.add_note(f"in layer {layer.name!r}, while its cost was measured")
             raise
+        finally:
+            for part, buffers in kept:
+                part._buffers = buffers
+            if len(set(self._devices)) > 1:
+                layer.module.to("cpu")
 
     @contextmanager
     def _as_in_a_step(self, layers: Sequence[Layer]) -> Iterator[None]:
         """Gives layers the intra-op threads and the gradient mode that they have in a step."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads // self._stages))
+        torch.set_num_threads(max(1, threads // len(self._devices)))
         try:
             with undisturbed(layers, self._device):
                 yield
