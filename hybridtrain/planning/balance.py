@@ -8,6 +8,7 @@ next one cheap. Dynamic programming over the parts, O(parts * layers^2).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
     Returns:
         None if every cut has a forbidden part.
     """
-    tables = [_without_empty_ranges(torch.as_tensor(table, dtype=torch.float64)) for table in costs]
+    tables = [torch.as_tensor(table, dtype=torch.float64) for table in costs]
     ends = torch.arange(len(tables[0]))
-
+    tables = [torch.where(ends[:, None] < ends, table, INFINITY) for table in tables]
     start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
     start_only[0] = 0
 
@@ -60,20 +61,13 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
         evenness = counts.amin(0)
         starts.append(torch.where(counts == evenness, ends[:, None], -1).amax(0))
 
-    counts_of_parts: list[int] = []
-    end = len(ends) - 1
+    bounds = [len(ends) - 1]
     for start_of in reversed(starts):
-        start = int(start_of[end])
-        counts_of_parts.append(end - start)
-        end = start
-    return counts_of_parts[::-1]
+        bounds.append(int(start_of[bounds[-1]]))
+    return [end - start for end, start in pairwise(bounds)][::-1]
 
 
 def range_sums(values: Sequence[float]) -> Tensor:
     """Returns a table with the sum of `values[start:end]` at `[start, end]`, float64."""
     totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
     return totals - totals[:, None]
-
-
-def _without_empty_ranges(table: Tensor) -> Tensor:
-    return torch.where(torch.ones_like(table, dtype=torch.bool).triu(1), table, INFINITY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.planning.objective import Objective
-from hybridtrain.planning.profiler import LayerProfiler, intra_op_threads
+from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.precision import autocast
 
 # A stage this much above the mean is uneven: the noise of careful times, and of a single look.
@@ -32,7 +31,7 @@ class Costs(NamedTuple):
     """The costs of a chain's layers, and how far above the mean noise alone may put a stage."""
 
     layers: Sequence[LayerCost]
-    noise: float
+    noise: float = COUNT_NOISE
 
 
 # Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
@@ -43,63 +42,40 @@ YieldCosts = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator
 GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
 
 
-class CostSource(NamedTuple):
-    """A source of costs, with its name in a plan."""
-
-    name: str
-    of: YieldCosts
-
-
-def cost_source(costs: str | GivenCosts) -> CostSource:
-    """Returns the source of that name, or one of the costs that a function returns.
+def cost_source(costs: str | GivenCosts) -> tuple[str, YieldCosts]:
+    """Returns a source of costs with its name in a plan, `given` for a function.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: `costs` is neither a function nor the name of a source.
     """
     if not isinstance(costs, str):
-        return CostSource("given", partial(_given, costs))
+        return "given", partial(_given, costs)
     if costs not in COST_SOURCES:
         raise ConfigError(
             f"costs={costs!r} is neither a function of the layers and a micro-batch nor a known "
             f"source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
         )
-    return CostSource(costs, COST_SOURCES[costs])
+    return costs, COST_SOURCES[costs]
 
 
 def measured(
     layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
 ) -> Iterator[Costs]:
     """Yields the times of a quick pass over the layers, then careful ones."""
-    own = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
-
-    @contextmanager
-    def on_device(layer: Layer) -> Iterator[None]:
-        """Brings a layer's weights to the device, and back if other stages will be elsewhere."""
-        layer.module.to(own[0])
-        try:
-            yield
-        finally:
-            if any(device != own[0] for device in own):
-                layer.module.to("cpu")
-
-    with intra_op_threads(len(own)):
-        profiler = LayerProfiler(
-            layers,
-            inputs,
-            own[0],
-            crossing_device=own[-1],
-            precision=partial(autocast, options.precision, own[0].type),
-            on_device=on_device,
-        )
-    tensors = options.optimizer_tensors_per_param
-    by_memory = Objective.of(options).memory_weight == 1  # times do not matter
-    noise = COUNT_NOISE if by_memory else FIRST_PASS_NOISE
-    yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), noise)
-    if by_memory:
+    devices = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
+    profiler = LayerProfiler(
+        layers,
+        inputs,
+        devices,
+        precision=partial(autocast, options.precision, devices[0].type),
+        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
+    )
+    if Objective.of(options).memory_weight == 1:  # times do not matter
+        yield Costs(profiler.costs())
         return
-    with intra_op_threads(len(own)):
-        profiler.repeat(CAREFUL_SECONDS)
-    yield Costs(profiler.costs(optimizer_tensors_per_param=tensors), COUNT_NOISE)
+    yield Costs(profiler.costs(), FIRST_PASS_NOISE)
+    profiler.repeat(CAREFUL_SECONDS)
+    yield Costs(profiler.costs())
 
 
 def estimated(
@@ -115,7 +91,7 @@ def estimated(
         precision=partial(autocast, options.precision, "cpu"),
         optimizer_tensors_per_param=options.optimizer_tensors_per_param,
     )
-    yield Costs(costs, COUNT_NOISE)
+    yield Costs(costs)
 
 
 def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:
@@ -125,7 +101,7 @@ def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) 
             f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
             f"by their names, not {[cost.name for cost in costs]}"
         )
-    yield Costs(costs, COUNT_NOISE)
+    yield Costs(costs)
 
 
 COST_SOURCES: dict[str, YieldCosts] = {"measured": measured, "estimated": estimated}

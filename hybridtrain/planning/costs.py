@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain.graph.layer import Layer, works_in_place
@@ -58,44 +59,29 @@ def count(layers: Sequence[Layer], *, optimizer_tensors_per_param: int = 2) -> l
         parameters = [p for p in layer.module.parameters() if id(p) not in seen]
         buffers = [b for b in layer.module.buffers() if id(b) not in seen]
         seen.update(map(id, [*parameters, *buffers]))
-        copies = [1 + (1 + optimizer_tensors_per_param) * p.requires_grad for p in parameters]
-        weight_bytes = sum(p.nbytes * n for p, n in zip(parameters, copies, strict=True))
-        costs.append(
-            LayerCost(
-                layer.name,
-                parameters=sum(p.numel() for p in parameters),
-                weight_bytes=weight_bytes + sum(b.nbytes for b in buffers),
-            )
-        )
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
+        weight_bytes = sum(tensor.nbytes for tensor in [*parameters, *buffers])
+        weight_bytes += trained * (1 + optimizer_tensors_per_param)
+        elements = sum(p.numel() for p in parameters)
+        costs.append(LayerCost(layer.name, parameters=elements, weight_bytes=weight_bytes))
     return costs
 
 
 # Runs a function and returns its result and how long it took, in milliseconds.
 Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
 
-
-@dataclass(frozen=True)
-class LayerInput:
-    """The input of a layer in the chain: the value before it, and the skip values that it pops."""
-
-    value: Any
-    popped: dict[str, Any]
+# The input of a layer in the chain: the value before it, and the skip values that it pops.
+Given = tuple[Any, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class LayerRun:
-    """One forward and backward of a layer.
+class LayerRun(NamedTuple):
+    """One forward and backward of a layer, in milliseconds; the latter is 0 without one.
 
-    Attributes:
-        output: the layer's output, with its graph.
-        stashed: the skip values that it stashes.
-        gradients: those of its inputs and trained parameters.
-        forward_ms: milliseconds of the forward.
-        backward_ms: milliseconds of the backward; 0 without one.
+    `handed_on` is the output and the skip values that the layer stashes, without their graph;
+    `gradients` are those of its inputs and trained parameters.
     """
 
-    output: Any
-    stashed: dict[str, Any]
+    handed_on: tuple[Any, dict[str, Any]]
     gradients: Sequence[Tensor | None]
     forward_ms: float
     backward_ms: float
@@ -103,43 +89,37 @@ class LayerRun:
 
 def run_layer(
     module: nn.Module,
-    given: LayerInput,
+    given: Given,
     precision: Callable[[], AbstractContextManager[object]],
     clock: Clock,
-    *,
-    call: Callable[[Any], Any] | None = None,
-    parameters: Sequence[Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> LayerRun:
-    """Runs `module` by itself as a stage would: its inputs begin a graph of its own.
+    """Runs `module` alone, as a stage would: its inputs begin a separate graph.
 
-    There is a backward where gradients are enabled and an output requires one.
-
-    Args:
-        module: the layer.
-        given: what it is given.
-        precision: the context that the forward runs in.
-        clock: times the forward and the backward.
-        call: calls the layer in place of `module`.
-        parameters: its parameters in place of the module's.
+    The forward runs in the context `precision`. There is a backward where gradients are enabled and
+    an output requires one. `state` stands for all parameters and buffers of the module.
     """
-    leaves = [p for p in parameters or module.parameters() if p.requires_grad]
+    weights = module.parameters() if state is None else state.values()
+    leaves = [tensor for tensor in weights if tensor.requires_grad]
     copy = works_in_place(module)
 
     def enter(tensor: Tensor) -> Tensor:
-        leaf = detached(tensor)
+        leaf = _detached(tensor)
         if leaf.requires_grad:
             leaves.append(leaf)
         return leaf.clone() if copy else leaf
 
-    value, popped = tree_map_only(Tensor, enter, (given.value, given.popped))
+    value, popped = tree_map_only(Tensor, enter, given)
 
     def forward() -> tuple[Any, dict[str, Any]]:
         with precision(), skip_scope(popped) as values:
-            return (call or module)(value), values
+            if state is not None:
+                return functional_call(module, dict(state), (value,)), values
+            return module(value), values
 
     (output, values), forward_ms = clock(forward)
-    stashed = {name: values[name] for name in stashed_by(module)}
-    roots = [tensor for tensor in tensors_of((output, stashed)) if tensor.requires_grad]
+    handed_on = output, {name: values[name] for name in stashed_by(module)}
+    roots = [tensor for tensor in tensors_of(handed_on) if tensor.requires_grad]
     gradients: Sequence[Tensor | None] = ()
     backward_ms = 0.0
     if torch.is_grad_enabled() and roots:
@@ -147,32 +127,31 @@ def run_layer(
         gradients, backward_ms = clock(
             lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True)
         )
-    return LayerRun(output, stashed, gradients, forward_ms, backward_ms)
+    return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
 
 
-# Runs a layer; returns its output and what it stashes, both detached, and the bytes of each storage
-# that autograd keeps for its backward, by the storage's id.
-RunLayer = Callable[[Layer, LayerInput], tuple[Any, dict[str, Any], dict[int, int]]]
+# Runs a layer; also returns the bytes of each storage that autograd keeps for its backward, by
+# `storage_id`.
+RunLayer = Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]]
 
 
-def run_chain(layers: Sequence[Layer], inputs: Any, run: RunLayer) -> list[tuple[int, int]]:
-    """Runs a micro-batch through the chain.
-
-    Returns:
-        for each layer its `activation_bytes` and `crossing_bytes`; see `LayerCost`.
-    """
+def run_chain(
+    layers: Sequence[Layer], inputs: Any, run: RunLayer, optimizer_tensors_per_param: int = 2
+) -> list[LayerCost]:
+    """Runs a micro-batch through the chain, and returns the costs of this one run."""
     maker = {storage_id(tensor): 0 for tensor in tensors_of(inputs)}  # the layer that made it
     counted = set[int]()
     stashes: dict[str, Any] = {}
-    last_pop = {
-        name: index for index, layer in enumerate(layers) for name in popped_by(layer.module)
-    }
+    last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
+    costs = count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
     activations = [0] * len(layers)
-    crossings = []
+    kept: list[Given] = []  # so that no storage gets the id of an earlier one
     value = inputs
     for index, layer in enumerate(layers):
         popped = {name: stashes[name] for name in popped_by(layer.module) if name in stashes}
-        value, stashed, saved = run(layer, LayerInput(value, popped))
+        kept.append((value, popped))
+        ran, saved = run(layer, kept[-1])
+        value, stashed = ran.handed_on
         stashes = {k: v for k, v in (stashes | stashed).items() if last_pop.get(k, 0) > index}
         for storage, nbytes in saved.items():
             activations[maker.get(storage, index)] += nbytes * (storage not in counted)
@@ -182,8 +161,14 @@ def run_chain(layers: Sequence[Layer], inputs: Any, run: RunLayer) -> list[tuple
             if storage_id(tensor) not in maker:
                 maker[storage_id(tensor)] = index
                 counted |= {storage_id(tensor)} & saved.keys()
-        crossings.append(sum(tensor.nbytes for tensor in crossing))
-    return list(zip(activations, crossings, strict=True))
+        costs[index] = replace(
+            costs[index],
+            forward_ms=ran.forward_ms,
+            backward_ms=ran.backward_ms,
+            crossing_bytes=sum(tensor.nbytes for tensor in crossing),
+        )
+    pairs = zip(costs, activations, strict=True)
+    return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]
 
 
 @contextmanager
@@ -195,24 +180,11 @@ def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]
         yield
 
 
-@contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Puts copies in the place of the buffers in `module`, so that these are not changed."""
-    kept = [(part, part._buffers) for part in module.modules()]
-    for part, buffers in kept:
-        part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
-    try:
-        yield
-    finally:
-        for part, buffers in kept:
-            part._buffers = buffers
-
-
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors in a pytree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def detached(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     """Returns the same values, with `requires_grad` as in training but no graph behind them."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

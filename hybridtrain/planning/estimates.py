@@ -7,15 +7,16 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,10 +25,9 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import (
+    Given,
     LayerCost,
-    LayerInput,
-    count,
-    detached,
+    LayerRun,
     run_chain,
     run_layer,
     tensors_of,
@@ -37,9 +37,7 @@ from hybridtrain.planning.costs import (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The speed of a device, in what training reaches rather than in peak values.
-
-    Only the ratios matter for where a model is cut.
+    """The speed of a device, as training reaches it. Only ratios matter for where a model is cut.
 
     Attributes:
         flops_per_s: floating point operations; a multiplication and an addition are two.
@@ -75,53 +73,29 @@ def estimate_costs(
             values; names the layer.
     """
     hardware = hardware or Hardware()
-    times: list[tuple[float, float]] = []
-    given: list[LayerInput] = []  # kept, so that no storage gets the id of an earlier one
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def run(layer: Layer, before: LayerInput) -> tuple[Any, dict[str, Any], dict[int, int]]:
-        given.append(before)
+    def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
         module = layer.module
-        parameters = {name: _fake(p) for name, p in module.named_parameters()}
-        fakes = parameters | {name: _fake(b) for name, b in module.named_buffers()}
+        state = {name: _fake(p) for name, p in module.named_parameters()}
+        state |= {name: _fake(b) for name, b in module.named_buffers()}
+        clock = partial(_roofline_ms, hardware)
         try:
-            with count_saved(module, list(fakes.values())) as saved:
-                ran = run_layer(
-                    module,
-                    before,
-                    precision or nullcontext,
-                    lambda work: _roofline_ms(work, hardware),
-                    call=lambda value: functional_call(module, fakes, (value,)),
-                    parameters=list(parameters.values()),
-                )
+            with count_saved(module, list(state.values())) as saved:
+                ran = run_layer(module, given, precision or nullcontext, clock, state)
         except Exception as error:
             raise SplitError(
                 f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): use "
                 f"costs='measured', or give a function that returns the costs"
             ) from error
-        times.append((ran.forward_ms, ran.backward_ms))
-        return *tree_map_only(Tensor, detached, (ran.output, ran.stashed)), saved.storages
+        return ran, saved.storages
 
-    with undisturbed(layers, torch.device("cpu")), mode:
-        kept = run_chain(layers, tree_map_only(Tensor, _fake, inputs), run)
-    link = hardware.link_bytes_per_s
-    return [
-        replace(
-            cost,
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
-            activation_bytes=activations,
-            crossing_bytes=crossing,
-            crossing_ms=0.0 if link is None else crossing / link * 1e3,
-        )
-        for cost, (forward_ms, backward_ms), (activations, crossing) in zip(
-            count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param),
-            times,
-            kept,
-            strict=True,
-        )
-    ]
+    cpu = torch.device("cpu")
+    with undisturbed(layers, cpu), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = tree_map_only(Tensor, _fake, inputs)
+        costs = run_chain(layers, fakes, run, optimizer_tensors_per_param)
+    link = hardware.link_bytes_per_s or math.inf
+    return [replace(cost, crossing_ms=cost.crossing_bytes / link * 1e3) for cost in costs]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -130,7 +104,7 @@ def _fake(tensor: Tensor) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _roofline_ms(work: Callable[[], Any], hardware: Hardware) -> tuple[Any, float]:
+def _roofline_ms(hardware: Hardware, work: Callable[[], Any]) -> tuple[Any, float]:
     """Returns the result of `work`, and how many milliseconds it should take."""
     with FlopCounterMode(display=False) as flops, _TrafficCounter() as traffic:
         result = work()
@@ -145,13 +119,7 @@ class _TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         written = tensors_of(result)  # none: a question, such as for the device
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:

@@ -24,18 +24,13 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
-from hybridtrain.planning.split_spec import (
-    check_stage,
-    counts_of,
-    fill_in,
-    listed,
-    strip_call_index,
-)
+from hybridtrain.planning import split_spec
+from hybridtrain.planning.split_spec import strip_call_index
 
 _MARK = "_pipeline_stage"
 
 
-class _CurrentPartition(threading.local):
+class _Current(threading.local):
     """The partition that this thread is in; None outside of any."""
 
     stage: int | None = None
@@ -71,10 +66,6 @@ class _Marking:
                     setattr(nn.Module, name, original)
 
 
-_current = _CurrentPartition()
-_marking = _Marking()
-
-
 def _then_mark(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -83,6 +74,10 @@ def _then_mark(method: Callable[..., None]) -> Callable[..., None]:
             self.__dict__[_MARK] = _current.stage
 
     return wrapped
+
+
+_current = _Current()
+_marking = _Marking()
 
 
 @contextmanager
@@ -112,11 +107,9 @@ def set_partition(module: nn.Module, stage: int) -> None:
     """
     _check_index(stage)
     before = _mark(module)
-    if before is not None:
-        # made in one partition, all parts have a mark of their own
-        for part in module.modules():
-            if _mark(part) == before:
-                part.__dict__[_MARK] = stage
+    for part in module.modules():
+        if before is not None and _mark(part) == before:  # made in one partition with it
+            part.__dict__[_MARK] = stage
     module.__dict__[_MARK] = stage
 
 
@@ -127,7 +120,7 @@ def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
     being in the nearest module that it does have.
     """
     module: object = net
-    stage: int | None = _mark(net, default)
+    stage = _mark(net, default)
     for part in strip_call_index(name).split(".") if name else ():
         module = getattr(module, part, None)
         stage = _mark(module, stage)
@@ -142,43 +135,15 @@ def has_marks(net: nn.Module) -> bool:
 def spans_stages(module: nn.Module, default: int | None = None) -> bool:
     """Returns whether parts of `module` belong to different stages, so that it must be cut inside.
 
+    Parameters and buffers without a mark belong to the stage `default`; None counts as a stage too.
     A container without parameters belongs to none itself.
-
-    Args:
-        module: any module.
-        default: the stage of parameters and buffers without a mark; None counts as a stage too.
     """
     wanted = {
         default if mark is None else mark
-        for part, mark in marks_in(module)
-        if own_state(part) or (mark is not None and not any(part.children()))
+        for part, mark in _marks_in(module)
+        if _own_state(part) or (mark is not None and not any(part.children()))
     }
     return len(wanted) > 1
-
-
-def _mark(module: object, default: Any = None) -> Any:
-    # not from the instance's dictionary: a compiled module looks it up in what it wraps
-    return getattr(module, _MARK, default)
-
-
-def _check_index(stage: object) -> None:
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-        raise SplitError(f"partition {stage!r}: give the index of a stage, 0 for the first")
-
-
-def own_state(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers that `module` holds itself."""
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def marks_in(
-    module: nn.Module, around: int | None = None
-) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yields `module` and all modules in it, each with its mark or that of the nearest around."""
-    mark = _mark(module, around)
-    yield module, mark
-    for child in module.children():
-        yield from marks_in(child, mark)
 
 
 def counts_by_marks(
@@ -207,11 +172,11 @@ def counts_by_marks(
         )
     hint = ""
     if default_partition is not None:
-        check_stage(f"default_partition={default_partition}", default_partition, stages)
+        split_spec.check_stage(f"default_partition={default_partition}", default_partition, stages)
         hint = f" (without a mark: default_partition={default_partition})"
     marks: dict[int, int | None] = {}
-    for module, mark in marks_in(net):
-        for held in (module, *own_state(module)):
+    for module, mark in _marks_in(net):
+        for held in (module, *_own_state(module)):
             marks.setdefault(id(held), mark)
     assigned: list[int | None] = []
     preferred: list[int | None] = []
@@ -221,9 +186,10 @@ def counts_by_marks(
         preferred.append(default_partition if stage is None else stage)
         again = id(layer.module) in ran or layer.name != strip_call_index(layer.name)
         ran.add(id(layer.module))
-        stateless = not any(own_state(part) for part in layer.module.modules())
+        stateless = not any(_own_state(part) for part in layer.module.modules())
         assigned.append(None if again and stateless else stage)
-    return counts_of(layers, fill_in(assigned, preferred, stages), stages, hint)
+    filled = split_spec.fill_in(assigned, preferred, stages)
+    return split_spec.counts_of(layers, filled, stages, hint)
 
 
 def _stage_of(
@@ -232,36 +198,54 @@ def _stage_of(
     """Returns the stage that the marks ask for; None if the layer can run anywhere.
 
     What holds state decides, since the rest can be computed next to it. The layer may be a segment
-    of the model's forward: not a module of the model, but with some of its modules and parameters.
-
-    Args:
-        net: the model.
-        layer: a layer of it.
-        marks: by identity, of the model's modules, parameters and buffers.
-        default: for state without a mark.
+    of the model's forward: not a module of the model, but with some of its modules and parameters,
+    whose `marks` are given by identity. `default` is the stage of state without a mark.
     """
     by_name = marked_stage(net, layer.name, None)
     parts = list(layer.module.modules())
     wanted = {
         marks.get(id(part), marks.get(id(tensor), by_name))
         for part in parts
-        for tensor in own_state(part)
+        for tensor in _own_state(part)
     }
     if not wanted:
         wanted = {marks.get(id(part)) for part in parts if not any(part.children())} - {None}
-        wanted = wanted or {by_name}
-        if wanted == {None}:
-            return None
+        wanted = wanted or {by_name} - {None}
     found = {default if mark is None else mark for mark in wanted}
-    known = sorted(stage for stage in found if stage is not None)
-    if len(known) < len(found):
+    if None in found:
         raise SplitError(
             f"layer {layer.name!r} has no partition: put its construction into "
             f"`with partition(i):`, call set_partition, or set default_partition="
         )
-    if len(known) > 1:
+    if len(found) > 1:
+        stages = split_spec.listed(sorted(stage for stage in found if stage is not None))
         raise SplitError(
-            f"layer {layer.name!r} runs as one, but has parts for the stages {listed(known)}: "
-            f"place all of it on one, or make its parts layers of the model"
+            f"layer {layer.name!r} runs as one, but has parts for the stages {stages}: place all "
+            f"of it on one, or make its parts layers of the model"
         )
-    return known[0]
+    return next(iter(found), None)
+
+
+def _mark(module: object, default: int | None = None) -> int | None:
+    # not from the instance's dictionary: a compiled module looks it up in what it wraps
+    stage: int | None = getattr(module, _MARK, default)
+    return stage
+
+
+def _check_index(stage: object) -> None:
+    if type(stage) is not int or stage < 0:
+        raise SplitError(f"partition {stage!r}: give the index of a stage, 0 for the first")
+
+
+def _own_state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _marks_in(
+    module: nn.Module, around: int | None = None
+) -> Iterator[tuple[nn.Module, int | None]]:
+    """Yields `module` and all modules in it, each with its mark or that of the nearest around."""
+    mark = _mark(module, around)
+    yield module, mark
+    for child in module.children():
+        yield from _marks_in(child, mark)

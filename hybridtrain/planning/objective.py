@@ -1,4 +1,4 @@
-"""The partitioning objective: by what the largest stage is measured, and the best cut by it."""
+"""The partitioning objective: the size of a stage, and the cut whose largest stage is smallest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 @dataclass(frozen=True)
 class Objective:
-    """The measure by which the largest stage should be small.
+    """The measure of a stage's size.
 
     Attributes:
-        unit: `layers` and `parameters` are counted; `costs` are times and bytes, see below.
-        memory_weight: 0 balances time alone, 1 memory alone. In between it weighs a stage's share
-            of the model's memory against its share of the model's time.
-        memory_limit: bytes that a device may hold, for `costs`; None: no limit.
+        unit: `layers` and `parameters` are counted; `costs` are times and bytes.
+        memory_weight: for `costs`, the weight of a stage's share of the model's memory against its
+            share of the model's time: 0 balances time alone, 1 memory alone.
+        memory_limit: for `costs`, the bytes that a device may hold; None: no limit.
         recomputes: stages keep only their inputs for each micro-batch, and their activations for
             one micro-batch.
-        stages_per_device: each of a device's stages may take this fraction of its limit. This is
-            stricter than the device itself, where a small stage makes room for a large one.
+        stages_per_device: stages that share a device's limit equally, even where a small stage
+            would leave space for a large one.
     """
 
     unit: Literal["layers", "parameters", "costs"] = "costs"
@@ -50,13 +50,13 @@ class Objective:
         Raises:
             SplitError: it is not the name of an objective.
         """
-        split = options.split
+        split = str(options.split)
         if split == "uniform":
             return cls("layers")
         if split == "size":
             return cls("parameters")
         if split not in MEASURED_SPLITS:
-            close = closest(str(split), SPLITS)
+            close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
                 f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
@@ -64,7 +64,7 @@ class Objective:
             )
         limit = options.memory_limit_gib
         return cls(
-            memory_weight={"time": 0.0, "memory": 1.0}.get(str(split), options.memory_weight),
+            memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=None if limit is None else limit * GIB,
             recomputes=recomputes_stages(options.checkpoint),
             stages_per_device=options.stages_per_device,
@@ -81,7 +81,7 @@ class StageCost:
     """The cost of a stage: time for one micro-batch, memory for all that it keeps alive.
 
     Attributes:
-        time_ms: milliseconds of one micro-batch: forward, backward and crossing.
+        time_ms: milliseconds of forward, backward and crossing.
         forward_ms: milliseconds of its layers' forward.
         backward_ms: milliseconds of their backward.
         crossing_ms: milliseconds to bring values and their gradients over the cuts at its two
@@ -122,14 +122,18 @@ def cut_by_costs(
     Raises:
         SplitError: there are too few layers or places to cut, or no cut fits into memory.
     """
-    tied = len(set(no_cut_before))
-    if len(costs) - tied >= len(in_flight):
+    n, stages, tied = len(costs), len(in_flight), len(set(no_cut_before))
+    if n - tied >= stages:
         counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
         if counts is not None:
             return counts
         if goal.memory_limit is not None:
             raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
-    raise SplitError(_too_few_layers(len(costs), len(in_flight), tied))
+    of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
+    raise SplitError(
+        f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
+        f"{stages} stages: lower nb_part= (or stages_per_device=) to {n - tied} or less"
+    )
 
 
 def stage_tables(
@@ -138,39 +142,26 @@ def stage_tables(
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[Tensor]:
-    """Returns how large each stage is if it holds the layers from `start` up to `end`.
+    """Returns the tables that `best_cut` takes, infinity where the arguments forbid the stage.
 
     Arguments as for `cut_by_costs`. A stage's time and memory are shares of the uncut model's; the
     latter with as many micro-batches alive as the stages hold on average, so that the stages'
     shares add up to about 1 in both.
-
-    Returns:
-        for each stage a table of (layers + 1, layers + 1) as `best_cut` takes it, infinity where
-        `goal` or `no_cut_before` forbid the stage.
     """
     if goal.unit == "costs":
-        tables = _cost_tables(costs, in_flight, goal)
+        time = _time_ms(costs)
+        memories = [_memory_bytes(costs, alive, goal.recomputes) for alive in in_flight]
+        time /= time[0, -1].item() or 1.0
+        whole = sum(memory[0, -1].item() for memory in memories) / len(in_flight) or 1.0
+        weight = goal.memory_weight
+        tables = [(1 - weight) * time + weight * (memory / whole) for memory in memories]
+        for table, memory in zip(tables, memories, strict=True):
+            table[memory > goal.stage_limit] = INFINITY
     else:
         sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
         tables = [range_sums(sizes) for _ in in_flight]
     for table in tables:
         table[list(no_cut_before)] = INFINITY  # no stage begins here, and so none ends here
-    return tables
-
-
-def _cost_tables(
-    costs: Sequence[LayerCost], in_flight: Sequence[int], goal: Objective
-) -> list[Tensor]:
-    time = _time_ms(costs)
-    memories = [_memory_bytes(costs, microbatches, goal.recomputes) for microbatches in in_flight]
-    whole_time = time[0, -1].item() or 1.0
-    whole_memory = sum(memory[0, -1].item() for memory in memories) / len(in_flight) or 1.0
-    tables = []
-    for memory in memories:
-        table = (1 - goal.memory_weight) * (time / whole_time)
-        table += goal.memory_weight * (memory / whole_memory)
-        table[memory > goal.stage_limit] = INFINITY
-        tables.append(table)
     return tables
 
 
@@ -184,23 +175,19 @@ def stage_costs(
     bounds = list(pairwise(accumulate(counts, initial=0)))
     time = _time_ms(costs)
     cut = _at_cuts([cost.crossing_ms for cost in costs]).tolist()
-    step = sum(time[bound].item() for bound in bounds)
-    stages = []
-    for (start, end), microbatches in zip(bounds, in_flight, strict=True):
-        layers = costs[start:end]
-        time_ms = time[start, end].item()
-        stages.append(
-            StageCost(
-                time_ms=time_ms,
-                forward_ms=sum(layer.forward_ms for layer in layers),
-                backward_ms=sum(layer.backward_ms for layer in layers),
-                crossing_ms=2 * (cut[start] + cut[end]),
-                memory_bytes=int(_memory_bytes(costs, microbatches, recomputes)[start, end]),
-                parameters=sum(layer.parameters for layer in layers),
-                share=time_ms / (step or 1.0),
-            )
+    step = sum(time[bound].item() for bound in bounds) or 1.0
+    return [
+        StageCost(
+            time_ms=time[start, end].item(),
+            forward_ms=sum(cost.forward_ms for cost in costs[start:end]),
+            backward_ms=sum(cost.backward_ms for cost in costs[start:end]),
+            crossing_ms=2 * (cut[start] + cut[end]),
+            memory_bytes=int(_memory_bytes(costs, alive, recomputes)[start, end]),
+            parameters=sum(cost.parameters for cost in costs[start:end]),
+            share=time[start, end].item() / step,
         )
-    return stages
+        for (start, end), alive in zip(bounds, in_flight, strict=True)
+    ]
 
 
 def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
@@ -211,11 +198,7 @@ def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
 
 
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
-    """Returns a stage's bytes at [start, end].
-
-    Its weights and, for each micro-batch, its inputs and what its layers keep. If it recomputes,
-    its layers keep their activations for one micro-batch only.
-    """
+    """Returns a stage's bytes at [start, end]: weights, and inputs and activations kept."""
     weights = range_sums([cost.weight_bytes for cost in costs])
     kept = range_sums([cost.activation_bytes for cost in costs])
     received = _at_cuts([cost.crossing_bytes for cost in costs])
@@ -223,18 +206,8 @@ def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: boo
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
-    """Returns what crosses each cut; nothing crosses the model's two ends."""
+    """Returns the cost of each cut; nothing crosses the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
-
-
-def _too_few_layers(layers: int, stages: int, tied: int) -> str:
-    model = f"a model of {layers} layer{'s' * (layers != 1)}"
-    if tied:
-        model += f", of which {tied} cannot begin a stage (a module is used before and after),"
-    return (
-        f"{model} cannot be cut into {stages} stages: lower nb_part= (or stages_per_device=) to "
-        f"{layers - tied} or less"
-    )
 
 
 def _why_nothing_fits(
@@ -244,31 +217,29 @@ def _why_nothing_fits(
     no_cut_before: Collection[int],
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
-    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}"
-    if per_device > 1:
-        limit += f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
-
+    each = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
+    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{each * (per_device > 1)}"
     # each stage before and after needs a layer too
     fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
-    alone = [
-        cost.weight_bytes + (1 if goal.recomputes else microbatches) * cost.activation_bytes
-        for cost, microbatches in zip(costs, fewest, strict=True)
-    ]
-    largest = max(range(n), key=alone.__getitem__)
-    if alone[largest] > goal.stage_limit:
-        alive = fewest[largest]
+    alone, alive, name = max(
+        (
+            cost.weight_bytes + (1 if goal.recomputes else kept) * cost.activation_bytes,
+            kept,
+            cost.name,
+        )
+        for cost, kept in zip(costs, fewest, strict=True)
+    )
+    if alone > goal.stage_limit:
         return (
-            f"layer {costs[largest].name!r} alone needs {_gib(alone[largest])} with "
-            f"{alive} micro-batch{'es' * (alive != 1)} in flight, more than {limit}: raise the "
-            f"limit, make micro-batches smaller (chunks=), recompute activations "
-            f"(checkpoint='always'), or divide the layer"
+            f"layer {name!r} alone needs {_gib(alone)} with {alive} "
+            f"micro-batch{'es' * (alive != 1)} in flight, more than {limit}: raise the limit, "
+            f"make micro-batches smaller (chunks=), recompute activations (checkpoint='always'), "
+            f"or divide the layer"
         )
     by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
-    counts = best_cut(stage_tables(costs, in_flight, by_memory, no_cut_before))
-    assert counts is not None
-    needed = max(
-        stage.memory_bytes for stage in stage_costs(costs, counts, in_flight, goal.recomputes)
-    )
+    counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
+    cut = stage_costs(costs, counts, in_flight, goal.recomputes)
+    needed = max(stage.memory_bytes for stage in cut)
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
         f"more. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower what a "
@@ -278,5 +249,5 @@ def _why_nothing_fits(
 
 
 def _gib(size: float) -> str:
-    """Rounded up, so that a limit set to it is enough."""
+    """Returns `size` in GiB, rounded up, so that a limit set to it is enough."""
     return f"{math.ceil(size / GIB * 1000) / 1000:g} GiB"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -112,18 +112,16 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content = asdict(self)
         if not isinstance(self.checkpoint, str | Mapping):
             content["checkpoint"] = list(self.checkpoint)
-        content["stages"] = [
-            vars(stage) | {"layers": [_rounded(cost) for cost in stage.layers]}
-            for stage in self.stages
-        ]
+        for stage in content["stages"]:
+            for cost in stage["layers"]:
+                cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         # with None, only what contains no list or mapping is written on one line
-        text = yaml.safe_dump(
+        return _HEADER + yaml.safe_dump(
             content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
         )
-        return _HEADER + text
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes a file that `read` reads."""
@@ -143,68 +141,51 @@ class Plan:
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())
             raise SplitError(f"split=: {path} is not a YAML file: {why}") from error
-        return cls(**_values(cls, content, f"{path}"))
+        plan: Plan = _parsed(cls, content, str(path))
+        return plan
 
 
-def _rounded(cost: LayerCost) -> dict[str, Any]:
-    return {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(cost).items()}
-
-
-# Earlier versions' keys, and what a file of theirs means that lacks one.
-_FORMER_KEYS = {"expand": "deeper", "in_flight": "held"}
-_DEFAULTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+# Values for the keys that a file of an earlier version lacks, from those that it has.
+_LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "expand": lambda plan: plan["deeper"],
+    "in_flight": lambda stage: stage["held"],
     "process": lambda _: 0,
     "checkpoint": lambda plan: "always" if plan.get("recomputes") else "never",
     "costs_from": lambda plan: "measured" if plan.get("split") in MEASURED_SPLITS else "counted",
 }
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "str": ((str,), "a text (in quotes)"),
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "CheckpointSpec": ((str, list, dict), "a mode, {every: k} or a list of layer names"),
+_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "a text (in quotes)"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
 
 
-def _values(kind: type[Any], given: Any, where: str) -> dict[str, Any]:
-    """Returns the fields of the dataclass `kind` from `given`, which may hold other keys too."""
-    names = [field.name for field in fields(kind)]
-    if not isinstance(given, Mapping):
-        raise SplitError(
-            f"split=: {where} is not a part of a plan, which has the keys {', '.join(names)}; "
-            f"{_NEW_PLAN}"
-        )
-    values: dict[str, Any] = {}
-    for field in fields(kind):
-        name = field.name
-        key = name if name in given else _FORMER_KEYS.get(name, name)
-        if key not in given and name not in _DEFAULTS:
-            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}")
-        value = given[key] if key in given else _DEFAULTS[name](given)
-        values[name] = _value(str(field.type), value, name, where)
-    return values
-
-
-def _value(kind: str, value: Any, name: str, where: str) -> Any:
-    if not kind.startswith("list["):
+def _parsed(kind: Any, given: Any, where: str) -> Any:
+    """Returns `given`, from a YAML file, as a `kind`; a mapping may have other keys too."""
+    if get_origin(kind) is list:
+        if not isinstance(given, list):
+            raise SplitError(f"split=: {where}={given!r} must be a list")
+        return [_parsed(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(given)]
+    if kind in _TYPES:
         types, said = _TYPES[kind]
-        if type(value) not in types:
-            raise SplitError(f"split=: {where}: {name}={value!r} must be {said}")
-        return value
-    if not isinstance(value, list):
-        raise SplitError(f"split=: {where}: {name}={value!r} must be a list")
-    if name == "expand":
-        return [_value("str", item, f"expand[{i}]", where) for i, item in enumerate(value)]
-    if name == "layers":
-        if not value:
-            raise SplitError(f"split=: {where} has no layers")
-        return [
-            LayerCost(**_values(LayerCost, item, f"{where}, layer {i}"))
-            for i, item in enumerate(value)
-        ]
-    return [
-        StagePlan(**_values(StagePlan, item, f"{where}, stage {i}")) for i, item in enumerate(value)
-    ]
+        if type(given) not in types:
+            raise SplitError(f"split=: {where}={given!r} must be {said}")
+        return given
+    kinds = get_type_hints(kind)
+    if not isinstance(given, Mapping):
+        keys = ", ".join(kinds)
+        raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
+    values = dict(given)
+    for name in kinds.keys() - given.keys():
+        try:
+            values[name] = _LACKING[name](given)
+        except KeyError:
+            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}") from None
+    return kind(
+        **{name: _parsed(of, values[name], f"{where}: {name}") for name, of in kinds.items()}
+    )
 
 
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
@@ -214,40 +195,33 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         SplitError: the plan is for other layers, or for another number of stages.
     """
     planned = [cost.name for cost in plan.costs]
-    for number, name in enumerate(planned):
-        if name in planned[:number]:
-            raise SplitError(f"split=: layer {name!r} stands twice in the plan")
-    for name in planned:
-        if name not in names:
-            close = closest(name, names)
-            hint = f" (did you mean {close!r}?)" if close else ""
-            raise SplitError(
-                f"split=: the model has no layer {name!r} of the plan{hint}, which was made for a "
-                f"{plan.model}: {_NEW_PLAN}"
-            )
-    for name in names:
-        if name not in planned:
-            raise SplitError(
-                f"split=: the plan, made for a {plan.model}, lacks the model's layer {name!r}: "
-                f"{_NEW_PLAN}"
-            )
-    for ours, theirs in zip(names, planned, strict=True):
-        if ours != theirs:
-            raise SplitError(
-                f"split=: the plan has layer {theirs!r} where the model has {ours!r}: put the "
-                f"plan's layers into the model's order, or {_NEW_PLAN}"
-            )
-    if len(plan.stages) != stages:
-        raise SplitError(
-            f"split=: the plan has {len(plan.stages)} stages, and {stages} are asked for: set "
-            f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device} as in the "
+    advice = _NEW_PLAN
+    if twice := [name for i, name in enumerate(planned) if name in planned[:i]]:
+        wrong, advice = f"layer {twice[0]!r} stands twice in the plan", "delete one"
+    elif unknown := [name for name in planned if name not in names]:
+        close = closest(unknown[0], names)
+        hint = f" (did you mean {close!r}?)" if close else ""
+        wrong = f"the model has no layer {unknown[0]!r} of the plan{hint}"
+    elif lacking := [name for name in names if name not in planned]:
+        wrong = f"the plan lacks the model's layer {lacking[0]!r}"
+    elif moved := [pair for pair in zip(planned, names, strict=True) if len(set(pair)) > 1]:
+        wrong = f"the plan has layer {moved[0][0]!r} where the model has {moved[0][1]!r}"
+        advice = f"put the plan's layers into the model's order, or {_NEW_PLAN}"
+    elif len(plan.stages) != stages:
+        wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
+        advice = (
+            f"set nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device} as in the "
             f"plan, or {_NEW_PLAN}"
         )
-    return plan.counts
+    elif empty := [number for number, count in enumerate(plan.counts) if not count]:
+        wrong = f"stage {empty[0]} has no layers"
+    else:
+        return plan.counts
+    raise SplitError(f"split=: {wrong} (the plan was made for a {plan.model}): {advice}")
 
 
 def table(plan: Plan) -> str:
-    """Returns the stages of `plan` as text, one row each.
+    """Returns the stages of `plan` as text, one line each.
 
     Times are of one micro-batch; a stage's share of the time includes what crosses its cuts. Where
     no times are known, the share is of the parameters, and the memory is that of the weights, their
@@ -255,35 +229,39 @@ def table(plan: Plan) -> str:
     """
     stages = plan.stage_costs()
     timed = any(stage.time_ms for stage in stages)
-    times = ["forward ms", "backward ms", "memory"] if timed else ["weights + state"]
-    share = "share of time" if timed else "share of parameters"
-    rows = [["stage", "layers", "parameters", *times, share, "device", "from ... to"]]
     parameters = sum(stage.parameters for stage in stages) or 1
-    for index, (stage, layers) in enumerate(zip(stages, plan.layer_names, strict=True)):
-        rows.append(
-            [
-                str(index),
-                str(len(layers)),
-                f"{stage.parameters:,}",
-                *([f"{stage.forward_ms:.3f}", f"{stage.backward_ms:.3f}"] if timed else []),
-                with_unit(stage.memory_bytes),
-                f"{stage.share if timed else stage.parameters / parameters:.0%}",
-                plan.stages[index].device,
-                layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]}",
-            ]
-        )
-    lines = text_table(rows, right_aligned=len(rows[0]) - 2)
-    return "\n".join([*lines, *_largest_layer(plan, timed)])
+    lines: list[dict[str, str]] = []
+    for index, (cost, names) in enumerate(zip(stages, plan.layer_names, strict=True)):
+        line = {
+            "stage": f"{index}",
+            "layers": f"{len(names)}",
+            "parameters": f"{cost.parameters:,}",
+        }
+        memory = with_unit(cost.memory_bytes)
+        if timed:
+            line |= {
+                "forward ms": f"{cost.forward_ms:.3f}",
+                "backward ms": f"{cost.backward_ms:.3f}",
+                "memory": memory,
+                "share of time": f"{cost.share:.0%}",
+            }
+        else:
+            share = f"{cost.parameters / parameters:.0%}"
+            line |= {"weights + state": memory, "share of parameters": share}
+        line |= {
+            "device": plan.stages[index].device,
+            "from ... to": " ... ".join(dict.fromkeys([names[0], names[-1]])),
+        }
+        lines.append(line)
+    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
+    return "\n".join([*text_table(cells, right_aligned=len(cells[0]) - 2), *_largest(plan, timed)])
 
 
-def _largest_layer(plan: Plan, timed: bool) -> list[str]:
+def _largest(plan: Plan, timed: bool) -> list[str]:
     """Returns a line on the largest layer if a better cut is impossible because of it."""
     if plan.split not in ("size", "time", "balanced"):
         return []
-    sizes = {
-        cost.name: cost.forward_ms + cost.backward_ms if timed else cost.parameters
-        for cost in plan.costs
-    }
+    sizes = {c.name: c.forward_ms + c.backward_ms if timed else c.parameters for c in plan.costs}
     largest = max(sizes, key=sizes.__getitem__)
     share = sizes[largest] / (sum(sizes.values()) or 1)
     if share * len(plan.stages) < 1.01:  # less than that is noise

@@ -1,9 +1,7 @@
 """From a model and its options to a plan, and from a plan to the layers of each stage.
 
-    plan = Planner(net, options, example_inputs, cluster).plan()     # one process decides
-    planned = Planner(net, options, example_inputs, cluster).layers_of(plan)     # every process
-
-Nothing here needs an engine, a process group or a GPU.
+One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
+process group or a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +24,7 @@ from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.cost_sources import COUNT_NOISE, Costs, GivenCosts, cost_source
+from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
 from hybridtrain.planning.costs import LayerCost, count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
@@ -37,6 +35,8 @@ from hybridtrain.precision import autocast
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
+
+Item = TypeVar("Item")
 
 
 def plan(
@@ -114,7 +114,7 @@ class Planner:
         self._net = net
         self._options = options
         self._cluster = cluster or Cluster()
-        self._costs = cost_source(costs)
+        self._costs_from, self._costs_of = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
@@ -134,9 +134,17 @@ class Planner:
     def plan(self) -> Plan:
         """Decides on the stages."""
         options, cluster = self._options, self._cluster
-        decision = self._decide()
-        _check_cuts(self._chain(decision.expand), decision.counts)
-        bounds = pairwise(accumulate(decision.counts, initial=0))
+        in_flight = peak_in_flight(
+            make_schedule(
+                options.schedule,
+                cluster.nb_part,
+                options.chunks,
+                options.stages_per_device,
+                options.max_inflight,
+            )
+        )
+        decision = self._decide(in_flight)
+        runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
             model=type(self._net).__name__,
             split=options.split if isinstance(options.split, str) else "by hand",
@@ -148,15 +156,8 @@ class Planner:
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
             stages=[
-                StagePlan(
-                    device=cluster.device_of(stage),
-                    process=cluster.process_of(stage),
-                    in_flight=in_flight,
-                    layers=list(decision.costs[start:end]),
-                )
-                for stage, (in_flight, (start, end)) in enumerate(
-                    zip(self._in_flight(), bounds, strict=True)
-                )
+                StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
+                for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
         )
 
@@ -168,25 +169,7 @@ class Planner:
         """
         chain = self._chain(plan.expand)
         counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
-        _check_cuts(chain, counts)
-        bounds = pairwise(accumulate(counts, initial=0))
-        return PlannedLayers(
-            stages=[chain.layers[start:end] for start, end in bounds],
-            units=chain.units,
-            guards=chain.guards,
-        )
-
-    def _in_flight(self) -> tuple[int, ...]:
-        options = self._options
-        return peak_in_flight(
-            make_schedule(
-                options.schedule,
-                self._cluster.nb_part,
-                options.chunks,
-                options.stages_per_device,
-                options.max_inflight,
-            )
-        )
+        return PlannedLayers(_runs_of(chain.layers, counts, chain), chain.units, chain.guards)
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
         """Returns the chain in which the modules in `expand` are expanded."""
@@ -205,67 +188,61 @@ class Planner:
         tensors = self._options.optimizer_tensors_per_param
         return count(chain.layers, optimizer_tensors_per_param=tensors)
 
-    def _decide(self) -> Decision:
-        split = self._options.split
-        if isinstance(split, str):
-            if split.lower().endswith((".yaml", ".yml")):
-                return self._by_plan(Plan.read(split))
-            return self._by_marks() if split == "manual" else self._by_objective()
-        names = [item for item in split if not isinstance(item, int)]
-        expand = modules_around([name for name, _ in self._net.named_modules()], names)
-        chain = self._chain(expand)
-        counts = split_layers(chain.layers, self._stages, split)
+    def _decide(self, in_flight: Sequence[int]) -> Decision:
+        net, split = self._net, self._options.split
+        expand: Collection[str]
+        if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
+            plan = Plan.read(split)
+            names = [layer.name for layer in self._chain(plan.expand).layers]
+            counts = counts_for(plan, names, self._stages)
+            if plan.chunks != self._options.chunks:
+                log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
+            return Decision(plan.expand, plan.costs, counts, plan.costs_from)
+        if split == "manual":
+            default = self._options.default_partition
+            expand = [
+                name
+                for name, part in net.named_modules()
+                if spans_stages(part, marked_stage(net, name, default))
+            ]
+            chain = self._chain(expand)
+            counts = counts_by_marks(net, chain.layers, self._stages, default)
+        elif isinstance(split, str):
+            return self._by_objective(in_flight)
+        else:
+            given = [item for item in split if not isinstance(item, int)]
+            expand = modules_around([name for name, _ in net.named_modules()], given)
+            chain = self._chain(expand)
+            counts = split_layers(chain.layers, self._stages, split)
         return Decision(expand, self._counted(chain), counts)
 
-    def _by_plan(self, plan: Plan) -> Decision:
-        chain = self._chain(plan.expand)
-        counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
-        if plan.chunks != self._options.chunks:
-            log.info(
-                "the costs in %s are of micro-batches of %d chunks",
-                self._options.split,
-                plan.chunks,
-            )
-        return Decision(plan.expand, plan.costs, counts, plan.costs_from)
-
-    def _by_marks(self) -> Decision:
-        net, default = self._net, self._options.default_partition
-        expand = [
-            name
-            for name, part in net.named_modules()
-            if spans_stages(part, marked_stage(net, name, default))
-        ]
-        chain = self._chain(expand)
-        counts = counts_by_marks(net, chain.layers, self._stages, default)
-        return Decision(expand, self._counted(chain), counts)
-
-    def _by_objective(self) -> Decision:
+    def _by_objective(self, in_flight: Sequence[int]) -> Decision:
         goal = Objective.of(self._options)
         by_costs = goal.unit == "costs"
         root = self._net
 
         def costs(chain: Chain) -> Iterator[Costs]:
             if not by_costs:
-                return iter([Costs(self._counted(chain), COUNT_NOISE)])
-            return self._costs.of(chain.layers, self._microbatch, self._options, self._cluster)
+                return iter([Costs(self._counted(chain))])
+            return self._costs_of(chain.layers, self._microbatch, self._options, self._cluster)
 
         def may_expand(path: str) -> bool:
             if is_chain(root) and not by_costs:
-                return False  # a chain is cut as such
+                return False  # a chain is cut between its elements
             try:
                 return can_expand(root.get_submodule(path))
             except AttributeError:
-                return False  # a layer without a module of its own
+                return False  # a layer that is not a module of the model
 
-        found = find_best_cut(self._chain, costs, self._in_flight(), goal, may_expand)
-        return found._replace(costs_from=self._costs.name if by_costs else "counted")
+        found = find_best_cut(self._chain, costs, in_flight, goal, may_expand)
+        return found._replace(costs_from=self._costs_from) if by_costs else found
 
 
-def _check_cuts(chain: Chain, counts: Sequence[int]) -> None:
-    """Makes sure that layers stay together that must, also where the user has cut.
+def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:
+    """Returns what each stage has of `items`, one for each layer of `chain`.
 
     Raises:
-        SplitError: they do not; names the layers on both sides.
+        SplitError: layers that must stay together do not; names the layers on both sides.
     """
     for cut in accumulate(counts[:-1]):
         if cut in chain.no_cut_before:
@@ -275,3 +252,4 @@ def _check_cuts(chain: Chain, counts: Sequence[int]) -> None:
                 f"and after it, or a tensor is changed in place there. Cut elsewhere, or let two "
                 f"modules share the parameters instead (b.weight = a.weight)"
             )
+    return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
-from hybridtrain.planning.costs import (
-    LayerCost,
-    LayerInput,
-    LayerRun,
-    count,
-    detached,
-    preserve_buffers,
-    run_chain,
-    run_layer,
-    undisturbed,
-)
+from hybridtrain.planning.costs import Given, LayerCost, LayerRun, run_chain, run_layer, undisturbed
 
 # How often `LayerProfiler.repeat` times each layer, at most.
 MAX_REPEATS = 10
@@ -42,21 +33,30 @@ SLOW_MS = 50.0
 RECENT = 8
 
 
+class _Timing(NamedTuple):
+    """A layer, its input in the chain, and the times of its runs."""
+
+    layer: Layer
+    given: Given
+    forward_ms: list[float]
+    backward_ms: list[float]
+
+
 class LayerProfiler:
     """Measures the layers of a chain.
 
     It leaves no gradient and changes no buffer, no default generator and none of the inputs. The
     modules stay on `device`. Layers run in the mode they are in; if all are in evaluation mode
-    there is no backward. At first every layer is warmed up and timed once, or only the former if
-    all takes long: enough to see which ones are large. `repeat` makes the times better.
+    there is no backward. At first every layer is warmed up and timed once, or only warmed up if
+    this takes long. `repeat` makes the times better.
 
     Args:
         layers: the chain.
         inputs: a micro-batch, as the first layer takes it.
-        device: where all layers run.
-        crossing_device: where the next stage may be; None if on the same device.
+        devices: those of the process's stages, which share its intra-op threads. Layers run on the
+            first, and are on the CPU between their runs if not all are the same device.
         precision: the context that a forward runs in, such as autocast.
-        on_device: a context for each run of a layer, in which its weights are on `device`.
+        optimizer_tensors_per_param: as for `count`.
 
     Raises:
         Exception: whatever a layer raises, with a note that names the layer.
@@ -66,27 +66,26 @@ class LayerProfiler:
         self,
         layers: Sequence[Layer],
         inputs: Any,
-        device: torch.device,
+        devices: Sequence[torch.device],
         *,
-        crossing_device: torch.device | None = None,
         precision: Callable[[], AbstractContextManager[object]] | None = None,
-        on_device: Callable[[Layer], AbstractContextManager[object]] | None = None,
+        optimizer_tensors_per_param: int = 2,
     ) -> None:
-        self._layers = layers
-        self._device = device
+        self._devices = devices
+        self._device = device = devices[0]
         self._precision = precision or nullcontext
-        self._on_device = on_device or (lambda _: nullcontext())
-        self._timers: list[_LayerTimer] = []
-        self._recent: deque[Any] = deque(maxlen=RECENT if device.type == "cpu" else 0)
+        self._timings: list[_Timing] = []
+        self._recent: deque[LayerRun] = deque(maxlen=RECENT if device.type == "cpu" else 0)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
-        with undisturbed(layers, device):
+        with self._as_in_a_step(layers):
             # copied, as micro-batches are views of all of a batch's memory
             copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
-            self._bytes = run_chain(layers, copies, self._first_run)
-            self._crossing_ms = {
-                nbytes: _copy_ms(nbytes, device, crossing_device or device)
-                for nbytes in {crossing for _, crossing in self._bytes}
+            first = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
+            crossing_ms = {
+                nbytes: _copy_ms(nbytes, device, devices[-1])
+                for nbytes in {cost.crossing_bytes for cost in first}
             }
+        self._costs = [replace(c, crossing_ms=crossing_ms[c.crossing_bytes]) for c in first]
 
     def repeat(self, seconds: float) -> None:
         """Times the layers again, once and, for about `seconds`, more often.
@@ -95,111 +94,82 @@ class LayerProfiler:
         disturbs a run or two of each, which the median leaves out.
         """
         deadline = perf_counter() + seconds
-        with undisturbed(self._layers, self._device):
+        with self._as_in_a_step([timing.layer for timing in self._timings]):
             for _ in range(MAX_REPEATS):
-                for timer in self._timers:
-                    with self._on_device(timer.layer):
-                        timer.run()
+                for timing in self._timings:
+                    with self._prepared(timing.layer):
+                        self._run(timing)
                 if perf_counter() > deadline:
                     break
 
-    def costs(self, *, optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
-        """Returns what each layer costs, by the median of its times; argument as for `count`."""
-        weights = count(self._layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
+    def costs(self) -> list[LayerCost]:
+        """Returns what each layer costs, by the median of its times."""
         return [
             replace(
                 cost,
-                forward_ms=_median_warm(timer.forward_ms),
-                backward_ms=_median_warm(timer.backward_ms),
-                activation_bytes=activations,
-                crossing_bytes=crossing,
-                crossing_ms=self._crossing_ms[crossing],
+                forward_ms=_median_warm(timing.forward_ms),
+                backward_ms=_median_warm(timing.backward_ms),
             )
-            for cost, timer, (activations, crossing) in zip(
-                weights, self._timers, self._bytes, strict=True
-            )
+            for cost, timing in zip(self._costs, self._timings, strict=True)
         ]
 
-    def _first_run(
-        self, layer: Layer, given: LayerInput
-    ) -> tuple[Any, dict[str, Any], dict[int, int]]:
-        timer = _LayerTimer(layer, given, self._device, self._precision, self._recent)
-        with self._on_device(layer):
-            output, stashed, saved = timer.warm_up()
-            slow = timer.forward_ms[0] + timer.backward_ms[0] > SLOW_MS
+    def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
+        timing = _Timing(layer, given, [], [])
+        self._timings.append(timing)
+        with self._prepared(layer):
+            with count_saved(layer.module) as saved:
+                ran = self._run(timing)
+            slow = ran.forward_ms + ran.backward_ms > SLOW_MS
             if not slow or perf_counter() < self._patient_until:
-                timer.run()
-        self._timers.append(timer)
-        return output, stashed, saved
+                self._run(timing)
+        return ran, saved.storages
 
-
-@dataclass
-class _LayerTimer:
-    """A layer, what it is given in the chain, and how long its runs have taken."""
-
-    layer: Layer
-    given: LayerInput
-    device: torch.device
-    precision: Callable[[], AbstractContextManager[object]]
-    recent: deque[Any]
-    forward_ms: list[float] = field(default_factory=list)
-    backward_ms: list[float] = field(default_factory=list)
-
-    def warm_up(self) -> tuple[Any, dict[str, Any], dict[int, int]]:
-        """Runs the layer and counts what it keeps; see `RunLayer`."""
-        # inside, where the buffers are copies
-        with self._prepared() as module, count_saved(module) as saved:
-            ran = self._run(module)
-        return *tree_map_only(Tensor, detached, (ran.output, ran.stashed)), saved.storages
-
-    def run(self) -> None:
-        """Runs the layer and notes how long it took."""
-        with self._prepared() as module:
-            self._run(module)
-
-    @contextmanager
-    def _prepared(self) -> Iterator[nn.Module]:
-        module = self.layer.module
-        try:
-            module.to(self.device)
-            with preserve_buffers(module):
-                yield module
-        except Exception as error:
-            error.add_note(f"in layer {self.layer.name!r}, while its cost was measured")
-            raise
-
-    def _run(self, module: nn.Module) -> LayerRun:
-        ran = run_layer(module, self.given, self.precision, lambda work: _timed(work, self.device))
-        self.forward_ms.append(ran.forward_ms)
-        self.backward_ms.append(ran.backward_ms)
-        self.recent.append((ran.output, ran.gradients))
+    def _run(self, timing: _Timing) -> LayerRun:
+        clock = partial(_timed, self._device)
+        ran = run_layer(timing.layer.module, timing.given, self._precision, clock)
+        timing.forward_ms.append(ran.forward_ms)
+        timing.backward_ms.append(ran.backward_ms)
+        self._recent.append(ran)
         return ran
 
+    @contextmanager
+    def _prepared(self, layer: Layer) -> Iterator[None]:
+        """Brings a layer to the device, with copies in the place of its buffers."""
+        kept = []
+        try:
+            kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]
+            for part, buffers in kept:
+                part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
+            yield
+        except Exception as error:
+            error.add_note(f"in layer {layer.name!r}, while its cost was measured")
+            raise
+        finally:
+            for part, buffers in kept:
+                part._buffers = buffers
+            if len(set(self._devices)) > 1:
+                layer.module.to("cpu")
 
-@contextmanager
-def intra_op_threads(stages: int) -> Iterator[None]:
-    """Sets as many intra-op threads as each of the `stages` of a process will have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before // stages))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    @contextmanager
+    def _as_in_a_step(self, layers: Sequence[Layer]) -> Iterator[None]:
+        """Gives layers the intra-op threads and the gradient mode that they have in a step."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // len(self._devices)))
+        try:
+            with undisturbed(layers, self._device):
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
 
-def _timed(work: Callable[[], Any], *devices: torch.device) -> tuple[Any, float]:
-    """Returns the result of `work`, and the milliseconds until `devices` are done with it."""
-    _wait(devices)
+def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns the result of `work`, and the milliseconds until `device` is done with it."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     start = perf_counter()
     result = work()
-    _wait(devices)
+    wait()
     return result, (perf_counter() - start) * 1e3
-
-
-def _wait(devices: Sequence[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _copy_ms(nbytes: int, source: torch.device, target: torch.device) -> float:
@@ -207,8 +177,9 @@ def _copy_ms(nbytes: int, source: torch.device, target: torch.device) -> float:
     if source == target:
         return 0.0
     block = torch.empty(nbytes, dtype=torch.uint8, device=source)
-    times = [_timed(lambda: block.to(target), source, target)[1] for _ in range(6)]
-    return _median_warm(times)
+    # a copy to a CPU waits for the GPU
+    device = target if target.type == "cuda" else source
+    return _median_warm([_timed(device, lambda: block.to(target))[1] for _ in range(6)])
 
 
 def _median_warm(times: Sequence[float]) -> float:

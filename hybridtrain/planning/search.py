@@ -58,10 +58,9 @@ def find_best_cut(
             failure: SplitError | None = None
             try:
                 counts = cut_by_costs(costs, in_flight, goal, chain.no_cut_before)
+                best = Decision(sorted(expand), costs, counts)
             except SplitError as error:
                 failure = error
-            else:
-                best = Decision(sorted(expand), costs, counts)
             if expansions_left:
                 large = _too_large(chain, costs, in_flight, goal, counts, noise)
                 more = {path for path in large if may_expand(path)} - expand
@@ -84,7 +83,7 @@ def _too_large(
     counts: Sequence[int] | None,
     noise: float,
 ) -> set[str]:
-    """Returns the layers that stand in the way of a better cut than `counts`, or of any."""
+    """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
     tables = stage_tables(costs, in_flight, goal, chain.no_cut_before)
     sizes = [tables[0][i, i + 1].item() for i in range(len(chain.layers))]
     mean = sum(sizes) / len(in_flight)
@@ -103,19 +102,16 @@ def _too_large(
 
 def _hints(chain: Chain) -> str:
     """Returns why there are not more places to cut."""
-    hints = [
-        f"; {name} could not be expanded: {why}"
-        for name, why in list(chain.unexpanded.items())[-3:]
-    ]
+    hints = ""
     if chain.no_cut_before:
-        first = min(chain.no_cut_before)
-        last = (
-            next(i for i in range(first, len(chain.layers) + 1) if i not in chain.no_cut_before) - 1
-        )
+        first = last = min(chain.no_cut_before)
+        while last + 1 in chain.no_cut_before:
+            last += 1
         begin, end = chain.layers[first - 1].name, chain.layers[last].name
-        hints.insert(
-            0,
+        hints = (
             f"; {begin!r} to {end!r} stay together, since they use one module, or one of them "
-            f"changes in place what another one reads",
+            f"changes in place what another one reads"
         )
-    return "".join(hints)
+    for name, why in list(chain.unexpanded.items())[-3:]:
+        hints += f"; {name} could not be expanded: {why}"
+    return hints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hybridtrain.errors import SplitError, did_you_mean
@@ -35,19 +35,24 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
     given: list[Any] = list(split)
     if stages == 1 and not given:
         return [n]
-    numbers = [item for item in given if isinstance(item, int) and not isinstance(item, bool)]
-    if len(numbers) == len(given) == stages:
-        if sum(numbers) != n or min(numbers) < 1:
+    if all(type(item) is int for item in given) and len(given) == stages:
+        if sum(given) != n or min(given) < 1:
             raise SplitError(
                 f"split={given}: layer counts must be positive and add up to the model's {n} "
-                f"layers; these add up to {sum(numbers)}"
+                f"layers; these add up to {sum(given)}"
             )
-        return numbers
-    if len(numbers) == len(given) == stages - 1:
-        return _between(numbers, n, given)
-    if all(isinstance(item, str) for item in given) and len(given) == stages - 1:
-        return _between([_index(layers, str(name)) for name in given], n, given)
-    if len(given) == stages and all(isinstance(item, str | list | tuple) for item in given):
+        return given
+    if all(type(item) in (int, str) for item in given) and len(given) == stages - 1:
+        if len({type(item) for item in given}) == 1:
+            cuts = [_index(layers, item) if isinstance(item, str) else item for item in given]
+            counts = [end - start for start, end in pairwise([0, *cuts, n])]
+            if min(counts) < 1:
+                raise SplitError(
+                    f"split={given}: cut points must rise and lie between 1 and {n - 1}, so that "
+                    f"no stage is empty (layer 0 begins stage 0 anyway)"
+                )
+            return counts
+    elif all(isinstance(item, str | list | tuple) for item in given) and len(given) == stages:
         return counts_by_patterns(layers, stages, given)
     raise SplitError(
         f"split={given} does not describe {stages} stages: give {stages} layer counts, "
@@ -75,7 +80,11 @@ def counts_by_patterns(
     owner: dict[str, tuple[int, str]] = {}
     for stage, given in enumerate(patterns):
         for pattern in [given] if isinstance(given, str) else given:
-            matched = [layer.name for layer in layers if _matches(layer.name, pattern)]
+            matched = [
+                layer.name
+                for layer in layers
+                if any(fnmatchcase(name, pattern) for name in (layer.name, *_path(layer.name)))
+            ]
             if not matched:
                 known = dict.fromkeys(name for layer in layers for name in _path(layer.name))
                 hint = did_you_mean(pattern, known, "layers and groups")
@@ -130,11 +139,11 @@ def counts_of(
                 f"one or {before.name!r} on an earlier one"
             )
     counts = [assigned.count(stage) for stage in range(stages)]
-    empty = [stage for stage, count in enumerate(counts) if count == 0]
-    if empty:
+    if 0 in counts:
+        empty = listed([stage for stage, count in enumerate(counts) if count == 0])
         raise SplitError(
-            f"{stages} stages are asked for, but no layer is on stage {listed(empty)}: place one "
-            f"there, or lower nb_part="
+            f"{stages} stages are asked for, but no layer is on stage {empty}: place one there, "
+            f"or lower nb_part="
         )
     return counts
 
@@ -142,8 +151,8 @@ def counts_of(
 def check_stage(what: str, stage: int, stages: int) -> None:
     """Raises a SplitError that begins with `what` unless there is such a stage."""
     if not 0 <= stage < stages:
-        there_are = "only stage 0" if stages == 1 else f"stages {listed(range(stages))}"
-        raise SplitError(f"{what}, but there {'is' if stages == 1 else 'are'} {there_are}")
+        there_are = "is only stage 0" if stages == 1 else f"are stages {listed(range(stages))}"
+        raise SplitError(f"{what}, but there {there_are}")
 
 
 def listed(stages: Sequence[int]) -> str:
@@ -157,11 +166,8 @@ def listed(stages: Sequence[int]) -> str:
 def modules_around(names: Collection[str], split: Sequence[Any]) -> set[str]:
     """Returns which of the modules `names` must be expanded to find the layers in `split`."""
     given = [name for item in split for name in ([item] if isinstance(item, str) else item)]
-    found: set[str] = set()
-    for name in given:
-        literal = re.split(r"[*?\[]", name)[0].split(".")[:-1]
-        found |= {".".join(literal[:end]) for end in range(1, len(literal) + 1)}
-    return found & set(names)
+    literal = [re.split(r"[*?\[]", name)[0].rpartition(".")[0] for name in given]
+    return {path for name in literal for path in _path(name)} & set(names)
 
 
 def strip_call_index(name: str) -> str:
@@ -169,25 +175,9 @@ def strip_call_index(name: str) -> str:
     return re.sub(r"@\d+$", "", name)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(candidate, pattern) for candidate in (name, *_path(name)))
-
-
 def _path(name: str) -> list[str]:
     """Returns `["a", "a.b"]` for `a.b@2`."""
-    parts = strip_call_index(name).split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _between(cuts: Sequence[int], n: int, spec: Sequence[object]) -> list[int]:
-    bounds = [0, *cuts, n]
-    counts = [end - start for start, end in pairwise(bounds)]
-    if min(counts) < 1:
-        raise SplitError(
-            f"split={list(spec)}: cut points must rise and lie between 1 and {n - 1}, so that no "
-            f"stage is empty (layer 0 begins stage 0 anyway)"
-        )
-    return counts
+    return list(accumulate(strip_call_index(name).split("."), "{}.{}".format))
 
 
 def _index(layers: Sequence[Layer], name: str) -> int:

@@ -87,7 +87,7 @@ def test_bytes_are_those_that_are_measured_also_on_the_meta_device(make, inputs)
     net = make()
     found = estimated(net, inputs)
     layers = ChainBuilder(net, inputs).chain().layers
-    assert in_bytes(found) == in_bytes(LayerProfiler(layers, inputs, CPU).costs())
+    assert in_bytes(found) == in_bytes(LayerProfiler(layers, inputs, [CPU]).costs())
     with torch.device("meta"):
         assert estimated(make(), inputs) == found
 

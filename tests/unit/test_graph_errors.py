@@ -89,6 +89,6 @@ def test_an_object_that_may_hide_tensors_does_not_cross_a_cut():
             return carrier.tensor * 2
 
     net = nn.Sequential(Puts(), Takes())
-    with pytest.raises(SplitError, match="'0' hands a Carrier to a later stage"):
+    with pytest.raises(SplitError, match="layer '0' passes a Carrier to a later stage, "):
         hybrid(net, 2).train_step(samples(), None, loss_of)
     hybrid(net, 1).train_step(samples(), None, loss_of)

@@ -1,5 +1,6 @@
 """The plan file: `read` returns what was written, and names what does not fit and how to fix it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
         assert "\n" not in str(caught.value)
     for content in ("", "just a text", "- a\n- list\n"):
         path.write_text(content)
-        with pytest.raises(SplitError, match=r"plan\.yaml is not a part of a plan, .*keys model, "):
+        with pytest.raises(SplitError, match=r"plan\.yaml must have the keys model, .* of a plan"):
             Plan.read(path)
 
 
@@ -129,9 +130,9 @@ def places(content):
     """Every mapping in a plan file: where its messages say it is, and the mapping."""
     yield "plan.yaml", content
     for index, stage in enumerate(content["stages"]):
-        yield f"stage {index}", stage
+        yield f"stages[{index}]", stage
         for number, layer in enumerate(stage["layers"]):
-            yield f"stage {index}, layer {number}", layer
+            yield f"stages[{index}]: layers[{number}]", layer
 
 
 def test_every_missing_key_is_named_with_its_place(tmp_path):
@@ -147,7 +148,7 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         where, part = list(places(content))[index]
         del part[key]
         path.write_text(yaml.safe_dump(content))
-        with pytest.raises(SplitError, match=f"{where} lacks the key '{key}'; make a new plan"):
+        with pytest.raises(SplitError, match=f"{re.escape(where)} lacks the key '{key}'; make"):
             Plan.read(path)
 
 
@@ -159,21 +160,16 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("stages", None, "stages=None must be a list"),
         ("expand", [0], r"plan\.yaml: expand\[0\]=0 must be a text"),
         ("checkpoint", 3, "checkpoint=3 must be a mode, {every: k} or a list of layer names"),
-        (
-            "stages",
-            [3],
-            "stage 0 is not a part of a plan, which has the keys device, process, in_flight, la",
-        ),
-        ("stages", [{"device": "cpu", "in_flight": 1, "layers": []}], "stage 0 has no layers"),
+        ("stages", [3], r"stages\[0\] must have the keys device, process, in_flight, layers of a"),
         (
             "stages",
             [{"device": "cpu", "in_flight": 1, "layers": ["a"]}],
-            "stage 0, layer 0 is not a part",
+            r"stages\[0\]: layers\[0\] must have the keys name, parameters, ",
         ),
         (
             "stages",
             [{"device": "cpu", "in_flight": 1.5, "layers": []}],
-            "in_flight=1.5 must be a whole",
+            r"stages\[0\]: in_flight=1.5 must be a whole",
         ),
     ],
 )
@@ -192,10 +188,12 @@ def test_numbers_of_a_layer_may_be_whole_and_its_name_must_be_quoted(tmp_path):
     path.write_text(whole.replace("forward_ms: 1.125", "forward_ms: 1"))
     assert Plan.read(path).stages[1].layers[0].forward_ms == 1
     path.write_text(whole.replace("name: '1'", "name: 1"))
-    with pytest.raises(SplitError, match=r"stage 1, layer 0: name=1 must be a text \(in quotes\)"):
+    with pytest.raises(
+        SplitError, match=r"stages\[1\]: layers\[0\]: name=1 must be a text \(in quotes\)"
+    ):
         Plan.read(path)
     path.write_text(whole.replace("forward_ms: 1.125", "forward_ms: fast"))
-    with pytest.raises(SplitError, match=r"stage 1, layer 0: forward_ms='fast' must be a number"):
+    with pytest.raises(SplitError, match=r"layers\[0\]: forward_ms='fast' must be a number"):
         Plan.read(path)
 
 
@@ -213,30 +211,32 @@ def test_a_plan_gives_the_counts_of_its_stages():
             ["embed", "blocks.0.1", "1"],
             2,
             r"model has no layer 'blocks\.0\.0' of the plan \(did you mean 'blocks\.0\.1'\?\).* "
-            r"made for a Transformer: make a new plan with split=time",
+            r"made for a Transformer\): make a new plan with split=time",
         ),
-        (["xyz"], 2, r"no layer 'embed' of the plan, which"),
-        (
-            [*TWO_NAMES, "head"],
-            2,
-            r"made for a Transformer, lacks the model's layer 'head': make a new plan",
-        ),
+        (["xyz"], 2, r"no layer 'embed' of the plan \(the plan was made for a Transformer\)"),
+        ([*TWO_NAMES, "head"], 2, r"plan lacks the model's layer 'head' .*: make a new plan"),
         (
             ["blocks.0.0", "embed", "1"],
             2,
-            r"plan has layer 'embed' where the model has 'blocks\.0\.0': put .* or make a new plan",
+            r"plan has layer 'embed' where the model has 'blocks\.0\.0' .*: put .* or make a new",
         ),
         (
             TWO_NAMES,
             4,
-            r"has 2 stages, and 4 are asked for: set nb_part=2 and stages_per_device=1 as in the "
-            r"plan, or make a new plan",
+            r"has 2 stages, and 4 are asked for .*: set nb_part=2 and stages_per_device=1 as in "
+            r"the plan, or make a new plan",
         ),
     ],
 )
 def test_a_plan_for_another_model_says_what_differs_and_how_to_fix_it(names, stages, message):
     with pytest.raises(SplitError, match=message):
         counts_for(TWO, names, stages)
+
+
+def test_a_stage_whose_layers_were_all_moved_is_named():
+    emptied = plan([], [layer for stage in TWO.stages for layer in stage.layers])
+    with pytest.raises(SplitError, match=r"stage 0 has no layers"):
+        counts_for(emptied, TWO_NAMES, 2)
 
 
 def test_a_layer_that_was_copied_instead_of_moved_is_named():

@@ -245,7 +245,9 @@ def test_a_model_that_needs_inputs_to_be_traced_says_to_pass_them():
         def forward(self, x, scale=None):
             return super().forward(x if scale is None else x * scale)
 
-    with pytest.raises(ConfigError, match=r"Optional can be traced only .*: pass example_inputs=<"):
+    with pytest.raises(
+        ConfigError, match=r"Optional\.forward has optional .*: pass example_inputs=<"
+    ):
         planned(Optional(0, 0), 2)
     assert len(planned(Optional(0, 0), 2, samples()).stages) == 2
 

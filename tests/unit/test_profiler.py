@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.graph.layer import layers_of
 from hybridtrain.planning.profiler import MAX_REPEATS, SLOW_MS, LayerProfiler
 from hybridtrain.skip import pop, stash
 
@@ -46,9 +46,9 @@ def images():
     return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
-def measured(net, inputs, seconds=None, **options):
+def measured(net, inputs, seconds=None, devices=(CPU,), **options):
     """The costs of a first pass, or of repeats for `seconds`."""
-    profiler = LayerProfiler(layers_of(net), inputs, CPU, **options)
+    profiler = LayerProfiler(layers_of(net), inputs, devices, **options)
     if seconds is not None:
         profiler.repeat(seconds)
     return profiler.costs()
@@ -258,9 +258,9 @@ def test_tuples_and_integers_pass_from_layer_to_layer():
 def test_a_crossing_takes_time_only_between_devices():
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2))
     assert all(cost.crossing_ms == 0 for cost in measured(net, torch.randn(2, 3)))
-    stay = measured(net, torch.randn(2, 3), crossing_device=CPU)
+    stay = measured(net, torch.randn(2, 3), devices=[CPU, CPU])
     assert all(cost.crossing_ms == 0 for cost in stay)
-    leave = measured(net, torch.randn(2, 3), crossing_device=torch.device("meta"))
+    leave = measured(net, torch.randn(2, 3), devices=[CPU, torch.device("meta")])
     assert all(cost.crossing_ms > 0 for cost in leave)
     assert leave[0].crossing_ms == leave[1].crossing_ms  # of as many bytes
 
@@ -276,7 +276,7 @@ def test_every_layer_is_warmed_up_and_timed_and_repeated_no_longer_than_asked(se
 def test_a_slow_warm_up_is_timed_again_only_while_there_is_time(clock, monkeypatch):
     def first_pass():
         layers = [Timed(clock, 1), Timed(clock, 4 * SLOW_MS, 1), Timed(clock, 1)]
-        return LayerProfiler(layers_of(nn.Sequential(*layers)), torch.randn(1), CPU)
+        return LayerProfiler(layers_of(nn.Sequential(*layers)), torch.randn(1), [CPU])
 
     assert first_pass().costs()[1].forward_ms == pytest.approx(1)
     monkeypatch.setattr("hybridtrain.planning.profiler.FIRST_PASS_BUDGET_S", 0.0)
@@ -415,24 +415,25 @@ def test_autocast_holds_in_the_forward_alone():
     assert costs[0].crossing_bytes == 2 * 4 * 2
 
 
-def test_a_layers_weights_need_to_be_on_the_device_only_while_it_runs():
-    with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    there = []
+@pytest.mark.parametrize(("other", "returns"), [("cpu", False), ("meta", True)])
+def test_weights_leave_the_device_after_each_run_if_other_stages_are_elsewhere(
+    monkeypatch, other, returns
+):
+    moves = []
+    to = nn.Module.to
 
-    @contextmanager
-    def on_device(layer: Layer):
-        assert not there
-        there.append(layer.name)
-        layer.module.to_empty(device="cpu").reset_parameters()
-        yield
-        there.remove(layer.name)
-        layer.module.to("meta")
+    def note(module, device):
+        moves.append((module.name, str(device)))
+        return to(module, device)
 
-    costs = measured(net, torch.randn(5, 3), on_device=on_device, seconds=10.0)
-    assert all(parameter.is_meta for parameter in net.parameters())
-    assert [cost.parameters for cost in costs] == [16, 8, 10]
-    assert all(cost.forward_ms > 0 and cost.backward_ms > 0 for cost in costs)
+    monkeypatch.setattr(nn.Module, "to", note)
+    net = nn.Sequential(Seen(), Seen())
+    net[0].name, net[1].name = "a", "b"
+    # a CPU of another name, to tell where it is moved to from where it runs
+    devices = [torch.device("cpu:0"), torch.device("cpu:0" if other == "cpu" else other)]
+    measured(net, torch.randn(5, 3), devices=devices, seconds=0.0)
+    one_round = [("a", "cpu:0"), ("a", "cpu"), ("b", "cpu:0"), ("b", "cpu")]
+    assert moves == 2 * (one_round if returns else one_round[::2])
 
 
 class Fails(nn.Module):

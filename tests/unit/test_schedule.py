@@ -297,7 +297,7 @@ def test_interleaved_evaluation_takes_every_microbatch_in_order_through_every_st
     for v in (1, 2, 3, 4):
         for devices in range(1, 9):
             for chunks in SOME_CHUNKS:
-                lanes = forward_only(devices, chunks, v)
+                lanes = forward_only(devices, chunks, v).lanes
                 done = {}
                 position = [0] * devices
                 while any(p < len(lane) for p, lane in zip(position, lanes, strict=True)):
@@ -324,7 +324,7 @@ def test_a_schedule_of_no_stages_or_nothing_in_flight_is_refused(wrong):
 def test_an_evaluation_takes_every_microbatch_once_through_every_stage():
     for stages in range(1, 9):
         for chunks in range(1, 41):
-            assert forward_only(stages, chunks) == tuple(
+            assert forward_only(stages, chunks).lanes == tuple(
                 tuple(Action("F", s, i) for i in range(chunks)) for s in range(stages)
             )
 
