@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,15 +35,18 @@ class ThreadState:
         )
 
     def applied(self) -> AbstractContextManager[object]:
-        """Returns a context with this grad and inference mode, for a whole step."""
-        same = torch.is_grad_enabled() == self.grad
-        if same and torch.is_inference_mode_enabled() == self.inference:
+        """Returns a context with this grad and inference mode and no autocast, for a whole step."""
+        if ThreadState.capture() == replace(self, autocast_dtypes=()):
             return nullcontext()
         return self._applied()
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, _ in self.autocast_dtypes:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
 
     def autocast(self) -> AbstractContextManager[object]:
