@@ -17,15 +17,14 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tag, Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,25 +32,15 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger("hybridtrain")
 
-# Smaller storages are not worth the trouble, in bytes.
-_SMALL = 1 << 16
-# So much is freed before the allocator is asked to give it back to the system, in bytes.
-_TRIM = 1 << 24
-
+_SMALL = 1 << 16  # bytes of a storage that is not worth the trouble
+_TRIM = 1 << 24  # so many are freed before the allocator is asked to give them to the system
 # Results of these operations, or how much they draw, may depend on content in ways that cannot be
 # followed; but some only overwrite their first argument.
-_UNPREDICTABLE = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
+_UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
 _RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
 _FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill", "copy")}
 # Ways to a tensor's memory that are not operations.
-_READS = {
-    getattr(Tensor, name)
-    for name in ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
-}
+_READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
 
 
 def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> nn.Module:
@@ -73,24 +62,24 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
         owns: whether this process owns the parameter or buffer of this qualified name.
     """
     draws = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    def rewind() -> None:
-        torch.set_rng_state(draws[0])
-        random.setstate(draws[1])
-        np.random.set_state(draws[2])
-
     try:
         unowned = iter(_unowned(build, owns))
-        rewind()
-        dropping = _Construction(lambda storage: next(unowned, False))
+        _rewind(*draws)
+        dropping = _Dropping(lambda storage: next(unowned, False))
         net = _without_rest(dropping.run(build), owns)
         dropping.check_gone()
     except Exception as error:  # plain construction works, or shows the constructor's own error
         log.debug("the model is built whole, as a part of it cannot be: %r", error)
     else:
         return net
-    rewind()
+    _rewind(*draws)
     return _without_rest(build(), owns)
+
+
+def _rewind(ours: Tensor, pythons: Any, numpys: Any) -> None:
+    torch.set_rng_state(ours)
+    random.setstate(pythons)
+    np.random.set_state(numpys)
 
 
 def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> list[bool]:
@@ -99,14 +88,9 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
     What ends up without a name, as a template that a constructor copies, does not.
     """
     seen: list[UntypedStorage] = []
-
-    def drops(storage: UntypedStorage) -> bool:
-        seen.append(storage)
-        return False
-
     with torch.device("meta"):
-        net = _Construction(drops).run(build)
-    named = [(name, _storage(tensor)) for name, tensor in _named_tensors(net)]
+        net = _Dropping(lambda storage: seen.append(storage)).run(build)
+    named = [(name, storage) for name, t in _named_tensors(net) for storage in _storages(t)]
     owned = {storage for name, storage in named if owns(name)}
     unowned = {storage for _, storage in named} - owned
     return [storage in unowned for storage in seen]
@@ -114,33 +98,32 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
 
 def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
     """Puts meta tensors where `net` has parameters and buffers that are not owned."""
-    owned = {id(tensor) for name, tensor in _named_tensors(net) if owns(name)}
-    replaced: dict[int, Tensor] = {}
+    kept = {id(tensor): tensor for name, tensor in _named_tensors(net) if owns(name)}
     for module in net.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or id(tensor) in owned or _storage(tensor) is None:
+            if tensor is None or not _storages(tensor):
                 continue
-            if id(tensor) not in replaced:
+            if id(tensor) not in kept:
                 meta = torch.empty_like(tensor, device="meta")
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, tensor.requires_grad)
                 meta.__dict__.update(tensor.__dict__)
-                replaced[id(tensor)] = meta
-            setattr(module, name, replaced[id(tensor)])
+                kept[id(tensor)] = meta
+            setattr(module, name, kept[id(tensor)])
     return net
 
 
-class _Construction(TorchDispatchMode):
+class _Dropping(TorchDispatchMode):
     """Runs a constructor in which some storages have memory only while operations use them."""
 
-    def __init__(self, drops: Callable[[UntypedStorage], bool]) -> None:
+    def __init__(self, drops: Callable[[UntypedStorage], bool | None]) -> None:
         """`drops` is told of every parameter that is registered or cloned, and says which drop."""
         super().__init__()
         self._drops = drops
-        self._sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
+        self._sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()  # the dropped
         self._last: UntypedStorage | None = None
         self._freed = 0
-        self._failure: RuntimeError | None = None
+        self._read = ""
 
     def run(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Returns `build()`."""
@@ -152,31 +135,29 @@ class _Construction(TorchDispatchMode):
             hook.remove()
 
     def check_gone(self) -> None:
-        """Makes sure that nothing without values is left, where somebody could read it."""
-        if self._failure is not None:
-            raise self._failure  # the constructor has caught it
-        if self._sizes:
-            gc.collect()
-        if self._sizes:
-            raise RuntimeError(f"{len(self._sizes)} tensors depend on parameters not owned")
+        """Raises an error if something without values is left or was read."""
+        gc.collect()
+        if self._read or self._sizes:  # the constructor may have caught the error of a read
+            raise RuntimeError(self._read or "something is computed from a parameter not owned")
 
-    def check_not_read(self, what: object, values: object) -> None:
+    def check_not_read(self, what: str, values: object) -> None:
         """Raises an error if there is a storage without memory in `values`."""
         if self._dropped(values):
-            self._failure = RuntimeError(f"{what} needs the values of a parameter not owned")
-            raise self._failure
+            self._read = f"{what} needs the values of a parameter not owned"
+            raise RuntimeError(self._read)
+
+    def _dropped(self, values: object) -> set[UntypedStorage]:
+        return {storage for storage in _storages(values) if storage in self._sizes}
 
     def _made(self, tensor: Tensor) -> None:
-        storage = _storage(tensor)
-        if storage is None or not self._drops(storage) or storage in self._sizes:
-            return
-        if storage.resizable() and storage.nbytes() > _SMALL:
-            self._keep_last(storage)
+        for storage in _storages(tensor):
+            if self._drops(storage) and storage.nbytes() > _SMALL:
+                self._keep_last(storage)
 
     def _keep_last(self, storage: UntypedStorage) -> None:
-        if self._last is not None and self._last is not storage:
-            self._drop(self._last)
-        self._last = storage
+        last, self._last = self._last, storage
+        if last is not None and last is not storage:
+            self._drop(last)
         self._sizes.pop(storage, None)
 
     def _drop(self, storage: UntypedStorage) -> None:
@@ -186,20 +167,15 @@ class _Construction(TorchDispatchMode):
             self._freed += self._sizes[storage]
         if self._freed > _TRIM:
             self._freed = 0
-            _trim()
-
-    def _dropped(self, values: object) -> set[UntypedStorage]:
-        return {storage for storage in _storages(values) if storage in self._sizes}
+            with suppress(AttributeError, OSError, TypeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what lies between small pieces
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or PyTorch loads its compiler, which takes seconds and 200 MiB
+        return False  # or PyTorch loads its compiler, which takes 1.5 seconds and 150 MiB
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
         if name in _FILLS and args[0].is_meta:
             return args[0]  # on meta PyTorch would load its compiler for it
         dropped = self._dropped((args, kwargs))
@@ -212,10 +188,13 @@ class _Construction(TorchDispatchMode):
             for storage in dropped:
                 storage.resize_(self._sizes[storage])
             result = func(*args, **kwargs)
-            if name in _FILLS and not sources and _is_whole(result):
-                self._keep_last(result.untyped_storage())
+            if name in _FILLS and not sources and result.nbytes == _storages(result)[0].nbytes():
+                self._keep_last(*_storages(result))  # all of it is known again
             else:
-                for storage in {*dropped, *_storages((result, _written(func, args, kwargs)))}:
+                schema = func._schema.arguments
+                given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+                written = [given.get(a.name) for a in schema if a.is_write]
+                for storage in {*dropped, *_storages((result, written))}:
                     self._drop(storage)
         if name == "aten::clone":  # as `copy.deepcopy` does, which registers nothing
             self._made(result)
@@ -225,51 +204,27 @@ class _Construction(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Notices reads of a storage without memory that are not operations."""
 
-    def __init__(self, construction: _Construction) -> None:
+    def __init__(self, dropping: _Dropping) -> None:
         super().__init__()
-        self._construction = construction
+        self._dropping = dropping
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _READS:
-            self._construction.check_not_read(func, args)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _READS:
+            self._dropping.check_not_read(func.__name__, args)
         return func(*args, **(kwargs or {}))
 
 
-def _trim() -> None:
-    """Gives freed memory back to the system, as glibc does not where small pieces lie between."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+def _named_tensors(net: nn.Module) -> list[tuple[str, Tensor]]:
+    named = net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False)
+    return [*named[0], *named[1]]
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that the operation writes to."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return [given[a.name] for a in func._schema.arguments if a.is_write and a.name in given]
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether nothing else is in the memory of `tensor`."""
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _named_tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(
-        net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False)
-    )
-
-
-def _storage(tensor: Tensor) -> UntypedStorage | None:
-    """Returns the memory of `tensor`; None where it is not one block, or not known yet."""
-    if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor):
-        return None
-    return tensor.untyped_storage()
-
-
-def _storages(tree: Any) -> Iterator[UntypedStorage]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, UntypedStorage):
-            yield leaf
-        elif isinstance(leaf, Tensor) and (storage := _storage(leaf)) is not None:
-            yield storage
+def _storages(tree: Any) -> list[UntypedStorage]:
+    """Returns the memory of the tensors in `tree`, of those that have it, and in one block."""
+    return [
+        leaf.untyped_storage()
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor)
+        and leaf.layout == torch.strided
+        and not nn.parameter.is_lazy(leaf)
+    ]
