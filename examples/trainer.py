@@ -14,9 +14,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data import digits
-from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
+from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import nll
 from hybridtrain.models import basicnet
+from hybridtrain.options import LoaderOptions
 
 
 def main(folder: Path) -> None:
