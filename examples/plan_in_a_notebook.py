@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hybridtrain.cluster import Cluster
-from hybridtrain.options import PipelineOptions
+from hybridtrain import Cluster, PipelineOptions
 from hybridtrain.planning import plan
 
 # %% A model whose first layers are the largest

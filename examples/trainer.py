@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from hybridtrain import HybridModel, Trainer, World
+from hybridtrain import HybridModel, Trainer, TrainerOptions, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data import digits
-from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
+from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import nll
 from hybridtrain.models import basicnet
+from hybridtrain.options import LoaderOptions
 
 
 def main(folder: Path) -> None:
@@ -27,16 +28,16 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     net = basicnet(num_classes=10, image_size=8, channels=1)
     model = HybridModel(net, world, chunks=4)
+    options = TrainerOptions(epochs=2, clip_norm=1.0, log_every=20, checkpoint_every=20)
     trainer = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=3e-3),
         nll,  # the network ends in log_softmax
         TrainLoader(data.train, 64, world, options=fetch),
-        epochs=2,
+        options,
         evaluation=EvalLoader(data.eval, 64, world, options=fetch),
         metrics={"accuracy": MulticlassAccuracy(num_classes=10, average="micro")},
         store=CheckpointStore(folder, keep=2),
-        checkpoint_every=20,
     )
     summary = trainer.fit()
     if world.is_main:

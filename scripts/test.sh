@@ -12,7 +12,7 @@ ruff format --check --quiet .
 echo "== codespell"
 codespell
 echo "== words"
-python scripts/words.py --report
+python scripts/words.py
 echo "== mypy"
 mypy
 echo "== pytest"

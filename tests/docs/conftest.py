@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_launch import logging_as_before
+from support.launch import logging_as_before
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +19,5 @@ def as_a_reader_in_an_empty_folder(
     monkeypatch.setattr(sys, "path", list(sys.path))
     with logging_as_before():
         yield
+    for name in [name for name in sys.modules if name.startswith("my_project")]:
+        del sys.modules[name]
