@@ -5,7 +5,7 @@
         metrics.jsonl   a line per logged step     summary.json    written at the end
         tensorboard/    event files                checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
-        plan.yaml       stages and their costs     timeline.*      see `monitor.timeline_files`
+        plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
 """
