@@ -49,6 +49,13 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raises a ConfigError that names the argument, if `value` is not one of `choices`."""
+    choices = list(choices)
+    if value not in choices:
+        raise ConfigError(f"{name}={value} is unknown: {did_you_mean(str(value), choices)}")
+
+
 def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
     """Returns "did you mean 'x'?", or a list of the known names if none is close."""
     known = list(known)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from hybridtrain.errors import ConfigError, SplitError, did_you_mean
+from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
 from hybridtrain.schedule import SCHEDULES
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
@@ -26,7 +26,7 @@ CHECKPOINT_MODES = ("never", "except_last", "always")
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a model is cut into stages and how these run.
+    """The cut of a model into stages, and how these run.
 
     Raises:
         ConfigError: a value is out of its range; the message names the argument.
@@ -38,7 +38,7 @@ class PipelineOptions:
     schedule: str = "1f1b"
     """`1f1b` or `gpipe`."""
     split: SplitSpec = "uniform"
-    """Which layers go to which stage. By what the largest stage should be small in: `uniform`
+    """The layers of each stage. By what the largest stage should be small in: `uniform`
     (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is
     measured to cost). `manual`: as marked by `partition` and `set_partition`. Or the path of a plan
     (`.yaml`), or a list of layer counts, cut points, layer names or name patterns."""
@@ -51,8 +51,8 @@ class PipelineOptions:
     max_inflight: int | None = None
     """Micro-batches that may be in flight at one time; None: the schedule decides."""
     batch_norm: str = "micro_batch"
-    """When running statistics are updated: at each `micro_batch`, as in the unsplit model under
-    gradient accumulation, or `deferred` to once a step."""
+    """The update of running statistics: at each `micro_batch`, as in the unsplit model under
+    gradient accumulation, or `deferred` to once per step."""
     sync_batch_norm: bool = False
     """Normalise over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
     precision: str = "fp32"
@@ -77,9 +77,9 @@ class PipelineOptions:
     keeps 2)."""
 
     def __post_init__(self) -> None:
-        _check_choice("schedule", self.schedule, list(SCHEDULES))
-        _check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
-        _check_choice("precision", self.precision, PRECISIONS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
+        check_choice("precision", self.precision, PRECISIONS)
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -114,7 +114,7 @@ def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are loaded.
+    """The settings of a loader of batches.
 
     Raises:
         ConfigError: a value is out of its range; the message names the argument.
@@ -136,11 +136,6 @@ class LoaderOptions:
             raise ConfigError(f"drop_last={self.drop_last} must be true or false")
         if type(self.timeout_s) not in (int, float) or self.timeout_s <= 0:
             raise ConfigError(f"timeout_s={self.timeout_s} must be a positive number of seconds")
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value} is unknown; choose one of: {', '.join(allowed)}")
 
 
 def _check_split(split: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import check_choice
 from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
@@ -50,20 +50,15 @@ class RunContext:
 
     def train_loader(self) -> TrainLoader:
         """Returns the loader of the training split."""
-        return TrainLoader(
-            self.data.train,
-            self.config.data["batch_size"],
-            self.world,
-            seed=self.config.seed,
-            options=self.loader_options,
-        )
+        size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
+        return TrainLoader(self.data.train, size, self.world, seed=seed, options=options)
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
+        size, options = self.config.data["batch_size"], self.loader_options
         if self.data.eval is None:
             return None
-        batch_size = self.config.data["batch_size"]
-        return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
+        return EvalLoader(self.data.eval, size, self.world, options=options)
 
 
 def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) -> RunContext:
@@ -79,8 +74,8 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
             are checked before anything is written.
     """
     check(config)
-    _check_choice("world.engine", config.world.engine, ENGINES)
-    _check_choice("trainer.loss", config.trainer.loss, LOSSES)
+    check_choice("world.engine", config.world.engine, ENGINES)
+    check_choice("trainer.loss", config.trainer.loss, LOSSES)
     metrics = _metrics(config)
     pipeline_options = _options(
         PipelineOptions,
@@ -96,7 +91,7 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
-    directory = RunDirectory.of(config)
+    directory = RunDirectory(config)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     world = World.from_env(
         config.pipeline.nb_part,
@@ -115,9 +110,12 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     if reuse_plan:
         split: Any = world.on_main(lambda: _split_or_plan(config, directory, store))
         pipeline_options = replace(pipeline_options, split=world.broadcast(split))
-    net = _model(config, data.metadata)
-    example_inputs = _example_inputs(config, data, world)
-    model = HybridModel(net, world, pipeline_options, example_inputs=example_inputs)
+    net = instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    )
+    share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
+    example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
+    model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
     loader_options = replace(loader_options, collate=data.collate)
     return RunContext(
         config, directory, store, world, data, model, trainer_options, loader_options, metrics
@@ -138,16 +136,10 @@ def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
         [
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),
-            *([TensorBoard(directory.tensorboard)] if config.monitor.tensorboard else []),
+            *([TensorBoard(directory.path / "tensorboard")] if config.monitor.tensorboard else []),
             *([Progress()] if config.monitor.progress else []),
         ]
     )
-
-
-def _check_choice(key: str, value: object, choices: Collection[str]) -> str:
-    if value not in choices:
-        raise ConfigError(instantiate.unknown_option(key, str(value), list(choices)))
-    return str(value)
 
 
 def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) -> Options:
@@ -162,10 +154,13 @@ def _metrics(config: Config) -> dict[str, Any]:
         chosen = [] if config.trainer.loss == "mse" else ["accuracy"]
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
+    for metric in chosen.values():
+        if not isinstance(metric, Mapping):
+            check_choice("trainer.metrics", metric, METRICS)
     return {
-        name: instantiate.build("trainer.metrics", metric, config.allow_targets)
+        name: instantiate.build("trainer.metrics", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)
-        else METRICS[_check_choice("trainer.metrics", metric, METRICS)]()
+        else METRICS[metric]()
         for name, metric in chosen.items()
     }
 
@@ -198,31 +193,9 @@ def _data(config: Config, world: World) -> DataSplits:
         tokenizer = str(settings.get("tokenizer", ""))
         if "." in tokenizer or ":" in tokenizer:  # the path of a function, not torchtext's name
             instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
-        splits = instantiate.build("data", settings, config.allow_targets, ignore=LOADER_KEYS)
-        if not isinstance(splits, DataSplits):
-            raise ConfigError(
-                f"data._target_={settings['_target_']} must return a hybridtrain.data.DataSplits, "
-                f"not {type(splits).__name__}"
-            )
-        return splits
+        return instantiate.build(
+            "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+        )
 
     on_main = world.on_main(lambda: load(bool(config.data.get("download"))))
     return on_main if on_main is not None else load(False)
-
-
-def _example_inputs(config: Config, data: DataSplits, world: World) -> Any:
-    """Returns the inputs of a replica's batch, always of the same samples."""
-    share = -(-config.data["batch_size"] // world.replicas)
-    batch_size = min(share, len(data.train))  # type: ignore[arg-type]
-    inputs, _ = next(iter(DataLoader(data.train, batch_size=batch_size, collate_fn=data.collate)))
-    return inputs
-
-
-def _model(config: Config, metadata: Mapping[str, Any]) -> nn.Module:
-    net = instantiate.build("model", config.model, config.allow_targets, defaults=metadata)
-    if not isinstance(net, nn.Module):
-        raise ConfigError(
-            f"model._target_={config.model['_target_']} must give an nn.Module, "
-            f"not {type(net).__name__}"
-        )
-    return net

@@ -8,7 +8,6 @@ restarted run would get a new directory.
 from __future__ import annotations
 
 import os
-import pkgutil
 import sys
 import time
 from collections.abc import Sequence
@@ -24,13 +23,7 @@ from hybridtrain.app.config import Config
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError, UserError
 
-# The function of each command, imported when it runs, because torch takes a second to import.
-COMMANDS = {
-    "train": "hybridtrain.app.commands:train",
-    "plan": "hybridtrain.app.commands:plan",
-    "evaluate": "hybridtrain.app.commands:evaluate",
-    "export": "hybridtrain.app.commands:export",
-}
+COMMANDS = ("train", "plan", "evaluate", "export")
 
 # torchrun ends the other ranks within a fraction of a second after rank 0 has failed.
 _WAIT_FOR_RANK_0_S = 10.0
@@ -42,10 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
     try:
         return _dispatch(command, arguments)
-    except UserError as error:
-        return _report(error)
     except Exception as error:
-        _record_for_torchrun(error)
+        if not isinstance(error, UserError):
+            _record_for_torchrun(error)
         return _report(error)
 
 
@@ -75,7 +67,9 @@ def run(command: str, config: Config, overrides: Sequence[str]) -> None:
     if config.allow_targets and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # where `python -m` finds the user's packages
     with errors_with_config_keys():
-        pkgutil.resolve_name(COMMANDS[command])(config, overrides)
+        from hybridtrain.app import commands  # with torch, which takes a second to import
+
+        getattr(commands, command)(config, overrides)
 
 
 def _show(arguments: Sequence[str]) -> int:

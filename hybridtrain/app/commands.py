@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
+from safetensors.torch import save
+
+from hybridtrain.app.build import build_monitor, build_scaler, setup_run
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
-from hybridtrain.app.export import export_model
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
-from hybridtrain.app.placement_summary import placement_summary
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
-from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.checkpoint import state
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
+from hybridtrain.files import write_atomically
 from hybridtrain.losses import LOSSES
-from hybridtrain.planning.plan import Plan
+from hybridtrain.planning.plan import Plan, table
+from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
+from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
 
-def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
-    """Trains, or resumes training, and returns the summary."""
+def train(config: Config, overrides: Sequence[str]) -> None:
+    """Trains, or resumes training."""
     context = setup_run(config, create=True)
     directory, world, model = context.directory, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
@@ -49,38 +50,49 @@ def train(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         monitor=build_monitor(config, directory) if world.is_main else None,
     )
     checkpoint = checkpoint_to_resume(context)
-    placement = placement_summary(model.plan, world)
+    placement = _placement(model.plan, world)
     _log.info("run directory %s\n%s", directory.path, placement)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.step >= total_steps:
-        return _report_complete_run(context, trainer)
+        _log.info(
+            "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "
+            "to start again, set another run_name",
+            trainer.step,
+        )
+        if trainer.evaluation is not None:
+            result = evaluate_model(model, trainer.evaluation, trainer.loss_fn, trainer.metrics)
+            _log.info("%s", _values(result))
+        world.close()
+        return
     if world.is_main:
         directory.write_config(config, overrides)
         if model.plan.split != str(directory.plan):
-            directory.write_plan(model.plan)
+            model.plan.write(directory.plan)
     summary = trainer.fit({"config": to_yaml(config), "layout": placement})
     if world.is_main:
         directory.write_summary(summary)
-        _log.info("%s", _outcome(directory, summary))
+        _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
+        _log.info("run directory: %s", directory.path.resolve())
+        _log.info("dashboard: tensorboard --logdir %s/tensorboard", directory.path)
     world.close()
-    return summary
 
 
-def plan(config: Config, overrides: Sequence[str]) -> Plan:
+def plan(config: Config, overrides: Sequence[str]) -> None:
     """Cuts the model as a run would, shows the plan and writes it."""
     context = setup_run(config, create=True, reuse_plan=False)
     plan = context.model.plan
-    _log.info("%s", placement_summary(plan, context.world))
+    _log.info("%s", _placement(plan, context.world))
     if context.world.is_main:
-        path = context.directory.write_plan(plan, proposed=bool(context.store.steps()))
+        # A run that has begun keeps the plan that it is cut by.
+        path = context.directory.plan.with_stem("plan.new" if context.store.steps() else "plan")
+        plan.write(path)
         _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
     context.world.close()
-    return plan
 
 
-def evaluate(config: Config, overrides: Sequence[str]) -> dict[str, float]:
+def evaluate(config: Config, overrides: Sequence[str]) -> None:
     """Evaluates the newest checkpoint of a run, or the one that `resume` names."""
     context = setup_run(config)
     loader = context.eval_loader()
@@ -92,47 +104,49 @@ def evaluate(config: Config, overrides: Sequence[str]) -> dict[str, float]:
     values = _values(result)
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, values, result["samples"])
     context.world.close()
-    return result
 
 
-def export(config: Config, overrides: Sequence[str]) -> Path | None:
-    """Writes a checkpoint's weights as one safetensors file, on rank 0."""
+def export(config: Config, overrides: Sequence[str]) -> None:
+    """Writes a checkpoint's weights as one safetensors file, on rank 0.
+
+    `net.load_state_dict(safetensors.torch.load_file(path))` reads it back.
+    """
     context = setup_run(config)
     checkpoint = checkpoint_to_read(context)
     state.restore(checkpoint, context.model)
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
     if context.world.is_main:
-        export_model(context.model, path)
+        tensors = {
+            name: value.cpu().contiguous() for name, value in context.model.state_dict().items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Through bytes: only the owner may read the files that safetensors' own save_file makes.
+        write_atomically(path, save(tensors))
         _log.info("wrote %s, of %s", path, checkpoint)
     context.world.close()
-    return path if context.world.is_main else None
 
 
-def _report_complete_run(context: RunContext, trainer: Trainer) -> dict[str, Any]:
-    """Says that the run has reached its last step, evaluates it and returns its summary."""
-    _log.info(
-        "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; to "
-        "start again, set another run_name",
-        trainer.step,
+def _values(evaluation: Mapping[str, float] | None) -> str:
+    values = dict(evaluation or {})
+    values.pop("samples", None)
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
+def _placement(plan: Plan, world: World) -> str:
+    """Returns a table of the stages and one of every process's devices, from all processes."""
+    hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
+    parameters = sum(cost.parameters for cost in plan.costs)
+    head = (
+        f"{_count(world.size, 'process', 'es')} x {_count(world.nb_part, 'stage')}, "
+        f"{plan.schedule}, {_count(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
+        f"started by {world.launcher}, {world.backend}"
     )
-    loader = context.eval_loader()
-    if loader is not None:
-        result = evaluate_model(context.model, loader, trainer.loss_fn, context.metrics)
-        _log.info("%s", _values(result))
-    summary = context.world.broadcast(context.world.on_main(context.directory.read_summary))
-    context.world.close()
-    return summary or {}
+    processes = [("rank", "host", "devices, by stage")]
+    processes += [
+        (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(hosts)
+    ]
+    return "\n".join([head, table(plan), *text_table(processes, 1)])
 
 
-def _values(evaluation: Mapping[str, float]) -> str:
-    return "  ".join(
-        f"{name} {value:.4f}" for name, value in evaluation.items() if name != "samples"
-    )
-
-
-def _outcome(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
-    return (
-        f"done: {summary['steps']} steps, {_values(summary['eval'] or {}) or 'no evaluation'}\n"
-        f"run directory: {directory.path.resolve()}\n"
-        f"dashboard: tensorboard --logdir {directory.tensorboard}"
-    )
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"

@@ -20,8 +20,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtrain.app.config import Config, flat_keys
-from hybridtrain.app.instantiate import unknown_key, unknown_option
-from hybridtrain.errors import ConfigError, closest
+from hybridtrain.app.instantiate import unknown_key
+from hybridtrain.errors import ConfigError, closest, did_you_mean
 
 CONFIG_MODULE = "hybridtrain.configs"
 
@@ -134,9 +134,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         causes.append(cause)
     for cause in causes:
         if isinstance(cause, MissingConfigException):
-            options = list(cause.options or [])
-            group, _, chosen = (cause.missing_cfg_file or "").rpartition("/")
-            return unknown_option(group.lstrip("/"), chosen, options)
+            group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
+            return f"{group}={chosen} is unknown: {did_you_mean(chosen, cause.options or [])}"
     loader = GlobalHydra.instance().config_loader()
     for override in overrides:
         try:
@@ -150,7 +149,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
         options = loader.get_group_options(key)
         if type(error) is ValueError and options and value not in options:  # a number, say
-            return unknown_option(key, value, options)
+            return f"{override} is unknown: {did_you_mean(value, options)}"
     if unknown := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
         close = closest(unknown[2].removeprefix("recipe/"), loader.list_groups(""))
         hint = f"; did you mean 'override /{close}'?" if close else ""

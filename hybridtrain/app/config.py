@@ -105,10 +105,6 @@ class MonitorConfig:
     """Steps between two timelines of the stages; null: only at the end."""
 
 
-def _data_defaults() -> dict[str, Any]:
-    return {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
-
-
 @dataclass
 class Config:
     """A whole run."""
@@ -124,7 +120,9 @@ class Config:
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as [my_project.models]."""
     model: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=_data_defaults)
+    data: dict[str, Any] = field(
+        default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
+    )
     """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
     and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`."""
     optim: dict[str, Any] = field(default_factory=dict)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError, closest
+
+T = TypeVar("T")
 
 # The packages that each key may name without the user's `allow_targets`.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -51,22 +53,25 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
 def build(
     key: str,
     config: Mapping[str, Any],
+    kind: type[T],
     allow: Sequence[str] = (),
     *,
     positional: Sequence[object] = (),
     defaults: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
-) -> Any:
-    """Calls the target of `config` with `positional` and the config's other keys.
+) -> T:
+    """Calls the target of `config`, which makes a `kind`, with `positional` and the other keys.
 
     A key that is null takes its value from `defaults`, and is left out if the target does not take
     it. Keys in `ignore` are known but not passed on.
 
     Raises:
-        ConfigError: a key is unknown or missing.
+        ConfigError: a key is unknown or missing, or the target makes something else.
         UserError: the target's own, with config keys in the place of its arguments' names.
     """
     target = resolve(key, config.get("_target_"), allow)
+    if isinstance(target, type) and not issubclass(target, kind):
+        raise ConfigError(_another_kind(key, config, kind, target))
     defaults = defaults or {}
     signature = inspect.signature(target)
     parameters = signature.parameters
@@ -83,15 +88,18 @@ def build(
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
         default = parameters[name].default if name in parameters else None
         if isinstance(value, str) and isinstance(default, int | float):
-            kind = "true or false" if isinstance(default, bool) else "a number"
-            raise ConfigError(f"{key}.{name}={value} must be {kind}")
+            expected = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"{key}.{name}={value} must be {expected}")
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
         name = getattr(target, "__qualname__", repr(target))
         raise ConfigError(f"{key} ({name}): {error}") from None
     with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
-        return target(*positional, **arguments)
+        made = target(*positional, **arguments)
+    if not isinstance(made, kind):
+        raise ConfigError(_another_kind(key, config, kind, type(made)))
+    return made
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -103,15 +111,13 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         elsewhere = (k for k in known if k.rpartition(".")[2] == leaf)
         meant = next(elsewhere, None) or closest(key, known, cutoff=0.8)
     if meant is not None:
-        return f"{key}: there is no such key; did you mean {meant}?"
-    return f"{key}: there is no such key; there are: {', '.join(siblings.values() or known)}"
+        return f"{key}: unknown key; did you mean {meant}?"
+    return f"{key}: unknown key; the choices are: {', '.join(siblings.values() or known)}"
 
 
-def unknown_option(group: str, chosen: str, options: Sequence[str]) -> str:
-    """Returns the message for an option that a config group does not have."""
-    close = closest(chosen, options)
-    hint = f"did you mean {group}={close}?" if close else f"there are: {', '.join(options)}"
-    return f"{group}={chosen}: there is no such option; {hint}"
+def _another_kind(key: str, config: Mapping[str, Any], kind: type, found: type) -> str:
+    expected = f"{kind.__module__}.{kind.__name__}"
+    return f"{key}._target_={config['_target_']} must give a {expected}, not {found.__name__}"
 
 
 def _within(path: str, packages: Sequence[str]) -> bool:

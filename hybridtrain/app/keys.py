@@ -35,7 +35,10 @@ _QUOTE_OR_ARGUMENT = re.compile(
 
 
 def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
-    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`."""
+    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`.
+
+    Where the library says to start a new run, the command line says how.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         if match[1] not in keys:
@@ -43,7 +46,8 @@ def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
         value = "null" if match[2] == "None" else match[2].lower()
         return f"{keys[match[1]]}={value}"
 
-    return _QUOTE_OR_ARGUMENT.sub(replaced, message)
+    message = _QUOTE_OR_ARGUMENT.sub(replaced, message)
+    return re.sub("or start a new run( in another directory)?", "or set another run_name", message)
 
 
 @contextmanager

@@ -24,15 +24,10 @@ def build_optimizer(
         ConfigError: the target is not an optimizer, or a key does not fit it.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    target = instantiate.resolve("optim", config.get("_target_"), allow)
-    if not (isinstance(target, type) and issubclass(target, Optimizer)):
-        raise ConfigError(f"optim._target_={config['_target_']} is not a torch.optim.Optimizer")
     try:
-        optimizer = instantiate.build("optim", config, allow, positional=[trained])
+        return instantiate.build("optim", config, Optimizer, allow, positional=[trained])
     except ValueError as error:  # such as a negative learning rate
         raise ConfigError(f"optim: {error}") from error
-    assert isinstance(optimizer, Optimizer)
-    return optimizer
 
 
 def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
@@ -60,26 +55,21 @@ def build_lr_schedule(
     warmup = config.get("warmup_steps") or 0
     if type(warmup) is not int or warmup < 0:
         raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
-    target = instantiate.resolve("lr_schedule", config.get("_target_"), allow)
-    if not (isinstance(target, type) and issubclass(target, LRScheduler)):
-        raise ConfigError(
-            f"lr_schedule._target_={config['_target_']} is not an LRScheduler of torch.optim"
-        )
-    if issubclass(target, ReduceLROnPlateau):
-        raise ConfigError(
-            "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
-            "step only if its schedule depends on the step alone; use another"
-        )
     left = max(1, total_steps - warmup)
     schedule = instantiate.build(
         "lr_schedule",
         config,
+        LRScheduler,
         allow,
         positional=[optimizer],
         defaults={"T_max": left, "total_iters": left, "total_steps": left},
         ignore=["warmup_steps"],
     )
-    assert isinstance(schedule, LRScheduler)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
+            "step only if its schedule depends on the step alone; use another"
+        )
     if not warmup:
         return schedule
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)

@@ -22,22 +22,15 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
     def find() -> Path | None:
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and store.steps():
             return store.newest()  # torchrun has restarted this run: continue where it was
-        if resume is None:
-            if store.steps():
-                raise ConfigError(
-                    f"resume=null would start a new run among the checkpoints in {store.root} (up "
-                    f"to step {store.steps()[-1]}): set resume=auto to continue that run, or "
-                    f"another run_name"
-                )
-            return None
-        checkpoint = _named_or_newest(resume, store)
-        if resume != "auto" and checkpoint is not None:
-            later = [step for step in store.steps() if step > step_of(checkpoint)]
-            if later:
-                raise ConfigError(
-                    f"resume={resume}: the run directory has later checkpoints, up to step "
-                    f"{later[-1]}, which the new ones would mix with: set another run_name"
-                )
+        checkpoint = None if resume is None else _named_or_newest(resume, store)
+        begin = -1 if checkpoint is None else step_of(checkpoint)
+        later = [step for step in store.steps() if step > begin]
+        if later and resume != "auto":
+            raise ConfigError(
+                f"resume={resume or 'null'} would mix new checkpoints with the later ones in "
+                f"{store.root}, up to step {later[-1]}: set resume=auto to continue that run, or "
+                f"another run_name"
+            )
         return checkpoint
 
     return context.world.broadcast(context.world.on_main(find))

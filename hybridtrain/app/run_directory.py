@@ -5,7 +5,7 @@
         metrics.jsonl   a line per logged step     summary.json    written at the end
         tensorboard/    event files                checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
-        plan.yaml       stages and their costs     timeline.*      see `monitor.timeline_files`
+        plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
 """
@@ -14,46 +14,33 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from tqdm.contrib import DummyTqdmFile
 
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.monitor.progress import TqdmLoggingHandler
-from hybridtrain.planning.plan import Plan
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run."""
+    """The directory of one run.
 
-    path: Path
+    Attributes:
+        path: the directory itself.
+        checkpoints: the folder of the checkpoints.
+        plan: the plan that the run is cut by.
+    """
 
-    @classmethod
-    def of(cls, config: Config) -> RunDirectory:
-        """Returns the run directory that `config` names."""
-        return cls(Path(config.output_dir) / str(config.run_name))
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that the run is cut by."""
-        return self.path / "plan.yaml"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.output_dir) / str(config.run_name)
+        self.checkpoints = self.path / "checkpoints"
+        self.plan = self.path / "plan.yaml"
 
     def create(self) -> None:
         """Makes the directory; every process calls it, since each has a log in it.
@@ -81,30 +68,15 @@ class RunDirectory:
             return {}
         return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
 
-    def write_plan(self, plan: Plan, proposed: bool = False) -> Path:
-        """Writes a plan, which `pipeline.split` takes, and returns its path.
-
-        A `proposed` plan does not replace that of the run.
-        """
-        path = self.path / "plan.new.yaml" if proposed else self.plan
-        write_atomically(path, plan.to_yaml())
-        return path
-
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
-    def read_summary(self) -> dict[str, Any]:
-        """Returns the summary that `write_summary` wrote, or an empty one."""
-        path = self.path / "summary.json"
-        summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return summary
-
     def log_to_files(self, rank: int) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too.
 
-        There is no file without a run directory, such as when the name of a run to evaluate has a
-        typo.
+        Without a run directory, as when the name of a run to evaluate has a typo, there is only the
+        terminal.
         """
         root = logging.getLogger()
         root.setLevel(logging.INFO)
@@ -115,5 +87,6 @@ class RunDirectory:
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
             root.addHandler(file)
         if rank == 0:
-            root.addHandler(TqdmLoggingHandler())
+            # Above the bar of `Progress`; logging never uses the stream beyond write and flush.
+            root.addHandler(logging.StreamHandler(DummyTqdmFile(sys.stderr)))
         logging.captureWarnings(True)

@@ -6,7 +6,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
 _FILE = "digits.csv.gz"
@@ -38,8 +38,8 @@ def digits() -> DataSplits:
     """
     resource = files("hybridtrain.data") / _FILE
     try:
-        text = gzip.decompress(resource.read_bytes()).decode("ascii")
-        table = np.array([line.split(",") for line in text.split()], dtype=np.int64)
+        with resource.open("rb") as packed, gzip.open(packed) as file:
+            table = np.loadtxt(file, dtype=np.int64, delimiter=",")
     except (OSError, EOFError, ValueError) as error:
         raise DataError(_broken(str(resource), str(error))) from error
     if table.shape != (_SAMPLES, _SIDE * _SIDE + 1):
@@ -58,7 +58,6 @@ def digits() -> DataSplits:
     return DataSplits(
         train=InMemoryDataset(images[~held_out], labels[~held_out]),
         eval=InMemoryDataset(images[held_out], labels[held_out]),
-        collate=already_batched,
         metadata={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from queue import SimpleQueue
-from threading import Event, Thread
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,8 @@ def fetch(
 ) -> Generator[Any, None, None]:
     """Yields the batches of `dataset` whose sample indices `batches` lists, fetched ahead."""
     device = world.devices[0]
-    if isinstance(dataset, InMemoryDataset) and dataset.immediate and device.type == "cpu":
+    if isinstance(dataset, InMemoryDataset) and dataset.prepare is None and device.type == "cpu":
+        # In less time than a thread needs to hand a batch over.
         return (dataset.__getitems__(indices) for indices in batches)
     # The workers' seeds come from here, not from the default generator.
     generator = torch.Generator()
@@ -50,43 +52,23 @@ def prefetch(
     An exception of `source` is raised where its item would have been. `device` is where the items
     go: to pin memory for a GPU, the thread must have it as its current device.
     """
-    ready: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-    credits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be fetched
-    for _ in range(depth):
-        credits.put(None)
-    stopped = Event()
 
-    def fill() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    def fetch_next() -> T | None:
         try:
-            while True:
-                credits.get()
-                if stopped.is_set():
-                    return
-                ready.put((next(source), None))
+            return next(source, None)
         except BaseException as error:
             # torch re-raises a worker's exception in a reference cycle, which would keep the
             # workers until a collection, and then end them the slow way.
             traceback.clear_frames(error.__traceback__)
-            ready.put((None, error))
+            raise
 
-    thread = Thread(target=fill, name="prefetch", daemon=True)
-    thread.start()
+    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    thread = ThreadPoolExecutor(1, "prefetch", prepare)
     try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # the same cycle, in this frame
-            credits.put(None)
-            yield item  # type: ignore[misc]
+        ready = deque(thread.submit(fetch_next) for _ in range(depth))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(thread.submit(fetch_next))
+            yield item
             del item  # or this frame would keep it while it waits for the next one
     finally:
-        stopped.set()
-        credits.put(None)
-        thread.join()
+        thread.shutdown(cancel_futures=True)

@@ -7,7 +7,7 @@ Both arrows write under a temporary name and rename at the end, so that neither 
 nor two runs at a time leave a partial folder or file.
 """
 
-import dataclasses
+import gzip
 import hashlib
 import http.client
 import json
@@ -19,22 +19,16 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import torch
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
-from hybridtrain.data.text import (
-    LABELS,
-    EncodedReviews,
-    EncodedSet,
-    encode_reviews,
-    tokenizer_named,
-    tokenizer_version,
-)
+from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.data.text import LABELS, encode_reviews, tokenizer_named, tokenizer_version
 from hybridtrain.errors import DataError
 from hybridtrain.files import atomic_file
 
@@ -46,11 +40,10 @@ _TIMEOUT_S = 60
 
 _ARCHIVE = "aclImdb_v1.tar.gz"
 _FOLDER = "aclImdb"
-_SPLITS = ("train", "test")
-_REVIEW = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/([^/]+\.txt)")
+_REVIEW = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/[^/]+\.txt")
 
 # Raise it when the same settings and files would give other ids.
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 
 def imdb(
@@ -106,31 +99,19 @@ def imdb(
             _save(encoded, cache)
 
     return DataSplits(
-        train=_dataset(encoded.train),
-        eval=_dataset(encoded.test),
-        collate=already_batched,
-        metadata={
-            "num_classes": len(LABELS),
-            "vocab_size": encoded.vocab_size,
-            "max_len": max_len,
-            "pad_index": encoded.pad_index,
-        },
+        train=InMemoryDataset(**encoded["train"], prepare=with_mask),
+        eval=InMemoryDataset(**encoded["test"], prepare=with_mask),
+        metadata={"num_classes": len(LABELS), "max_len": max_len, **encoded["vocabulary"]},
     )
 
 
-def tokens_and_mask(stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def with_mask(stored: tuple[Tensor, Tensor], labels: Tensor) -> tuple[Any, Tensor]:
     """Returns int64 ids and the mask (N, L), True at padding, of stored ids and lengths (N,).
 
     The mask comes from the lengths, not from the ids: a review may contain "<pad>".
     """
     tokens, lengths = stored
-    return tokens.long(), torch.arange(tokens.shape[1]) >= lengths.unsqueeze(1)
-
-
-def _dataset(reviews: EncodedReviews) -> InMemoryDataset:
-    return InMemoryDataset(
-        (reviews.tokens, reviews.lengths), reviews.labels, prepare=tokens_and_mask
-    )
+    return (tokens.long(), torch.arange(tokens.shape[1]) >= lengths.unsqueeze(1)), labels
 
 
 # Fetch and unpack
@@ -149,12 +130,12 @@ def _fetch(archive: Path) -> None:
                 raise DataError(
                     f"IMDB: {_URL} did not send the archive (MD5 {digest.hexdigest()} instead of "
                     f"{_MD5}): the transfer was cut short, or the file has been replaced. Nothing "
-                    f"was kept; try again. {_by_hand(archive.parent)}"
+                    f"was kept; try again.\n{_remedy(archive.parent)}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
             f"IMDB: {_URL} could not be fetched into {archive.parent.absolute()}: {error}\n"
-            + _by_hand(archive.parent)
+            f"{_remedy(archive.parent)}"
         ) from error
 
 
@@ -168,106 +149,85 @@ def _unpacked(root: Path) -> Iterator[Path]:
     if not archive.is_file():
         raise DataError(
             f"IMDB: looked in {root.absolute()} for the folder {_FOLDER} and the archive "
-            f"{_ARCHIVE}, and found neither.\n"
-            f"Fetch it with: {_command(root)}\n" + _by_hand(root)
+            f"{_ARCHIVE}, and found neither.\n{_remedy(root)}"
         )
-    keep = _writable(root)
-    with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root if keep else None) as scratch:
-        unpacked = Path(scratch) / _FOLDER
+    place = root if os.access(root, os.W_OK | os.X_OK) else None
+    with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=place) as scratch:
         _log.info("unpacking %s", archive)
-        for split, label, name, content in _reviews(archive):
-            target = unpacked / split / label
-            target.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes(content)
-        if not unpacked.is_dir():
-            raise DataError(_broken(archive, f"it has no {_FOLDER}/train/pos/*.txt"))
-        if keep:
-            try:
-                unpacked.rename(folder)
-            except OSError:
-                # Another process may have unpacked the same archive first.
-                if not folder.is_dir():
-                    raise
-        yield folder if keep else unpacked
+        _unpack(archive, Path(scratch))
+        if place is not None:
+            with suppress(OSError):  # another process may have unpacked the same archive first
+                (Path(scratch) / _FOLDER).rename(folder)
+        yield folder if folder.is_dir() else Path(scratch) / _FOLDER
 
 
-def _reviews(archive: Path) -> Iterator[tuple[str, str, str, bytes]]:
-    """Yields split, label, file name and content of every labelled review in the archive.
+def _unpack(archive: Path, place: Path) -> None:
+    """Writes every labelled review in the archive into `place`.
 
     Only regular files with an expected name are read, so that the archive cannot choose where to
     write or make a link, and the 50,000 unlabelled reviews take no time.
     """
+    damage = f"it has no {_FOLDER}/train/pos/*.txt"
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
-                expected = _REVIEW.fullmatch(member.name)
-                content = tar.extractfile(member) if expected and member.isfile() else None
-                if expected and content:
-                    split, label, name = expected.groups()
-                    yield split, label, name, content.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(_broken(archive, str(error))) from error
+                expected = member.isfile() and _REVIEW.fullmatch(member.name)
+                if expected and (content := tar.extractfile(member)):
+                    target = place / member.name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(content.read())
+                    damage = ""
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        damage = str(error)
+    if damage:
+        raise DataError(
+            f"IMDB: {archive.absolute()} is not the archive, or damaged ({damage}). Delete it.\n"
+            f"{_remedy(archive.parent)}"
+        )
 
 
 def _file_counts(folder: Path) -> list[tuple[int, int]]:
     """Returns the number of files, and their bytes, of each of the four folders."""
     found = []
-    for split in _SPLITS:
-        for label in LABELS:
-            place = folder / split / label
-            sizes = [path.stat().st_size for path in place.glob("*.txt")]
-            if not sizes:
-                state = "is empty" if place.is_dir() else "is not there"
-                raise DataError(
-                    f"IMDB: {place.absolute()} should hold reviews as .txt files, but it {state}. "
-                    f"Delete {folder} and unpack {_ARCHIVE} again. {_by_hand(folder.parent)}"
-                )
-            found.append((len(sizes), sum(sizes)))
+    for place in (folder / split / label for split in ("train", "test") for label in LABELS):
+        sizes = [path.stat().st_size for path in place.glob("*.txt")]
+        if not sizes:
+            state = "is empty" if place.is_dir() else "is not there"
+            raise DataError(
+                f"IMDB: {place.absolute()} should hold reviews as .txt files, but it {state}. "
+                f"Delete {folder} and unpack {_ARCHIVE} again.\n{_remedy(folder.parent)}"
+            )
+        found.append((len(sizes), sum(sizes)))
     return found
 
 
-def _command(root: Path) -> str:
-    return f"hybridtrain recipe=imdb_transformer data.download=true data.root={root}"
-
-
-def _by_hand(root: Path) -> str:
+def _remedy(root: Path) -> str:
     return (
+        f"Fetch it with: hybridtrain recipe=imdb_transformer data.download=true data.root={root}\n"
         f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
         "or name another folder with root="
-    )
-
-
-def _broken(archive: Path, found: str) -> str:
-    return (
-        f"IMDB: {archive.absolute()} is not the archive, or damaged ({found}). Delete it and fetch "
-        f"it again: {_command(archive.parent)}"
     )
 
 
 # Cache of token ids
 
 
-def _load(cache: Path) -> EncodedSet | None:
+def _load(cache: Path) -> dict[str, Any] | None:
     """Returns the ids kept in this file, or None if it is missing or damaged."""
     try:
-        kept = torch.load(cache, weights_only=True)
-        splits = {split: EncodedReviews(**kept[split]) for split in _SPLITS}
-        return EncodedSet(**splits, vocab_size=kept["vocab_size"], pad_index=kept["pad_index"])
+        kept: dict[str, Any] = torch.load(cache, weights_only=True)
+        return kept
     except FileNotFoundError:
         return None
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         # Not an error: the ids can be made again.
         _log.warning("%s cannot be used (%s): tokenising again", cache, error)
         return None
 
 
-def _save(encoded: EncodedSet, cache: Path) -> None:
+def _save(encoded: dict[str, Any], cache: Path) -> None:
     try:
         with atomic_file(cache) as file:
-            torch.save(dataclasses.asdict(encoded), file)
+            torch.save(encoded, file)
     except OSError as error:
         _log.warning("the token ids are not kept for the next run: %s", error)
-
-
-def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)

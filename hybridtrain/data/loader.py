@@ -8,6 +8,7 @@ steps, whatever the length of the data set.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,44 +82,34 @@ class TrainLoader:
 
     def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
         """Yields this replica's batches from `batch` of `epoch` on, fetched ahead of time."""
-        sampler = _ReplicaBatchSampler(self, epoch, batch)
-        fetched = fetch(self.dataset, sampler, self._options, self._world)
+        fetched = fetch(self.dataset, self._indices(epoch, batch), self._options, self._world)
+        starts = itertools.chain(self._starts(batch), itertools.cycle(self._starts(0)))
         try:
-            for (inputs, targets), (share, total) in zip(fetched, sampler.shares(), strict=False):
+            for (inputs, targets), start in zip(fetched, starts, strict=False):
+                share, total = self._share(start)
                 yield Batch(inputs, targets, share.stop - share.start, total)
         finally:
             fetched.close()
 
+    def _starts(self, batch: int) -> range:
+        """Returns where the batches begin in the order of an epoch, from `batch` on."""
+        return range(
+            batch * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size
+        )
 
-@dataclass(frozen=True)
-class _ReplicaBatchSampler:
-    """The sample indices of this replica's batches; a torch batch sampler."""
+    def _share(self, start: int) -> tuple[slice, int]:
+        """Returns this replica's slice of the global batch from `start` on, and its samples."""
+        total = min(self.batch_size, self.samples - start)
+        return share_of(total, self._world.replica, self._world.replicas), total
 
-    loader: TrainLoader
-    epoch: int
-    batch: int
-
-    def shares(self) -> Iterator[tuple[slice, int]]:
-        """Yields, for each batch, this replica's slice of the global batch and its samples."""
-        size, samples, world = self.loader.batch_size, self.loader.samples, self.loader._world
-        batch = self.batch
-        while True:
-            for start in range(batch, self.loader.batches_per_epoch):
-                total = min(size, samples - start * size)
-                yield share_of(total, world.replica, world.replicas), total
-            batch = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, batch = self.epoch, self.batch
-        order = permutation(self.loader.samples, self.loader._seed, epoch)
-        for share, total in self.shares():
-            if batch == self.loader.batches_per_epoch:
-                epoch, batch = epoch + 1, 0
-                order = permutation(self.loader.samples, self.loader._seed, epoch)
-            start = batch * self.loader.batch_size
-            indices = order[start : start + total][share]
-            yield (indices if len(indices) else order[start : start + 1]).tolist()
-            batch += 1
+    def _indices(self, epoch: int, batch: int) -> Iterator[list[int]]:
+        """Yields the sample indices of this replica's batches."""
+        for number in itertools.count(epoch):
+            order = permutation(self.samples, self._seed, number)
+            for start in self._starts(batch if number == epoch else 0):
+                share, total = self._share(start)
+                indices = order[start : start + total][share]
+                yield (indices if len(indices) else order[start : start + 1]).tolist()
 
 
 class EvalLoader:

@@ -5,7 +5,7 @@ from urllib.error import URLError
 
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
 _SIDE = 28
@@ -42,19 +42,16 @@ def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
     raw = Path(root) / "MNIST" / "raw"
     if not download:
         _check_present(raw)
-    train = _read(root, raw, train=True, download=download)
-    held_out = _read(root, raw, train=False, download=False)
     return DataSplits(
-        train=train,
-        eval=held_out,
-        collate=already_batched,
+        train=_read(root, raw, train=True, download=download),
+        eval=_read(root, raw, train=False, download=False),
         metadata={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )
 
 
-def normalised(pixels: Tensor) -> Tensor:
+def normalised(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns bytes of shape (N, 28, 28) as the float32 images (N, 1, 28, 28) of a model."""
-    return pixels.unsqueeze(1).float().div_(255).sub_(_MEAN).div_(_STD)
+    return pixels.unsqueeze(1).float().div_(255).sub_(_MEAN).div_(_STD), labels
 
 
 def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemoryDataset:
@@ -67,7 +64,7 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemo
         # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged
         # file as whatever its parser trips over.
         if download and (isinstance(e, URLError) or _missing(raw)):
-            raise DataError(f"MNIST could not be fetched into {raw}: {e}\n{_by_hand(raw)}") from e
+            raise DataError(f"MNIST could not be fetched into {raw}: {e}\n{_remedy(raw)}") from e
         raise DataError(_damaged(raw, f"{type(e).__name__}: {e}")) from e
 
     images, labels = data.data, data.targets
@@ -86,24 +83,20 @@ def _missing(raw: Path) -> list[str]:
 def _check_present(raw: Path) -> None:
     if not (missing := _missing(raw)):
         return
-    packed = [f"{name}.gz" for name in missing if (raw / f"{name}.gz").is_file()]
-    if len(packed) == len(missing):
+    if all((raw / f"{name}.gz").is_file() for name in missing):
         raise DataError(
-            f"MNIST: {', '.join(packed)} in {raw.absolute()} must be unpacked first: "
+            f"MNIST: the files {', '.join(missing)} in {raw.absolute()} must be unpacked first: "
             f"gunzip --keep {raw}/*.gz"
         )
     raise DataError(
-        f"MNIST: looked in {raw.absolute()} and did not find {', '.join(missing)}.\n"
-        f"Fetch it with: {_command(raw)}\n" + _by_hand(raw)
+        f"MNIST: looked in {raw.absolute()} and did not find {', '.join(missing)}.\n{_remedy(raw)}"
     )
 
 
-def _command(raw: Path) -> str:
-    return f"hybridtrain recipe=mnist_basicnet data.download=true data.root={raw.parents[1]}"
-
-
-def _by_hand(raw: Path) -> str:
+def _remedy(raw: Path) -> str:
     return (
+        f"Fetch it with: hybridtrain recipe=mnist_basicnet data.download=true "
+        f"data.root={raw.parents[1]}\n"
         f"Or by hand: put {', '.join(_FILES)} (unpacked, from "
         f"https://ossci-datasets.s3.amazonaws.com/mnist/) into {raw.absolute()}, "
         "or name another folder with root="
@@ -111,7 +104,5 @@ def _by_hand(raw: Path) -> str:
 
 
 def _damaged(raw: Path, found: str) -> str:
-    return (
-        f"MNIST: a file in {raw.absolute()} is damaged ({found}). "
-        f"Delete the folder and fetch it again: {_command(raw)}"
-    )
+    where = raw.absolute()
+    return f"MNIST: a file in {where} is damaged ({found}). Delete the folder.\n{_remedy(raw)}"

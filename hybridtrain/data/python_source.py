@@ -2,64 +2,21 @@
 
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from hybridtrain.data.splits import DataSplits, already_batched
+from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
-# Not part of the library proper, or present on some machines only (`test`, `idlelib` and
-# `tkinter` are packages of their own on Debian); `encodings` is mostly tables of code points.
-_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "tkinter",
-    "turtledemo",
-    "encodings",
-    "__pycache__",
-}
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+# Debian has separate packages for most of these.
+_ON_SOME_MACHINES = {"test", "tests", "idlelib", "idle_test", "tkinter", "turtledemo"}
+_LEFT_OUT = _NOT_THE_LIBRARY | _ON_SOME_MACHINES | {"encodings"}  # mostly tables of code points
 
 _HELD_OUT_EVERY = 20
-
-Batch = tuple[Tensor, Tensor]
-
-
-class ByteWindows(Dataset[Batch]):
-    """Windows of a text for next-byte prediction.
-
-    `text` is a uint8 tensor of shape (bytes,). Item i is `(x, y)`, both int64 of shape
-    (seq_len,): x starts at byte `i * seq_len`, and y is x shifted by one byte. The windows do not
-    overlap, so each byte is predicted at most once per epoch; a last one that would be too short
-    is left out.
-    """
-
-    def __init__(self, text: Tensor, seq_len: int) -> None:
-        self.text = text
-        self.seq_len = seq_len
-
-    def __len__(self) -> int:
-        return max(0, (len(self.text) - 1) // self.seq_len)
-
-    def __getitem__(self, index: int) -> Batch:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        x, y = self.__getitems__([index % len(self)])
-        return x[0], y[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Returns these windows as one batch, x and y of shape (len(indices), seq_len)."""
-        starts = torch.as_tensor(indices, dtype=torch.int64) * self.seq_len
-        window = self.text[starts.unsqueeze(1) + torch.arange(self.seq_len + 1)].long()
-        # Copies, so that a loss may flatten them with `view`.
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def python_source(
@@ -70,7 +27,7 @@ def python_source(
     Items are `(x, y)`, both int64 of shape (seq_len,) with values 0..255: the bytes of a window,
     and the byte that follows each of them. The files are taken in the order of their paths: every
     20th is held out for evaluation, the rest are for training, and those of a split are joined
-    into one text.
+    into one text. Windows do not overlap, so each byte is predicted at most once per epoch.
 
     All processes of a run must have the same release of Python, and results are comparable only
     between runs on the same release.
@@ -93,26 +50,34 @@ def python_source(
     sources = _sources(library)
     held_out = sources[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     training = [path for i, path in enumerate(sources, start=1) if i % _HELD_OUT_EVERY]
-
-    train = ByteWindows(_joined(training, max_bytes), seq_len)
-    evaluation = ByteWindows(_joined(held_out, eval_bytes), seq_len)
-    for purpose, argument, windows in (
-        ("train on", "max_bytes", train),
-        ("evaluate on", "eval_bytes", evaluation),
+    splits = []
+    for purpose, argument, paths, limit in (
+        ("train on", "max_bytes", training, max_bytes),
+        ("evaluate on", "eval_bytes", held_out, eval_bytes),
     ):
-        if len(windows) == 0:
+        text = _joined(paths, limit)
+        if len(text) <= seq_len:
             raise DataError(
-                f"python_source: {len(windows.text)} bytes to {purpose}, from {len(sources)} .py "
-                f"files under {library}, are too few for one window of seq_len={seq_len} bytes and "
-                f"the byte that follows. Set a smaller seq_len= or a larger {argument}=, or use an "
+                f"python_source: {len(text)} bytes to {purpose}, from {len(sources)} .py files "
+                f"under {library}, are too few for one window of seq_len={seq_len} bytes and the "
+                f"byte that follows. Set a smaller seq_len= or a larger {argument}=, or use an "
                 "interpreter that has its standard library as .py files on the disk"
             )
-    return DataSplits(
-        train=train,
-        eval=evaluation,
-        collate=already_batched,
-        metadata={"vocab_size": 256, "seq_len": seq_len},
-    )
+        splits.append(_windows(torch.frombuffer(text, dtype=torch.uint8), seq_len))
+    train, evaluation = splits
+    return DataSplits(train, evaluation, metadata={"vocab_size": 256, "seq_len": seq_len})
+
+
+def as_numbers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns bytes as the int64 that an embedding and a loss take."""
+    return x.long(), y.long()
+
+
+def _windows(text: Tensor, seq_len: int) -> InMemoryDataset:
+    """Returns the windows of a text, side by side; a last one that is too short is left out."""
+    end = (len(text) - 1) // seq_len * seq_len
+    x, y = text[:end].view(-1, seq_len), text[1 : end + 1].view(-1, seq_len)
+    return InMemoryDataset(x, y, prepare=as_numbers)
 
 
 def _sources(library: Path) -> list[Path]:
@@ -125,8 +90,8 @@ def _sources(library: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(library).as_posix())
 
 
-def _joined(paths: Iterable[Path], limit: int | None) -> Tensor:
-    """Returns the first `limit` bytes of the files, joined, as a uint8 tensor."""
+def _joined(paths: Iterable[Path], limit: int | None) -> bytearray:
+    """Returns the first `limit` bytes of the files, joined."""
     text = bytearray()
     for path in paths:
         if limit is not None and len(text) >= limit:
@@ -136,6 +101,4 @@ def _joined(paths: Iterable[Path], limit: int | None) -> Tensor:
         except OSError as error:
             # Without it, this process would have another text than the others.
             raise DataError(f"python_source: {path} cannot be read: {error}") from error
-    # frombuffer refuses an empty buffer.
-    data = bytearray(text[:limit])
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return text[:limit]

@@ -7,16 +7,14 @@ fixed order, a bound on memory, and the name of a file that cannot be read.
 
 import functools
 import hashlib
-import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridtrain.errors import DataError
 
@@ -28,28 +26,6 @@ _UNKNOWN = "<unk>"
 
 # Reviews made into a tensor at a time: nested lists of Python numbers take eight times its memory.
 _REVIEWS_AT_A_TIME = 1000
-
-
-@dataclass(frozen=True)
-class EncodedReviews:
-    """A split: `tokens` int32 (N, max_len), `lengths` int32 (N,), `labels` int64 (N,).
-
-    Review i has `lengths[i]` token ids, at least one, and then padding.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class EncodedSet:
-    """Both splits, the size of the vocabulary (with special tokens), and the padding's id."""
-
-    train: EncodedReviews
-    test: EncodedReviews
-    vocab_size: int
-    pad_index: int
 
 
 def tokenizer_named(name: str) -> Tokenizer:
@@ -88,8 +64,12 @@ def tokenizer_version(tokenize: Tokenizer) -> str:
 
 def encode_reviews(
     folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
-) -> EncodedSet:
+) -> dict[str, Any]:
     """Reads `folder`/{train,test}/{pos,neg}/*.txt and numbers the tokens.
+
+    Returns the splits `train` and `test`, each with `inputs`, the token ids (N, max_len) and the
+    lengths (N,) in int32, and `targets`, the labels (N,) in int64; and the `vocabulary` with
+    `vocab_size` and `pad_index`. Review i has `lengths[i]` ids, at least one, and then padding.
 
     A review is cut after `max_len` tokens. The vocabulary is that of the training split as cut,
     by falling frequency (then by alphabet): at most `max_vocab` tokens (None: all of them) that
@@ -125,12 +105,12 @@ def encode_reviews(
         split.examples.sort(key=lambda review: (review.label, review.text))
     train, test = splits
     text.build_vocab(train, max_size=max_vocab, min_freq=min_freq)
-    return EncodedSet(
-        train=_encoded(train.examples, text, label),
-        test=_encoded(test.examples, text, label),
-        vocab_size=len(text.vocab),
-        pad_index=text.vocab.stoi[text.pad_token],
-    )
+    padding = text.vocab.stoi[text.pad_token]
+    return {
+        "train": _encoded(train.examples, text, label),
+        "test": _encoded(test.examples, text, label),
+        "vocabulary": {"vocab_size": len(text.vocab), "pad_index": padding},
+    }
 
 
 def _cut(tokens: list[str], max_len: int) -> list[str]:
@@ -139,15 +119,14 @@ def _cut(tokens: list[str], max_len: int) -> list[str]:
     return [sys.intern(token) for token in tokens[:max_len]] or [_UNKNOWN]
 
 
-def _encoded(reviews: list[Any], text: Any, label: Any) -> EncodedReviews:
-    tokens, lengths, labels = [], [], []
+def _encoded(reviews: list[Any], text: Any, label: Any) -> dict[str, Any]:
+    parts = []
     for start in range(0, len(reviews), _REVIEWS_AT_A_TIME):
         some = reviews[start : start + _REVIEWS_AT_A_TIME]
-        ids, counts = text.process([review.text for review in some])
-        tokens.append(ids)
-        lengths.append(counts)
-        labels.append(label.process([review.label for review in some]))
-    return EncodedReviews(torch.cat(tokens), torch.cat(lengths), torch.cat(labels))
+        labels = label.process([review.label for review in some])
+        parts.append((*text.process([review.text for review in some]), labels))
+    tokens, lengths, labels = map(torch.cat, zip(*parts, strict=True))
+    return {"inputs": (tokens, lengths), "targets": labels}
 
 
 def _not_utf8(folder: Path) -> Path:
@@ -161,23 +140,20 @@ def _not_utf8(folder: Path) -> Path:
 
 
 def _from_torchtext(name: str) -> Tokenizer:
-    torchtext = _torchtext()
     try:
-        tokenize: Tokenizer = torchtext.data.get_tokenizer(name)
+        return _torchtext().data.get_tokenizer(name)  # type: ignore[no-any-return]
     except (ValueError, ImportError, OSError, LookupError) as error:
         raise DataError(
             f"tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
             "moses, toktok, revtok and subword; any other function is named by its path, "
             "package.module:function"
         ) from error
-    return tokenize
 
 
 def _imported(path: str) -> Tokenizer:
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        tokenize = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        tokenize = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise DataError(f"tokenizer={path} cannot be imported: {error}") from error
     if not callable(tokenize):
         raise DataError(f"tokenizer={path} is not a function but {tokenize!r}")

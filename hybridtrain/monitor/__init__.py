@@ -1,12 +1,11 @@
 """Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
 
-from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.composite import Monitors
+from hybridtrain.monitor.base import Monitor, Monitors
 from hybridtrain.monitor.jsonl import MetricsFile
-from hybridtrain.monitor.progress import Progress, TqdmLoggingHandler
+from hybridtrain.monitor.progress import Progress
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.throughput import Throughput
-from hybridtrain.monitor.timeline_files import TimelineFiles
+from hybridtrain.monitor.timeline import TimelineFiles
 
 __all__ = [
     "MetricsFile",
@@ -16,5 +15,4 @@ __all__ = [
     "TensorBoard",
     "Throughput",
     "TimelineFiles",
-    "TqdmLoggingHandler",
 ]

@@ -1,6 +1,5 @@
 """Progress of the run: a bar on a terminal, plain lines elsewhere."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ class Progress(Monitor):
 
     On a terminal, a bar that follows every step; elsewhere, a line per logged step:
 
-        step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 0:12
+        step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 00:12
         step 225/450  eval: loss 0.1021  accuracy 0.9694
     """
 
@@ -78,36 +77,17 @@ class Progress(Monitor):
         if self._total_steps is None or done <= 0:
             return []
         # pauses for evaluation and checkpoints are included, because there will be more of them
-        seconds_per_step = (self._clock() - self._begin) / done
-        return [f"left {_format_seconds(seconds_per_step * (self._total_steps - step))}"]
-
-
-class TqdmLoggingHandler(logging.Handler):
-    """Writes messages to `stream` (None: stderr) above a running bar of `Progress`."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__()
-        self._stream = sys.stderr if stream is None else stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
-        try:
-            tqdm.write(self.format(record), file=self._stream)
-            self._stream.flush()
-        except Exception:
-            # by logging's convention, a message that cannot be shown does not stop the run
-            self.handleError(record)
+        left = (self._clock() - self._begin) / done * (self._total_steps - step)
+        return [f"left {tqdm.format_interval(round(left))}"]
 
 
 def _describe_training(values: Mapping[str, float]) -> list[str]:
-    parts = []
-    if "train/loss" in values:
-        parts.append(f"loss {_format_value(values['train/loss'])}")
-    if "train/samples_per_second" in values:
-        parts.append(f"{_format_rate(values['train/samples_per_second'])} samples/s")
-    if "train/lr" in values:
-        parts.append(f"lr {_format_value(values['train/lr'])}")
-    return parts
+    shown = (
+        ("train/loss", "loss {}", _format_value),
+        ("train/samples_per_second", "{} samples/s", _format_rate),
+        ("train/lr", "lr {}", _format_value),
+    )
+    return [text.format(write(values[tag])) for tag, text, write in shown if tag in values]
 
 
 def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
@@ -124,9 +104,3 @@ def _format_value(value: float) -> str:
 
 def _format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _format_seconds(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

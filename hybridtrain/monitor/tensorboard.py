@@ -15,9 +15,6 @@ from hybridtrain.schedule import Spans
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# the writer's default of two minutes is long for someone who watches the dashboard
-FLUSH_SECONDS = 10
-
 
 class TensorBoard(Monitor):
     """Writes scalars, texts and timelines to event files in `directory`.
@@ -38,9 +35,8 @@ class TensorBoard(Monitor):
         # the mark also purges the step it names, and the points of `first_step` were reported
         # before the checkpoint was saved; on a fresh start, all old points are purged
         purge_step = first_step + 1 if first_step else 0
-        self._writer = SummaryWriter(
-            str(self.directory), purge_step=purge_step, flush_secs=FLUSH_SECONDS
-        )
+        # the default of two minutes is long for someone who watches the dashboard
+        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, flush_secs=10)
         for title, text in texts.items():
             # an indented Markdown code block, because a fenced one could end inside the text
             self._writer.add_text(title, textwrap.indent(text, "    "), first_step)

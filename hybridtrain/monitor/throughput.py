@@ -20,7 +20,6 @@ class Interval(NamedTuple):
 class Summary(NamedTuple):
     """Rates of the whole run."""
 
-    samples: int
     samples_per_second: float
     step_ms_p50: float
     step_ms_p95: float
@@ -39,16 +38,14 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._step_seconds = array("d")
-        self._seconds = 0.0
         self._samples = 0
-        self._read = (0, 0, 0.0)  # steps, samples and seconds at the last reading
+        self._read = (0, 0)  # steps and samples at the last reading
         self._mark = clock()  # the end of the last step, moved forward by pauses
 
     def tick(self, samples: int) -> None:
         """Ends a step on `samples` samples and begins the next."""
         now = self._clock()
         self._step_seconds.append(now - self._mark)
-        self._seconds += now - self._mark
         self._samples += samples
         self._mark = now
 
@@ -63,18 +60,16 @@ class Throughput:
 
     def read(self) -> Interval:
         """Returns the rates since the last reading, or 0 without steps; begins an interval."""
-        steps, samples, seconds = self._read
-        self._read = (len(self._step_seconds), self._samples, self._seconds)
-        seconds = self._seconds - seconds
-        return Interval(
-            samples_per_second=_ratio(self._samples - samples, seconds),
-            step_ms=_ratio(1e3 * seconds, len(self._step_seconds) - steps),
-        )
+        steps, samples = self._read
+        self._read = (len(self._step_seconds), self._samples)
+        seconds = self._step_seconds[steps:]
+        rate = _ratio(self._samples - samples, sum(seconds))
+        return Interval(rate, _ratio(1e3 * sum(seconds), len(seconds)))
 
     def summary(self) -> Summary:
         """Returns the rates of the whole run; 0 without steps."""
         p50, p95 = (1e3 * np.percentile(self._step_seconds or [0.0], [50, 95])).tolist()
-        return Summary(self._samples, _ratio(self._samples, self._seconds), p50, p95)
+        return Summary(_ratio(self._samples, sum(self._step_seconds)), p50, p95)
 
 
 def _ratio(amount: float, of: float) -> float:

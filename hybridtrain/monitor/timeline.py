@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from hybridtrain.files import atomic_file, write_atomically
+from hybridtrain.monitor.base import Monitor
 from hybridtrain.schedule import Spans, bubble_fraction
 
 # forward and backward, for up to four stages that share a device; darker ones are later stages
@@ -19,21 +23,29 @@ _COLOURS = {
 _WIDTH, _LANE, _MARGIN, _TITLE = 1200, 26, 70, 22
 
 
+class TimelineFiles(Monitor):
+    """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
+        """See `Monitor.timeline`; the files of an earlier step are replaced."""
+        trace = json.dumps(chrome_trace(measured, f"step {step}"))
+        write_atomically(self.directory / "timeline.json", trace)
+        with atomic_file(self.directory / "timeline.png") as file:
+            draw(predicted, measured).save(file, format="PNG")
+
+
 def chrome_trace(spans: Spans, process: str) -> dict[str, Any]:
     """Returns spans (in seconds) in Chrome's trace event format, one thread per device."""
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": process}}
-    ]
+
+    def name(what: str, device: int, text: str) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": 0, "tid": device, "args": {"name": text}}
+
+    events = [name("process_name", 0, process)]
     for device, lane in enumerate(spans):
-        events.append(
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "pid": 0,
-                "tid": device,
-                "args": {"name": f"device {device}"},
-            }
-        )
+        events.append(name("thread_name", device, f"device {device}"))
         events += [
             {
                 "name": f"{action.kind}{action.microbatch}",

@@ -79,7 +79,7 @@ def test_iteration_ends_after_the_last_sample(name, tmp_path):
 
 def test_samples_of_a_pytree_are_prepared_batch_by_batch():
     dataset = InMemoryDataset(
-        {"a": torch.arange(6)}, torch.arange(6) * 10, prepare=lambda x: (x["a"], 1)
+        {"a": torch.arange(6)}, torch.arange(6) * 10, prepare=lambda x, y: ((x["a"], 1), y)
     )
     inputs, targets = dataset.__getitems__([4, 2])
     assert same(inputs[0], torch.tensor([4, 2]))
@@ -173,8 +173,9 @@ def test_mnist_is_what_torchvision_reads_with_the_tutorials_transform(tmp_path):
     assert splits.metadata == {"num_classes": 10, "image_size": 28, "channels": 1}
 
 
-def test_mnist_stays_bytes_in_memory(tmp_path):
-    assert splits_of("mnist", tmp_path).train.inputs.dtype == torch.uint8
+@pytest.mark.parametrize("name", ["mnist", "python_source"])
+def test_pixels_and_text_stay_bytes_in_memory(name, tmp_path):
+    assert splits_of(name, tmp_path).train.inputs.dtype == torch.uint8
 
 
 def test_missing_mnist_files_are_named_with_the_command_that_fetches_them(tmp_path):
@@ -258,8 +259,7 @@ def test_held_out_files_are_never_trained_on(library):
 
 def test_the_text_is_as_long_as_asked_at_most(library):
     splits = python_source(seq_len=10, max_bytes=111, eval_bytes=60)
-    assert len(splits.train.text) == 111
-    assert len(splits.train) == 11
+    assert len(splits.train) == 11  # of 111 bytes; the last one is a target only
     assert len(splits.eval) == 5
 
 
@@ -267,7 +267,7 @@ def test_the_running_interpreter_has_enough_text():
     splits = python_source(max_bytes=1_000_000)
     assert len(splits.train) == 999_999 // 256
     assert len(splits.eval) > 100
-    assert b"import " in bytes(splits.train.text.tolist())
+    assert b"import " in bytes(splits.train.inputs.flatten().tolist())
 
 
 def test_a_library_without_sources_is_an_error_that_says_so(tmp_path, monkeypatch):

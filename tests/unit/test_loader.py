@@ -222,7 +222,7 @@ def test_worker_processes_give_the_same_batches():
 
 
 def prefetchers():
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "before the first item"])

@@ -16,8 +16,7 @@ from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.monitor import Monitor
 from hybridtrain.monitor.tensorboard import TensorBoard
-from hybridtrain.monitor.timeline import chrome_trace, draw
-from hybridtrain.monitor.timeline_files import TimelineFiles
+from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace, draw
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
 
 FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}
