@@ -26,7 +26,6 @@ __all__ = [
     "ddp_prepare_for_backward",
     "ddp_reset",
     "ddp_sync_buffers",
-    "default_generator",
     "has_hooks",
     "operator_schema",
     "run_backward",
@@ -98,13 +97,3 @@ def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
     """Copies rank 0's buffers to the other ranks; a collective call."""
     if ddp.modules_buffers:
         ddp._sync_buffers()
-
-
-# --- process-wide state
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that operations on `device` draw from by default."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator

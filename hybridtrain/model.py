@@ -16,9 +16,7 @@ from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.pipeline import Pipeline
-from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
@@ -63,7 +61,10 @@ class HybridModel:
         net: the module.
         world: the processes.
         options: the settings.
-        pipeline: the stages that this process owns.
+        pipeline: the stages that this process owns, and what concerns the whole model.
+        stages: the stages of this process, in the order of the pipeline.
+        plan: how the model is divided, and from which costs.
+        rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
 
     Raises:
         SplitError, ScheduleError, ConfigError: an argument does not fit, or `example_inputs` are
@@ -90,22 +91,10 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
+        self.plan: Plan = plan
         self.pipeline = Pipeline(net, plan, planner.layers_of(plan), world, options)
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The stages of this process, in the order of the pipeline."""
-        return self.pipeline.stages
-
-    @property
-    def plan(self) -> Plan:
-        """How the model is divided, and from which costs."""
-        return self.pipeline.plan
-
-    @property
-    def rng(self) -> LayerRNG:
-        """Seeds the random operations of the layers; its `step` belongs into a checkpoint."""
-        return self.pipeline.rng
+        self.stages = self.pipeline.stages
+        self.rng = self.pipeline.rng
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""

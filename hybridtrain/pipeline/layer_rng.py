@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain._torch_private import TorchDispatchMode, default_generator
+from hybridtrain._torch_private import TorchDispatchMode
 
 
 class LayerRNG:
@@ -88,6 +88,8 @@ class LayerRNG:
         self._counts[place] = operations
 
 
+_CPU_GENERATOR = torch.default_generator
+
 # Serialises the use of the process's default generators, by operations that take no other.
 _default_generator_lock = threading.Lock()
 
@@ -123,7 +125,8 @@ class _SeededDraws(TorchDispatchMode):
         if takes:
             kwargs["generator"] = generator
             return func(*args, **kwargs)
-        default = default_generator(device)
+        on_cpu = device.type == "cpu"
+        default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
         with _default_generator_lock:
             before = default.get_state()
             default.set_state(generator.get_state())
@@ -151,8 +154,8 @@ def default_generator_states(gpus: Sequence[int]) -> DefaultStates:
     Costs microseconds and waits for no GPU, whose generator counts on the host.
     """
     return (
-        torch.default_generator.get_state().numpy().tobytes(),
-        [default_generator(torch.device("cuda", gpu)).get_offset() for gpu in gpus],
+        _CPU_GENERATOR.get_state().numpy().tobytes(),
+        [torch.cuda.default_generators[gpu].get_offset() for gpu in gpus],
     )
 
 

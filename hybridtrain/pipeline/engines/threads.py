@@ -68,7 +68,8 @@ class ThreadEngine:
         """Executes `step`; see `Engine.run`."""
         run = _StepRun(step, self._stages, self._links)
         if self._inboxes:
-            sync_streams(self._gpus, before=True)
+            if self._gpus:
+                sync_streams(self._gpus, before=True)
             try:
                 self._dispatch(run)
                 run.join()
@@ -78,7 +79,8 @@ class ThreadEngine:
                 run.abort(interrupt)
                 self._dispatch(run)
                 run.join()
-            sync_streams(self._gpus, before=False)
+            if self._gpus:
+                sync_streams(self._gpus, before=False)
         else:
             run.run_lane(0)
         failure, run.failure = run.failure, None
