@@ -241,15 +241,18 @@ def _build_stages(
                 LayerRunner(part, first, module, rng, policy.layers, clones),
                 links,
                 place_with_aliases(module, device, uses[index]),
-                names,
                 clone_outputs=clones,
                 # DDP looks for unused parameters from the tensors
                 hold_edges=crosses and not (options.find_unused_parameters and group),
             )
             if group is not None:
-                stage.reducer = StageReducer(
-                    module, dict(stage.named_parameters()), group, options.find_unused_parameters
-                )
+                aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
+                own = {
+                    names[id(p)]: aliases.get(id(p), p)
+                    for p in module.parameters()
+                    if id(p) in names  # an alias has no name
+                }
+                stage.reducer = StageReducer(module, own, group, options.find_unused_parameters)
             stages.append(stage)
         first += len(part)
     return stages

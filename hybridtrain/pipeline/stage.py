@@ -8,7 +8,7 @@ messages <- output boundary <- output         gradients of what came in <- input
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,6 @@ class Stage:
         runner: LayerRunner,
         links: Sequence[Link],
         aliases: Sequence[Alias],
-        parameter_names: Mapping[int, str],
         *,
         clone_outputs: bool,
         hold_edges: bool,
@@ -86,7 +85,6 @@ class Stage:
         self.reducer: StageReducer | None = None
         self.saved_bytes: int | None = None
         self._runner = runner
-        self._parameter_names = parameter_names
         self._input = InputBoundary(self.incoming, device, works_in_place(module))
         self._output = OutputBoundary(
             self.outgoing,
@@ -186,13 +184,7 @@ class Stage:
         if self.reducer is not None:
             self.reducer.reset()
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that this stage computes with, under the user's names."""
-        aliases = {id(alias.parameter): alias.alias for alias in self.aliases}
-        own = {id(p): p for layer in self.layers for p in layer.module.parameters()}
-        return [(self._parameter_names[key], aliases.get(key, p)) for key, p in own.items()]
-
     def count_parameters(self) -> int:
-        """Returns the elements of the parameters that this stage owns, not its aliases'."""
-        aliases = {id(alias.alias) for alias in self.aliases}
-        return sum(p.numel() for _, p in self.named_parameters() if id(p) not in aliases)
+        """Returns the elements of the parameters that this stage owns, without its aliases."""
+        tied = {id(p) for alias in self.aliases for p in (alias.parameter, alias.alias)}
+        return sum(p.numel() for p in self.module.parameters() if id(p) not in tied)

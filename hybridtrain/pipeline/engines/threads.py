@@ -74,7 +74,7 @@ class ThreadEngine:
                 self._dispatch(run)
                 run.join()
             except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
-                if run.aborted:
+                if run.stop.requested:
                     raise
                 run.abort(interrupt)
                 self._dispatch(run)
@@ -102,14 +102,23 @@ class _PipelineAborted(Exception):
     """Another lane has failed: nothing more will come through the queues."""
 
 
+class _Stop:
+    """A request to all lanes of a step to stop.
+
+    Not an Event: an interrupt on the way into its methods may leave its lock taken for ever.
+    """
+
+    requested = False
+
+
 class _QueuePort:
     """Both ends of one direction of a link: a queue, with a copy between devices."""
 
-    __slots__ = ("_between", "_queue", "_run")
+    __slots__ = ("_between", "_queue", "_stop")
 
-    def __init__(self, source: torch.device, target: torch.device, run: _StepRun) -> None:
+    def __init__(self, source: torch.device, target: torch.device, stop: _Stop) -> None:
         self._between = (source, target) if source != target else None
-        self._run = run
+        self._stop = stop
         self._queue: SimpleQueue[Any] = SimpleQueue()
 
     def send(self, message: Any) -> None:
@@ -117,7 +126,7 @@ class _QueuePort:
 
     def receive(self) -> Any:
         message = self._queue.get()
-        if message is None or self._run.aborted:
+        if message is None or self._stop.requested:
             raise _PipelineAborted
         return receive(message, self._between[1]) if self._between else message
 
@@ -132,7 +141,7 @@ class _StepRun:
     Attributes:
         values: the head's values by micro-batch.
         failure: the first exception, if any.
-        aborted: whether there was one, so that the lanes stop.
+        stop: requested when there is one.
     """
 
     def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
@@ -140,13 +149,13 @@ class _StepRun:
         self.failure: BaseException | None = None
         self._step = step
         self._stages = stages
-        self.aborted = False
+        self.stop = _Stop()
         device = [stage.device for stage in stages]
         activations = {
-            link: _QueuePort(device[link.source], device[link.target], self) for link in links
+            link: _QueuePort(device[link.source], device[link.target], self.stop) for link in links
         }
         gradients = {
-            link: _QueuePort(device[link.target], device[link.source], self) for link in links
+            link: _QueuePort(device[link.target], device[link.source], self.stop) for link in links
         }
         self._ports = [
             StagePorts(
@@ -158,7 +167,6 @@ class _StepRun:
             for stage in stages
         ]
         self._queues = [*activations.values(), *gradients.values()]
-        # Not an Event: an interrupt on the way into `Event.wait` may leave its lock taken for ever.
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
@@ -170,7 +178,7 @@ class _StepRun:
         try:
             with step.thread_state.applied(), skip_scope(None):
                 for action in step.schedule.lanes[lane]:
-                    if self.aborted:
+                    if self.stop.requested:
                         break
                     if action.kind == "F":
                         self._forward(lane, action)
@@ -194,16 +202,16 @@ class _StepRun:
             try:
                 self._lane_ends.get()
             except BaseException as interrupt:
-                if self.aborted:
+                if self.stop.requested:
                     raise
                 self.abort(interrupt)
 
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting lanes."""
         with self._lock:
-            if not self.aborted:
+            if not self.stop.requested:
                 self.failure = error
-            self.aborted = True
+            self.stop.requested = True
         for queue in self._queues:
             queue.wake_receiver()
 
