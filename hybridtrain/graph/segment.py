@@ -24,8 +24,8 @@ class Segment(nn.Module):
     Its submodules and parameters are those of the user's model, the same objects.
 
     Args:
-        training: what it computes in training mode.
-        evaluation: likewise; the same object where there is no difference.
+        training: its graph in training mode.
+        evaluation: its graph in evaluation mode; the same object where there is no difference.
         root: the traced module, whose mode decides between the two.
         owners: the buffers that graphs read directly: the user's module that holds each, and its
             name there.
