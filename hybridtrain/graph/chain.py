@@ -25,9 +25,8 @@ from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
 from hybridtrain.graph.segment import SingleLayer
 from hybridtrain.graph.trace_guards import TraceGuards
-from hybridtrain.graph.traced_graph import ShouldExpand, Tracer
+from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
-from hybridtrain.graph.untraceable import Untraceable, user_line
 from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.

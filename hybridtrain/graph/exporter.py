@@ -29,9 +29,12 @@ from torch.utils._pytree import tree_map
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
-from hybridtrain.graph.untraceable import (
+from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
+    Call,
+    ShouldExpand,
+    TracedGraph,
+    Tracer,
     Untraceable,
     is_user_code,
     no_random_choices,
@@ -87,10 +90,7 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
 
 @contextmanager
 def _export_guards(module: nn.Module) -> Iterator[None]:
-    """A context in which torch.export may run the forward of `module`.
-
-    `Untraceable` is raised where the forward does what the graph would not do again.
-    """
+    """Raises `Untraceable` where the forward of `module` does what a graph would not do again."""
     parts = {id(part) for part in module.modules()}
 
     def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:

@@ -61,11 +61,9 @@ def node_works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
 
 def changes_inputs(traced: TracedGraph) -> bool:
     """Returns whether the graph changes its inputs in place, or views of them."""
-    viewed = _viewed(traced)
     return any(
-        node_works_in_place(node, traced.find) and viewed[node].op == "placeholder"
-        for node in traced.graph.nodes
-        if node.all_input_nodes
+        base.op == "placeholder" and base is not node and node_works_in_place(node, traced.find)
+        for node, base in _viewed(traced).items()
     )
 
 
@@ -74,11 +72,9 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
-    viewed = _viewed(traced)
-    for node in traced.graph.nodes:
+    for node, base in _viewed(traced).items():
         if not node.all_input_nodes:
             continue
-        base = viewed[node]
         if not node_works_in_place(node, traced.find):
             if base is not node:
                 has_views.add(base)

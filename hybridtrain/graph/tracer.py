@@ -23,9 +23,11 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph
-from hybridtrain.graph.untraceable import (
+from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
+    Call,
+    ShouldExpand,
+    TracedGraph,
     Untraceable,
     is_user_code,
     no_random_choices,
@@ -181,10 +183,7 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _guards(tracer: fx.Tracer) -> Iterator[None]:
-    """A context in which `tracer` may run a forward.
-
-    `Untraceable` is raised where the forward does what a graph would not do again.
-    """
+    """Raises `Untraceable` where the forward does what a graph would not do again."""
 
     def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return tracer.create_proxy("call_function", function, args, kwargs)
