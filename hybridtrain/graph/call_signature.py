@@ -64,17 +64,15 @@ class CallSignature:
                 f"this batch, a {type(inputs).__name__}: pass one value, a tuple of its positional "
                 f"arguments, or a dict of its keyword arguments"
             )
-        positional = [p.name for p in parameters if p.kind in _POSITIONAL]
-        extra = [f"input_{number}" for number in range(len(bound.args) - len(positional))]
-        count = len(bound.args)
-        names = (*(positional + extra)[:count], *bound.kwargs)
-        values = [*bound.args, *bound.kwargs.values()]
+        names = [p.name for p in parameters if p.kind in _POSITIONAL][: len(bound.args)]
+        names += [f"input_{number}" for number in range(len(bound.args) - len(names))]
+        by_name = dict(zip(names, bound.args, strict=True)) | bound.kwargs
         constants = {
             name: value
-            for name, value in zip(names, values, strict=True)
+            for name, value in by_name.items()
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         }
-        return cls(module, names[:count], names[count:], constants), values
+        return cls(module, tuple(names), tuple(bound.kwargs), constants), list(by_name.values())
 
     @classmethod
     def of_required(cls, module: nn.Module) -> CallSignature:
@@ -111,9 +109,9 @@ class CallSignature:
                 )
         if set(by_name) != set(self.names):
             raise BatchError(
-                f"{model} was traced with {_listed(self.names)}, and this batch gives "
-                f"{_listed(given.names)}: pass the same arguments in every batch as in "
-                f"example_inputs=. To predict without labels, for example, load "
+                f"{model} was traced with {', '.join(self.names) or 'nothing'}, and this batch "
+                f"gives {', '.join(given.names) or 'nothing'}: pass the same arguments in every "
+                f"batch as in example_inputs=. To predict without labels, for example, load "
                 f"model.state_dict() into the plain module, or into another HybridModel"
             )
         values = [by_name[name] for name in self.names]
@@ -124,7 +122,3 @@ def optional_arguments(module: nn.Module) -> list[str]:
     """Returns the names of the arguments that calls of `module` may leave out."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"

@@ -2,9 +2,8 @@
 
 The *units* of a chain depend on the model alone: the elements of an `nn.Sequential`, or the modules
 that the model's own forward calls, where containers and modules with a large share of the
-parameters are expanded (looked into). A unit may be expanded further where balance asks for it; the
-layers inside keep the unit's number, so that random draws do not depend on how finely the model
-was cut.
+parameters are expanded. A unit may be expanded further where balance asks for it; the layers inside
+keep the unit's number, so that random draws do not depend on how finely the model was cut.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
 from hybridtrain.graph.segment import SingleLayer
 from hybridtrain.graph.trace_guards import TraceGuards
-from hybridtrain.graph.traced_graph import ShouldExpand, Tracer
+from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
-from hybridtrain.graph.untraceable import Untraceable, user_line
 from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.
@@ -51,7 +49,7 @@ class Chain:
         no_cut_before: the positions (before layer i) where no cut may be: a module is used on both
             sides, or a tensor is changed in place there.
         unexpanded: the modules that could not be expanded, with the reason.
-        guards: checks that the model is still as it was traced.
+        guards: checks that the model has not changed since it was traced.
     """
 
     layers: list[Layer]
@@ -86,9 +84,8 @@ class ChainBuilder:
         if is_chain(net):
             return
         if has_hooks(net):
-            self._failures.append(
-                Untraceable("the model itself has hooks, which would not run around its layers")
-            )
+            why = "the model itself has hooks, which would not run around its layers"
+            self._failures.append(Untraceable(why))
             return
         model = type(net).__name__
         if example_inputs is not None:
@@ -101,16 +98,14 @@ class ChainBuilder:
                     f"{model}.forward has {which}, and is traced with those arguments that a batch "
                     f"gives: pass example_inputs=<the inputs of a batch>"
                 )
-        reason = self._try(partial(trace, self._signature))
-        if not reason:
-            return
-        if example_inputs is None:
-            raise ConfigError(
-                f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
-                f"that: pass example_inputs=<the inputs of a batch>"
-            )
-        if not self._try(export_tracer(self._signature, values, precision)):
-            self._signature = replace(self._signature, flat=True)
+        if reason := self._try(partial(trace, self._signature)):
+            if example_inputs is None:
+                raise ConfigError(
+                    f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
+                    f"that: pass example_inputs=<the inputs of a batch>"
+                )
+            if not self._try(export_tracer(self._signature, values, precision)):
+                self._signature = replace(self._signature, flat=True)
 
     def _try(self, tracer: Tracer) -> str:
         """Returns why `tracer` cannot look far enough into the model; "" if it can.
@@ -123,13 +118,10 @@ class ChainBuilder:
             self._failures.append(error)
             return user_line(error)
         self._tracer, self._coarse = tracer, coarse
-        limit = TOO_LARGE_SHARE * _size(self._net)
-        too_large = (
-            reason
-            for name, reason in coarse.unexpanded.items()
-            if _size(self._net.get_submodule(name)) > limit
-        )
-        return next(too_large, "")
+        for name, reason in coarse.unexpanded.items():
+            if _size(self._net.get_submodule(name)) > TOO_LARGE_SHARE * _size(self._net):
+                return reason
+        return ""
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
         """Returns the chain in which the modules in `expand` are expanded, where they can be.
@@ -142,16 +134,15 @@ class ChainBuilder:
         unexpanded: dict[str, str] = {}
         if is_chain(self._net):
             for layer in layers_of(self._net):
-                expanded = _expanded(layer, expand, unexpanded)
-                if expanded is not None:
-                    graphs.append((sum(map(len, units)), expanded))
-                units.append([layer] if expanded is None else expanded.layers())
+                units.append([layer])
+                if (expanded := _expanded(layer, expand, unexpanded)) is not None:
+                    graphs.append((sum(map(len, units[:-1])), expanded))
+                    units[-1] = expanded.layers()
         elif self._tracer is not None:
             rule = _expand_rule(self._net, expand, LARGE_SHARE)
-            coarse = self._coarse
-            finer = trace_both_modes(self._net, self._tracer, rule) if expand else coarse
+            finer = trace_both_modes(self._net, self._tracer, rule) if expand else self._coarse
             graphs.append((0, finer))
-            begins = {calls[-1] for calls in coarse.calls}
+            begins = {calls[-1] for calls in self._coarse.calls}
             for layer, calls in zip(finer.layers(self._signature), finer.calls, strict=True):
                 if not units or not begins.isdisjoint(calls):
                     units.append([])
@@ -160,8 +151,8 @@ class ChainBuilder:
             reasons = dict.fromkeys(map(user_line, self._failures))
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(reasons)}. Move that code into a submodule of its "
-                f"own, which will be one layer, or pass the model as an nn.Sequential"
+                f"{'; by torch.export: '.join(reasons)}. Move that code into its own submodule, "
+                f"which will be one layer, or pass the model as an nn.Sequential"
             ) from self._failures[0]
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)
@@ -184,7 +175,7 @@ class ChainBuilder:
 
 
 def can_expand(module: nn.Module) -> bool:
-    """Returns whether tracing may look into `module`."""
+    """Returns whether `module` may be expanded."""
     if has_hooks(module) or isinstance(module, torch.jit.ScriptModule):
         return False  # its hooks would not run
     if stashed_by(module) or popped_by(module) or not any(True for _ in module.children()):
@@ -203,7 +194,7 @@ def _expanded(
     if len(signature.names) != 1:
         return None
     prefix = f"{layer.name}."
-    rule = _expand_rule(layer.module, expand, prefix=prefix)
+    rule = _expand_rule(layer.module, expand, float("inf"), prefix)
     try:
         return trace_both_modes(layer.module, partial(trace, signature), rule, prefix)
     except Exception as error:
@@ -212,7 +203,7 @@ def _expanded(
 
 
 def _expand_rule(
-    root: nn.Module, expand: Collection[str], large: float = float("inf"), prefix: str = ""
+    root: nn.Module, expand: Collection[str], large: float, prefix: str = ""
 ) -> ShouldExpand:
     total = _size(root)
 

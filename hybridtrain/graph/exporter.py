@@ -3,7 +3,7 @@
 torch.export runs the forward once, on shapes without data, and records the operators that it calls,
 and in which submodule. So it follows any Python code that does not depend on data; conditions on
 the inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic,
-and so do other sizes as far as the forward allows it.
+and so do other sizes where the forward allows it.
 
 `torch.distributed.pipelining.pipeline` builds on the same export. It fixes the batch size and the
 mode, and cannot cut inside a chosen module, so its graph is not used.
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from operator import attrgetter
 from typing import Any
@@ -29,9 +29,12 @@ from torch.utils._pytree import tree_map
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
-from hybridtrain.graph.untraceable import (
+from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
+    Call,
+    ShouldExpand,
+    TracedGraph,
+    Tracer,
     Untraceable,
     is_user_code,
     no_random_choices,
@@ -46,10 +49,7 @@ def export_tracer(
 ) -> Tracer:
     """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
-    Args:
-        signature: the arguments of the module's forward.
-        values: an example of each.
-        precision: the context that the module runs in.
+    `values` has an example of each argument; the module runs in the context `precision`.
     """
     exported: dict[bool, TracedGraph] = {}
 
@@ -68,17 +68,11 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
         if has_hooks(part):
             raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    values = [tree_map(lambda leaf: _example(leaf, device), value) for value in values]
-    shapes = [tree_map(_dynamic_sizes, value) for value in values]
-    args, kwargs = signature.split(values)
+    values = tree_map(partial(_example, device), values)
+    shapes = tree_map(_dynamic_sizes, values)
+    dynamic = dict(zip(signature.names, shapes, strict=True))
     with torch.random.fork_rng([]), _export_guards(module), _quiet():
-        program = export(
-            module,
-            args,
-            kwargs,
-            dynamic_shapes=dict(zip(signature.names, shapes, strict=True)),
-            strict=False,
-        )
+        program = export(module, *signature.split(values), dynamic_shapes=dynamic, strict=False)
     exported = program.module()
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
@@ -96,10 +90,7 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
 
 @contextmanager
 def _export_guards(module: nn.Module) -> Iterator[None]:
-    """A context in which torch.export may run the forward of `module`.
-
-    `Untraceable` is raised where the forward does what the graph would not do again.
-    """
+    """Raises `Untraceable` where the forward of `module` does what a graph would not do again."""
     parts = {id(part) for part in module.modules()}
 
     def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
@@ -128,9 +119,7 @@ class _ForbidCustomBackward(TorchFunctionMode):
         super().__init__()
         self._autograd_functions = AutogradFunctionDetector()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs `func`."""
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise Untraceable("registers a hook on a tensor, which a graph would lose")
@@ -150,7 +139,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _example(leaf: Any, device: torch.device) -> Any:
+def _example(device: torch.device, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
     if leaf.shape[0] == 1:

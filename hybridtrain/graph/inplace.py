@@ -17,11 +17,12 @@ from torch import fx
 from hybridtrain._torch_private import operator_schema
 from hybridtrain.graph.traced_graph import TracedGraph
 
+# operator.iadd for operator.add, and so on
 _IN_PLACE_OPERATORS = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
-    operator.ilshift, operator.irshift,
-}  # fmt: skip
+    vars(operator)[f"i{name.strip('_')}"]
+    for name in vars(operator)
+    if hasattr(operator, f"__i{name.strip('_')}__")
+}
 
 _VIEW_METHODS = {
     "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "float",
@@ -60,29 +61,20 @@ def node_works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
 
 def changes_inputs(traced: TracedGraph) -> bool:
     """Returns whether the graph changes its inputs in place, or views of them."""
-    viewed = _viewed(traced)
     return any(
-        node_works_in_place(node, traced.find) and viewed[node].op == "placeholder"
-        for node in traced.graph.nodes
-        if node.all_input_nodes
+        base.op == "placeholder" and base is not node and node_works_in_place(node, traced.find)
+        for node, base in _viewed(traced).items()
     )
 
 
 def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int]) -> set[int]:
-    """Returns the numbers of the segments before which there may be no cut.
-
-    Args:
-        traced: the whole forward.
-        segment_of: the segment of each node.
-    """
+    """Returns the segments, of those that nodes are in, before which there may be no cut."""
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
-    viewed = _viewed(traced)
-    for node in traced.graph.nodes:
+    for node, base in _viewed(traced).items():
         if not node.all_input_nodes:
             continue
-        base = viewed[node]
         if not node_works_in_place(node, traced.find):
             if base is not node:
                 has_views.add(base)

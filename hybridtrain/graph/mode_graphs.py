@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -51,8 +50,7 @@ class ModeGraphs:
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
 
-        Args:
-            signature: the arguments that the inputs of a batch are, if the model begins here.
+        `signature` says which arguments the inputs of a batch are, if the model begins here.
         """
         names = [self.prefix + (f"{name}@{n + 1}" if n else name) for *_, (name, n) in self.calls]
         training = cut(self.training, [node for node, _ in self.starts], names)
@@ -85,21 +83,22 @@ def trace_both_modes(
 ) -> ModeGraphs:
     """Traces `module` in training and in evaluation mode, and leaves its mode unchanged.
 
-    Args:
-        module: any module.
-        tracer: traces it in the mode that it is in.
-        should_expand: whether to look inside a submodule.
-        prefix: what the names in `module` begin with in the user's model.
+    The names in `module` begin with `prefix` in the user's model.
 
     Raises:
         Exception: raised by `tracer`.
     """
     graphs: list[TracedGraph] = []
     flags: list[dict[nn.Module, bool]] = []
-    for training in (True, False):
-        with _in_mode(module, training):
-            graphs.append(tracer(module, should_expand))
+    before = {part: part.training for part in module.modules()}
+    try:
+        for training in (True, False):
+            module.train(training)
             flags.append({part: part.training for part in module.modules()})
+            graphs.append(tracer(module, should_expand))
+    finally:
+        for part, mode in before.items():
+            part.training = mode
     first, second = graphs
     if _operations(first) == _operations(second):
         second = first
@@ -120,18 +119,6 @@ def trace_both_modes(
         expanded={(prefix + name).rstrip("."): part for name, part in parts.items()},
         modes=[] if second is first else modes,
     )
-
-
-@contextmanager
-def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Puts modules into the modes that `module.train(training)` gives them, and back at the end."""
-    modes = {part: part.training for part in module.modules()}
-    module.train(training)
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def _common_starts(first: TracedGraph, second: TracedGraph) -> list[tuple[fx.Node, fx.Node]]:

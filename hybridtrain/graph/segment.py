@@ -24,8 +24,8 @@ class Segment(nn.Module):
     Its submodules and parameters are those of the user's model, the same objects.
 
     Args:
-        training: what it computes in training mode.
-        evaluation: likewise; the same object where there is no difference.
+        training: its graph in training mode.
+        evaluation: its graph in evaluation mode; the same object where there is no difference.
         root: the traced module, whose mode decides between the two.
         owners: the buffers that graphs read directly: the user's module that holds each, and its
             name there.
@@ -82,11 +82,9 @@ class Segment(nn.Module):
 
         A buffer is copied if another stage has taken the user's to another device.
         """
-        pairs = [
-            (getattr(owner, name), getattr(holder, held))
-            for holder, held, owner, name in self._held()
-        ]
-        return [(own, copy) for own, copy in pairs if own is not copy]
+        held = self._held()
+        pairs = [(getattr(owner, name), getattr(module, own)) for module, own, owner, name in held]
+        return [(buffer, copy) for buffer, copy in pairs if buffer is not copy]
 
     def _held(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns the buffers of the user's modules that graphs use: holder, name, owner, name."""

@@ -73,11 +73,7 @@ def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node,
 def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) -> list[SegmentGraph]:
     """Cuts `traced` before each of `starts` but the first.
 
-    Args:
-        traced: the whole forward.
-        starts: the nodes that begin a segment, in order; the first segment also has what is before
-            its start.
-        names: the segments' names, from which those of the values between them are made.
+    The values between segments get names that begin with the segments' `names`.
     """
     graph, find = traced.graph, traced.find
     segment_of = assign_segments(graph, starts)
@@ -103,7 +99,7 @@ def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) ->
         main = [mains[here]] if here in mains else []
         inputs = [node for node in name_of if segment_of[node] < here and here in users[node]]
         arguments = [node for node in graph.nodes if node.op == "placeholder"] if not here else []
-        body = [n for n in graph.nodes if segment_of[n] == here and n.op not in _NOT_IN_BODY]
+        body = [n for n in graph.nodes if segment_of[n] == here and n.op.startswith("call_")]
         returned = output.args[0] if is_last else mains.get(here + 1, ())
         own_names: dict[str, str] = {}
         part = _own_graph([*arguments, *main, *inputs], body, (returned, *outputs), own_names)
@@ -123,14 +119,8 @@ def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) ->
     return segments
 
 
-_NOT_IN_BODY = ("placeholder", "get_attr", "output")
-
-
 def _own_graph(
-    arguments: Sequence[fx.Node],
-    body: Sequence[fx.Node],
-    returned: Any,
-    own_names: dict[str, str],
+    arguments: Sequence[fx.Node], body: Sequence[fx.Node], returned: Any, own_names: dict[str, str]
 ) -> fx.Graph:
     """Returns a separate graph of `body`, which reads parameters where it needs them.
 

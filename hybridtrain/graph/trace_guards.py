@@ -15,13 +15,10 @@ Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
 
 
 class TraceGuards:
-    """The assumptions that the graphs of a model make about its modules.
+    """The assumptions that the graphs of a model make about the modules that were traced.
 
     A graph contains the numbers, flags and texts that the forward read from its module, runs no
     hooks of it, and is of one mode of all the modules together.
-
-    Args:
-        traced: the modules of each forward that was traced, and their flags.
     """
 
     def __init__(self, traced: Iterable[Traced] = ()) -> None:
@@ -42,16 +39,18 @@ class TraceGuards:
             ConfigError: a module has changed; names it, and what has changed.
         """
         for modules, modes in self._traced:
-            for name, module in modules.items():
-                if has_hooks(module):
-                    raise ConfigError(
-                        f"{name or 'the model'} had a hook registered after tracing, which would "
-                        f"not run: register hooks before you create the HybridModel"
-                    )
+            if hooked := [name or "the model" for name, m in modules.items() if has_hooks(m)]:
+                raise ConfigError(
+                    f"{hooked[0]} had a hook registered after tracing, which would not run: "
+                    f"register hooks before you create the HybridModel"
+                )
             now = tuple(module.training for module in modules.values())
             if modes and now not in modes:
-                flags = zip(modules, now, modes[0], strict=True)
-                name = next(name for name, is_on, was_on in flags if is_on != was_on)
+                name = next(
+                    name
+                    for name, is_on, was_on in zip(modules, now, modes[0], strict=True)
+                    if is_on != was_on
+                )
                 raise ConfigError(
                     f"module {name!r} was switched to another mode than the model around it, whose "
                     f"forward depends on the mode: let its train() keep the mode, so that it "

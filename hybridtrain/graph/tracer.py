@@ -12,31 +12,50 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.fx_guards import GuardedProxy, fx_guards
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph
-from hybridtrain.graph.untraceable import (
+from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
+    Call,
+    ShouldExpand,
+    TracedGraph,
     Untraceable,
+    is_user_code,
     no_random_choices,
+    replaced,
     user_line,
+)
+
+# Factories take no tensor, so that torch.fx does not see them: it would run them once, while
+# tracing, and keep the result.
+_FACTORIES = (
+    "arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn",
+    "randperm", "tensor", "zeros",
+)  # fmt: skip
+
+# Functions that change the meaning of operations, or whose answer may differ at another call.
+_REFUSED: tuple[tuple[Any, str, str], ...] = (
+    (*GRAD_MODE_SETTER, "a change of the grad mode"),
+    (torch.inference_mode, "__enter__", "torch.inference_mode"),
+    (torch.autocast, "__enter__", "torch.autocast"),
+    (torch, "is_grad_enabled", "torch.is_grad_enabled"),
+    (torch, "is_inference_mode_enabled", "torch.is_inference_mode_enabled"),
+    (torch, "is_autocast_enabled", "torch.is_autocast_enabled"),
+    (torch, "is_tensor", "torch.is_tensor"),
 )
 
 
 def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
     """Returns the forward of `module` as a graph, in the mode that the module is in.
-
-    Args:
-        signature: the arguments of the forward.
-        module: any module.
-        should_expand: whether to look inside a submodule.
 
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
@@ -44,7 +63,7 @@ def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpa
     tracer = _Tracer(signature, should_expand)
     attributes = set(vars(module))
     try:
-        with fx_guards(tracer):
+        with _guards(tracer):
             graph = tracer.trace(module)
     finally:
         # tensors that the forward reads from elsewhere, which torch.fx has put into the module
@@ -87,11 +106,8 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         """Returns the forward and the proxies of its arguments; the others keep their defaults."""
         signature, forward = self._signature, self.root.forward
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in signature.names]
-        values = [
-            signature.constants.get(name, proxy)
-            for name, proxy in zip(signature.names, proxies, strict=True)
-        ]
+        proxies = {n: self.create_proxy("placeholder", n, (), {}) for n in signature.names}
+        values = list((proxies | dict(signature.constants)).values())
 
         def call(*values: Any) -> Any:
             args, kwargs = signature.split(values)
@@ -116,22 +132,23 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         call = name, self.num_calls.get(name, 0)
-        last = self._last_node()
-        if not self.is_leaf_module(m, name):
+        last = next(iter(reversed(self.graph.nodes)), None)
+        is_leaf = self.is_leaf_module(m, name)
+        if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
             try:
                 with no_random_choices():
                     result = super().call_module(m, forward, args, kwargs)
+                self.expanded[name] = m
             except Exception as error:
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
-                self.unexpanded[name] = user_line(error)
-            else:
-                self.expanded[name] = m
-                self._note_call(last, call)
-                return result
-        result = super().call_module(m, forward, args, kwargs)
-        self._note_call(last, call)
+                self.unexpanded[name], is_leaf = user_line(error), True
+        if is_leaf:
+            result = super().call_module(m, forward, args, kwargs)
+        first = last.next if last is not None else next(iter(self.graph.nodes), None)
+        if first is not None and first.op != "root":
+            self.calls.setdefault(first, []).insert(0, call)
         return result
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -153,16 +170,8 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Returns a `GuardedProxy`."""
-        return GuardedProxy(node, self)
-
-    def _note_call(self, last: fx.Node | None, call: Call) -> None:
-        first = last.next if last is not None else next(iter(self.graph.nodes), None)
-        if first is not None and first.op != "root":
-            self.calls.setdefault(first, []).insert(0, call)
-
-    def _last_node(self) -> fx.Node | None:
-        return next(iter(reversed(self.graph.nodes)), None)
+        """Returns a `_GuardedProxy`."""
+        return _GuardedProxy(node, self)
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -170,3 +179,54 @@ class _Tracer(fx.Tracer):
                 return
             self.calls.pop(node, None)
             self.graph.erase_node(node)
+
+
+@contextmanager
+def _guards(tracer: fx.Tracer) -> Iterator[None]:
+    """Raises `Untraceable` where the forward does what a graph would not do again."""
+
+    def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return tracer.create_proxy("call_function", function, args, kwargs)
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise Untraceable(f"uses {what}, which a graph would lose")
+
+        return refused
+
+    def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
+        if not name.startswith("_tensor_constant"):  # torch.fx's own
+            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
+        original(module, name, value)
+
+    with ExitStack() as guards:
+        for name in _FACTORIES:
+            guards.enter_context(replaced(torch, name, record))
+        for holder, name, what in _REFUSED:
+            guards.enter_context(replaced(holder, name, refuse(what)))
+        guards.enter_context(replaced(nn.Module, "__setattr__", set_attribute))
+        guards.enter_context(_ForbidEagerOps())
+        guards.enter_context(no_random_choices())
+        yield
+
+
+class _GuardedProxy(fx.Proxy):
+    """A proxy that does not reveal its type, and has the flags that all tensors here have."""
+
+    is_nested = False
+    is_sparse = False
+    is_quantized = False
+    is_mkldnn = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what `isinstance` asks for
+        if is_user_code(sys._getframe(1)):
+            raise Untraceable("asks for the type of a value, which is not known while tracing")
+        return _GuardedProxy
+
+
+class _ForbidEagerOps(TorchDispatchMode):
+    """A context in which no tensor is computed: the graph would keep the result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Untraceable(f"computes a tensor ({func}) from no input, which a graph would do once")

@@ -23,10 +23,7 @@ def basicnet(num_classes: int = 10, image_size: int = 28, channels: int = 1) -> 
     # Each 3x3 convolution takes a pixel off every edge; the pool halves what is left.
     side = (image_size - 4) // 2
     if side < 1:
-        raise ConfigError(
-            f"image_size={image_size} is too small: after two 3x3 convolutions and a 2x2 pool "
-            f"nothing is left of an image under 6 pixels"
-        )
+        raise ConfigError(f"image_size={image_size} is too small: images need 6 pixels or more")
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 32, kernel_size=3),

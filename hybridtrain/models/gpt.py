@@ -1,16 +1,11 @@
 """A small decoder-only language model like GPT-2."""
 
 import math
-from collections import OrderedDict
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtrain.models.check import check_dropout, check_heads, check_length, check_sizes
-
-# GPT-2's standard deviation for every weight matrix.
-_STD = 0.02
 
 
 class Embed(nn.Module):
@@ -65,13 +60,10 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(d_model)
         self.attention = Attention(d_model, n_head, dropout)
         self.norm2 = nn.LayerNorm(d_model)
-        self.mlp = nn.Sequential(
-            OrderedDict(
-                expand=nn.Linear(d_model, 4 * d_model),
-                gelu=nn.GELU(),
-                proj=nn.Linear(4 * d_model, d_model),
-            )
-        )
+        self.mlp = nn.Sequential()
+        self.mlp.expand = nn.Linear(d_model, 4 * d_model)
+        self.mlp.gelu = nn.GELU()
+        self.mlp.proj = nn.Linear(4 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,32 +93,22 @@ def gpt(
     et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3. Raises
     `ConfigError` if the arguments do not fit together.
     """
-    check_sizes(
-        vocab_size=vocab_size, seq_len=seq_len, n_layer=n_layer, n_head=n_head, d_model=d_model
-    )
+    check_sizes(vocab_size=vocab_size, seq_len=seq_len)
+    check_sizes(n_layer=n_layer, n_head=n_head, d_model=d_model)
     check_heads(d_model, "n_head", n_head)
     check_dropout(dropout)
-    blocks = [Block(d_model, n_head, dropout) for _ in range(n_layer)]
-    head = OrderedDict[str, nn.Module](
-        norm=nn.LayerNorm(d_model), linear=nn.Linear(d_model, vocab_size, bias=False)
-    )
-    model = nn.Sequential(
-        OrderedDict[str, nn.Module](
-            embed=Embed(vocab_size, seq_len, d_model, dropout),
-            blocks=nn.Sequential(*blocks),
-            head=nn.Sequential(head),
-        )
-    )
-    _initialise(model, n_layer)
-    return model
-
-
-@torch.no_grad()
-def _initialise(model: nn.Module, n_layer: int) -> None:
+    model = nn.Sequential()
+    model.embed = Embed(vocab_size, seq_len, d_model, dropout)
+    model.blocks = nn.Sequential(*(Block(d_model, n_head, dropout) for _ in range(n_layer)))
+    model.head = nn.Sequential()
+    model.head.norm = nn.LayerNorm(d_model)
+    model.head.linear = nn.Linear(d_model, vocab_size, bias=False)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue  # a LayerNorm starts as the identity
-        adds_to_residual = name.endswith(".proj")
-        module.weight.normal_(0.0, _STD / math.sqrt(2 * n_layer) if adds_to_residual else _STD)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.zero_()
+        if isinstance(module, nn.Linear | nn.Embedding):  # a LayerNorm starts as the identity
+            adds_to_residual = name.endswith(".proj")
+            nn.init.normal_(
+                module.weight, 0.0, 0.02 / math.sqrt(2 * n_layer if adds_to_residual else 1)
+            )
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model

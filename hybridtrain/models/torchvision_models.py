@@ -35,9 +35,8 @@ def torchvision_model(
     It takes float images of shape (N, channels, image_size, image_size) and returns
     log-probabilities of shape (N, num_classes), whose cross-entropy is their negative
     log-likelihood. A grey image becomes three equal colours. In training GoogLeNet and Inception v3
-    return torchvision's named tuples, with log-probabilities of the auxiliary heads.
-
-    The initial weights are those that `torchvision.models.get_model(name)` draws.
+    return torchvision's named tuples, with log-probabilities of the auxiliary heads. The initial
+    weights are those that `torchvision.models.get_model(name)` draws.
 
     Args:
         name: as in `torchvision.models.list_models(module=torchvision.models)`.
@@ -66,8 +65,24 @@ def torchvision_model(
     assert first is not None
     if channels not in (1, 3):
         raise ConfigError(f"channels={channels}: torchvision's models take 3 colours, or 1")
+    builder = models.get_model_builder(name)
+    accepted = inspect.signature(inspect.signature(builder).return_annotation).parameters
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if dropout is not None:
+        if "dropout" not in accepted:
+            raise ConfigError(f"dropout={dropout}: {name} has no such argument, leave it at None")
+        check_dropout(dropout)
+        options["dropout"] = dropout
+    if "init_weights" in accepted and accepted["init_weights"].default is None:
+        options["init_weights"] = True  # what None does too, but with a warning
+
+    def build(side: int) -> nn.Module:
+        # of the models that have a size, ViT takes a number and MaxViT a pair
+        sized = {"image_size": side, "input_size": (side, side)}
+        net: nn.Module = builder(**options, **{k: sized[k] for k in sized.keys() & accepted})
+        return net
+
     sides = [first, *(side for side in USUAL_SIZES if resize is None and side > first)]
-    build = _builder(name, models.get_model_builder(name), num_classes, dropout)
     side = _first_that_fits(name, build, sides)
     net = build(side)
     settings = {"grey": channels == 1, "side": None if side == image_size else side}
@@ -78,15 +93,10 @@ def torchvision_model(
 
 
 class _OnImages(nn.Module):
-    """Extends a class of torchvision's: prepares the images, and normalises the outputs.
-
-    Attributes:
-        grey: whether images have one channel.
-        side: pixels per side that images are resized to; None: they keep their size.
-    """
+    """Extends a class of torchvision's: prepares the images, and normalises the outputs."""
 
     grey: bool
-    side: int | None
+    side: int | None  # to which images are resized
 
     def forward(self, images: Tensor) -> Any:
         """Returns the log-probabilities of images (N, channels, height, width)."""
@@ -104,11 +114,9 @@ def shapes_only() -> Iterator[None]:
 
     Unlike `torch.device("meta")`, it lets constructors compute with other tensors.
     """
-
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.to("meta"))
-
-    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(
+        lambda module, name, parameter: nn.Parameter(parameter.to("meta"))  # type: ignore[arg-type]
+    )
     try:
         with torch.random.fork_rng([]), torch.no_grad():
             yield
@@ -116,40 +124,16 @@ def shapes_only() -> Iterator[None]:
         hook.remove()
 
 
-def _builder(
-    name: str, builder: Callable[..., nn.Module], num_classes: int, dropout: float | None
-) -> Callable[[int], nn.Module]:
-    """Returns a function that builds the model for images of a given size."""
-    accepted = inspect.signature(inspect.signature(builder).return_annotation).parameters
-    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
-    if dropout is not None:
-        if "dropout" not in accepted:
-            raise ConfigError(f"dropout={dropout}: {name} has no such argument, leave it at None")
-        check_dropout(dropout)
-        options["dropout"] = dropout
-    if "init_weights" in accepted and accepted["init_weights"].default is None:
-        options["init_weights"] = True  # what None does too, but with a warning
-
-    def build(side: int) -> nn.Module:
-        # of the models that have a size, ViT takes a number and MaxViT a pair
-        sized = {"image_size": side, "input_size": (side, side)}
-        return builder(**options, **{key: sized[key] for key in sized.keys() & accepted})
-
-    return build
-
-
 def _first_that_fits(name: str, build: Callable[[int], nn.Module], sides: Sequence[int]) -> int:
     """Returns the first of these sizes that the model takes in training."""
-    reason = ""
     for side in sides:
         try:
             with shapes_only():
                 # two images: a batch norm refuses a single value per channel
                 build(side).to("meta")(torch.empty(2, 3, side, side, device="meta"))
+            return side
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-        else:
-            return side
     raise ConfigError(
         f"name={name} takes no images of {' or '.join(map(str, sides))} pixels per side "
         f"({reason}): pass resize=<a size that it takes>"

@@ -7,7 +7,6 @@ layer before it returned:
 """
 
 import math
-from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -96,10 +95,8 @@ def sinusoids(length: int, width: int) -> Tensor:
     """
     position = torch.arange(length, dtype=torch.float32).unsqueeze(1)
     rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    table = torch.zeros(length, width)
-    table[:, 0::2] = torch.sin(position * rate)
-    table[:, 1::2] = torch.cos(position * rate[: width // 2])  # one less if width is odd
-    return table
+    angle = position * rate
+    return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :width]
 
 
 def transformer(
@@ -123,27 +120,17 @@ def transformer(
     Source: Encoder, Layer and Decoder of IDRIS, *PyTorch: parallelisme hybride (modele et
     donnees)*. Raises `ConfigError` if the arguments do not fit together.
     """
-    check_sizes(
-        vocab_size=vocab_size,
-        num_classes=num_classes,
-        max_len=max_len,
-        d_model=d_model,
-        nhead=nhead,
-        d_hid=d_hid,
-        nlayers=nlayers,
-    )
+    check_sizes(vocab_size=vocab_size, num_classes=num_classes, max_len=max_len)
+    check_sizes(d_model=d_model, nhead=nhead, d_hid=d_hid, nlayers=nlayers)
     check_heads(d_model, "nhead", nhead)
     check_dropout(dropout)
     if pad_index is None or not 0 <= pad_index < vocab_size:
         raise ConfigError(
-            f"pad_index={pad_index} must be a token of the vocabulary: at least 0 and below "
-            f"vocab_size={vocab_size}"
+            f"pad_index={pad_index} must be at least 0 and below vocab_size={vocab_size}"
         )
-    layers = [Layer(d_model, nhead, d_hid, dropout) for _ in range(nlayers)]
-    return nn.Sequential(
-        OrderedDict[str, nn.Module](
-            encoder=Encoder(vocab_size, max_len, d_model, dropout, pad_index),
-            layers=nn.Sequential(*layers),
-            decoder=Decoder(d_model, num_classes),
-        )
-    )
+    layers = nn.Sequential(*(Layer(d_model, nhead, d_hid, dropout) for _ in range(nlayers)))
+    model = nn.Sequential()
+    model.encoder = Encoder(vocab_size, max_len, d_model, dropout, pad_index)
+    model.layers = layers
+    model.decoder = Decoder(d_model, num_classes)
+    return model

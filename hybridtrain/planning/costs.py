@@ -45,13 +45,11 @@ class LayerCost:
     crossing_ms: float = 0.0
 
 
-def count(layers: Sequence[Layer], *, optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
+def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
     """Returns the costs that need no run: parameters and bytes of the weights, on any device.
 
-    Args:
-        layers: the chain. What several layers share counts in the first of them.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it;
-            AdamW keeps 2.
+    What several layers share counts in the first of them. The optimizer keeps so many tensors of a
+    parameter's size for it; AdamW keeps 2.
     """
     seen: set[int] = set()
     costs = []
@@ -143,7 +141,7 @@ def run_chain(
     counted = set[int]()
     stashes: dict[str, Any] = {}
     last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
-    costs = count(layers, optimizer_tensors_per_param=optimizer_tensors_per_param)
+    costs = count(layers, optimizer_tensors_per_param)
     activations = [0] * len(layers)
     kept: list[Given] = []  # so that no storage gets the id of an earlier one
     value = inputs

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import SplitError, closest
-from hybridtrain.options import CheckpointSpec, PipelineOptions
+from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.balance import INFINITY, best_cut, range_sums
 from hybridtrain.planning.costs import LayerCost
 
 GIB = 2**30
+
+# The modes of activation checkpointing in which whole stages are recomputed.
+WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
@@ -66,7 +69,7 @@ class Objective:
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=None if limit is None else limit * GIB,
-            recomputes=recomputes_stages(options.checkpoint),
+            recomputes=options.checkpoint in WHOLE_STAGES,
             stages_per_device=options.stages_per_device,
         )
 
@@ -100,11 +103,6 @@ class StageCost:
     share: float
 
 
-def recomputes_stages(checkpoint: CheckpointSpec) -> bool:
-    """Returns whether whole stages are recomputed in the backward."""
-    return checkpoint in ("always", "except_last")
-
-
 def cut_by_costs(
     costs: Sequence[LayerCost],
     in_flight: Sequence[int],
@@ -113,11 +111,8 @@ def cut_by_costs(
 ) -> list[int]:
     """Returns how many layers each stage gets so that the largest is as small as it can be.
 
-    Args:
-        costs: those of each layer.
-        in_flight: for each stage, the most micro-batches that it keeps alive at one time.
-        goal: what makes a stage large.
-        no_cut_before: the layers, by index, before which there may be no cut.
+    Each stage keeps at most `in_flight` micro-batches alive at one time, and no stage begins with
+    one of the layers `no_cut_before`, given by index.
 
     Raises:
         SplitError: there are too few layers or places to cut, or no cut fits into memory.

@@ -14,12 +14,7 @@ from hybridtrain.errors import SplitError, closest
 from hybridtrain.files import write_atomically
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.objective import (
-    MEASURED_SPLITS,
-    StageCost,
-    recomputes_stages,
-    stage_costs,
-)
+from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -37,8 +32,8 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        device: where it is, a name local to its process.
-        process: which of the replica's processes owns it, counted from 0.
+        device: its device, by a name local to its process.
+        process: the index of the replica's process that owns it.
         in_flight: the most micro-batches that it keeps alive at one time.
         layers: the costs of its layers, in order.
     """
@@ -53,14 +48,12 @@ class StagePlan:
 class Plan:
     """A model in stages, what they cost, and who owns them.
 
+    `schedule`, `chunks`, `stages_per_device` and `checkpoint` are as in `PipelineOptions`.
+
     Attributes:
         model: the class of the model.
         split: what was asked for, such as `time`; `by hand` for a list.
-        schedule: the name of the schedule.
-        chunks: micro-batches per step.
         nb_part: devices of the pipeline.
-        stages_per_device: stages on each device.
-        checkpoint: activation checkpointing, as in `PipelineOptions`.
         expand: the modules that are cut inside, by name.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
@@ -106,9 +99,8 @@ class Plan:
 
     def stage_costs(self) -> list[StageCost]:
         """Returns what each stage costs, by the costs of its layers."""
-        return stage_costs(
-            self.costs, self.counts, self.in_flight, recomputes_stages(self.checkpoint)
-        )
+        recomputes = self.checkpoint in WHOLE_STAGES
+        return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""

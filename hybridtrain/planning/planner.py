@@ -25,7 +25,7 @@ from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
-from hybridtrain.planning.costs import LayerCost, count
+from hybridtrain.planning.costs import count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
 from hybridtrain.planning.plan import Plan, StagePlan, counts_for
@@ -83,13 +83,7 @@ def balance_by_size(net: nn.Module, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """The layers of a model as a plan assigns them to stages.
-
-    Attributes:
-        stages: the layers of each stage.
-        units: for each layer its unit and its number in there; see `Chain.units`.
-        guards: checks that the model is still what was traced.
-    """
+    """The layers of each stage of a plan; `units` and `guards` are those of the `Chain`."""
 
     stages: list[list[Layer]]
     units: list[tuple[int, int]]
@@ -97,10 +91,7 @@ class PlannedLayers:
 
 
 class Planner:
-    """Makes a plan for a model, and rebuilds the layers of a plan without tracing anew.
-
-    Args and errors as for `plan`.
-    """
+    """Makes a plan, and rebuilds the layers of one without tracing anew; arguments as of `plan`."""
 
     def __init__(
         self,
@@ -112,7 +103,9 @@ class Planner:
         costs: str | GivenCosts = "measured",
     ) -> None:
         self._net = net
+        self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
+        self._optimizer_tensors = options.optimizer_tensors_per_param
         self._cluster = cluster or Cluster()
         self._costs_from, self._costs_of = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device
@@ -134,14 +127,9 @@ class Planner:
     def plan(self) -> Plan:
         """Decides on the stages."""
         options, cluster = self._options, self._cluster
+        nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         in_flight = peak_in_flight(
-            make_schedule(
-                options.schedule,
-                cluster.nb_part,
-                options.chunks,
-                options.stages_per_device,
-                options.max_inflight,
-            )
+            make_schedule(options.schedule, nb_part, chunks, per_device, options.max_inflight)
         )
         decision = self._decide(in_flight)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
@@ -149,9 +137,9 @@ class Planner:
             model=type(self._net).__name__,
             split=options.split if isinstance(options.split, str) else "by hand",
             schedule=options.schedule,
-            chunks=options.chunks,
-            nb_part=cluster.nb_part,
-            stages_per_device=options.stages_per_device,
+            chunks=chunks,
+            nb_part=nb_part,
+            stages_per_device=per_device,
             checkpoint=options.checkpoint,
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
@@ -172,7 +160,6 @@ class Planner:
         return PlannedLayers(_runs_of(chain.layers, counts, chain), chain.units, chain.guards)
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
-        """Returns the chain in which the modules in `expand` are expanded."""
         key = frozenset(expand)
         if self._last is None or self._last[0] != key:
             try:
@@ -183,10 +170,6 @@ class Planner:
                 chain = self._chains.one_layer()
             self._last = key, chain
         return self._last[1]
-
-    def _counted(self, chain: Chain) -> list[LayerCost]:
-        tensors = self._options.optimizer_tensors_per_param
-        return count(chain.layers, optimizer_tensors_per_param=tensors)
 
     def _decide(self, in_flight: Sequence[int]) -> Decision:
         net, split = self._net, self._options.split
@@ -202,7 +185,7 @@ class Planner:
             default = self._options.default_partition
             expand = [
                 name
-                for name, part in net.named_modules()
+                for name, part in self._modules.items()
                 if spans_stages(part, marked_stage(net, name, default))
             ]
             chain = self._chain(expand)
@@ -211,28 +194,25 @@ class Planner:
             return self._by_objective(in_flight)
         else:
             given = [item for item in split if not isinstance(item, int)]
-            expand = modules_around([name for name, _ in net.named_modules()], given)
+            expand = modules_around(self._modules, given)
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
-        return Decision(expand, self._counted(chain), counts)
+        return Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
 
     def _by_objective(self, in_flight: Sequence[int]) -> Decision:
         goal = Objective.of(self._options)
         by_costs = goal.unit == "costs"
-        root = self._net
 
         def costs(chain: Chain) -> Iterator[Costs]:
             if not by_costs:
-                return iter([Costs(self._counted(chain))])
+                return iter([Costs(count(chain.layers, self._optimizer_tensors))])
             return self._costs_of(chain.layers, self._microbatch, self._options, self._cluster)
 
         def may_expand(path: str) -> bool:
-            if is_chain(root) and not by_costs:
+            if is_chain(self._net) and not by_costs:
                 return False  # a chain is cut between its elements
-            try:
-                return can_expand(root.get_submodule(path))
-            except AttributeError:
-                return False  # a layer that is not a module of the model
+            # not every layer is a module of the model
+            return path in self._modules and can_expand(self._modules[path])
 
         found = find_best_cut(self._chain, costs, in_flight, goal, may_expand)
         return found._replace(costs_from=self._costs_from) if by_costs else found

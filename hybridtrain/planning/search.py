@@ -38,12 +38,8 @@ def find_best_cut(
 ) -> Decision:
     """Finds the best cut.
 
-    Args:
-        chain_of: returns the chain in which the given modules are expanded.
-        costs_of: yields the costs of its layers, each time more exact.
-        in_flight: for each stage, the most micro-batches that it keeps alive at one time.
-        goal: what makes a stage large.
-        may_expand: whether the module of that name may be expanded.
+    `chain_of` returns the chain in which the given modules are expanded, `costs_of` yields the
+    costs of its layers, each time more exact; `in_flight` and `goal` are as for `cut_by_costs`.
 
     Raises:
         SplitError: there is no cut; says why.
@@ -85,7 +81,7 @@ def _too_large(
 ) -> set[str]:
     """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
     tables = stage_tables(costs, in_flight, goal, chain.no_cut_before)
-    sizes = [tables[0][i, i + 1].item() for i in range(len(chain.layers))]
+    sizes = tables[0].diagonal(1).tolist()
     mean = sum(sizes) / len(in_flight)
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)

@@ -66,13 +66,9 @@ def counts_by_patterns(
 ) -> list[int]:
     """Returns how many layers each stage gets if they go where the patterns say.
 
-    A layer that no pattern matches goes with the one before it, at the start with the one after.
-
-    Args:
-        layers: the layers in the order in which they run.
-        stages: how many stages.
-        patterns: for each stage a name with wildcards (`blocks.[0-3]`), or a list of them; what
-            matches a module matches all in it (`blocks.3` also `blocks.3.attention`).
+    For each stage there is a name with wildcards (`blocks.[0-3]`), or a list of them; what matches
+    a module matches all in it (`blocks.3` also `blocks.3.attention`). A layer that no pattern
+    matches goes with the one before it, at the start with the one after.
 
     Raises:
         SplitError: the patterns do not describe `stages` runs of layers; says which, and why.
@@ -103,12 +99,9 @@ def counts_by_patterns(
 def fill_in(
     assigned: Sequence[int | None], preferred: Sequence[int | None], stages: int
 ) -> list[int]:
-    """Assigns each layer without a stage to the allowed one nearest to its preferred stage.
+    """Assigns each layer whose stage is None to the one nearest to its preferred stage.
 
-    Args:
-        assigned: the stage of each layer; None: any that the order allows.
-        preferred: where such a layer would rather be; None: with the layer before it.
-        stages: how many stages.
+    The order of the stages is kept. None as preferred stage: that of the layer before.
     """
     filled: list[int] = []
     for index, (stage, preference) in enumerate(zip(assigned, preferred, strict=True)):
