@@ -55,10 +55,10 @@ class RunContext:
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
-        size, options = self.config.data["batch_size"], self.loader_options
         if self.data.eval is None:
             return None
-        return EvalLoader(self.data.eval, size, self.world, options=options)
+        batch_size = self.config.data["batch_size"]
+        return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
 
 
 def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) -> RunContext:

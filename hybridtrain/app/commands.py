@@ -75,7 +75,8 @@ def train(config: Config, overrides: Sequence[str]) -> None:
         directory.write_summary(summary)
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
-        _log.info("dashboard: tensorboard --logdir %s/tensorboard", directory.path)
+        if config.monitor.tensorboard:
+            _log.info("dashboard: tensorboard --logdir %s/tensorboard", directory.path)
     world.close()
 
 
@@ -133,7 +134,7 @@ def _values(evaluation: Mapping[str, float] | None) -> str:
 
 
 def _placement(plan: Plan, world: World) -> str:
-    """Returns a table of the stages and one of every process's devices, from all processes."""
+    """Returns tables of the stages and of the devices of all processes; a collective call."""
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
     parameters = sum(cost.parameters for cost in plan.costs)
     head = (

@@ -87,6 +87,6 @@ class RunDirectory:
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
             root.addHandler(file)
         if rank == 0:
-            # Above the bar of `Progress`; logging never uses the stream beyond write and flush.
+            # Above the bar of `Progress`.
             root.addHandler(logging.StreamHandler(DummyTqdmFile(sys.stderr)))
         logging.captureWarnings(True)

@@ -109,7 +109,7 @@ def test_multirun_makes_a_run_directory_for_each_combination(
     ("swept", "message"),
     [
         ("optim.lrr=1,2", "optim.lrr: .* did you mean optim.lr?"),
-        ("recipe=digits,digts", "recipe=digts: .* did you mean recipe=digits?"),
+        ("recipe=digits,digts", "recipe=digts is unknown: did you mean 'digits'?"),
         ("seed=interval(1,2)", ".*INTERVAL_SWEEP"),
         ("seed=[1", ".*'\\[1'"),
     ],

@@ -17,6 +17,7 @@ from hybridtrain.options import PipelineOptions
         ("lower chunks= or (batch_size=4)", "lower pipeline.chunks= or (data.batch_size=4)"),
         ("set drop_last=False, keep=None", "set data.drop_last=false, checkpoint.keep=null"),
         ("split='time' needs it", "pipeline.split='time' needs it"),
+        ("keep it, or start a new run", "keep it, or set another run_name"),
         (
             "the model's chunks=2, not split=x",
             "the model's pipeline.chunks=2, not pipeline.split=x",

@@ -33,6 +33,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(
 
     said = succeed(capfd, *SMALL)
     assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
+    assert "tensorboard --logdir outputs/digits/tensorboard" in said
     assert_same_checkpoint(run / "checkpoints" / LAST, finished / "checkpoints" / LAST)
     assert learned(run) == learned(finished)
     summary = json.loads((run / "summary.json").read_text())
@@ -60,9 +61,12 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
 @pytest.mark.parametrize(
     ("resume", "message"),
     [
-        ("null", "resume=null would start a new run among the checkpoints in outputs/digits"),
+        ("null", "resume=null would mix new checkpoints with the later ones in outputs/digits"),
         ("outputs/nowhere", "resume=outputs/nowhere: there is no such checkpoint directory"),
-        ("outputs/digits/checkpoints/step_00000002", "has later checkpoints, up to step 6"),
+        (
+            "outputs/digits/checkpoints/step_00000002",
+            "outputs/digits/checkpoints, up to step 6: set resume=auto",
+        ),
         ("outputs/digits/logs", "outputs/digits/logs is not a checkpoint"),
     ],
 )
@@ -166,4 +170,4 @@ def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_
     succeed(capfd, *run, "trainer.steps=2")
     said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
     assert "is of another model" in said
-    assert "choose another run_name" in said
+    assert "or set another run_name" in said

@@ -114,7 +114,7 @@ def test_the_terminal_shows_the_placement_the_progress_and_the_run_directory(
     here = Path("outputs/digits")
     accuracy = json.loads((here / "summary.json").read_text())["eval"]["accuracy"]
     assert f"accuracy {accuracy:.4f}\nrun directory: {here.resolve()}\n" in said
-    assert f"tensorboard --logdir {here}/tensorboard" in said
+    assert "tensorboard --logdir" not in said
     logged = (here / "logs" / "rank_000.log").read_text()
     assert logged.count("1 process x 2 stages") == 1
     assert f"run directory: {here.resolve()}" in logged

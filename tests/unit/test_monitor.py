@@ -37,6 +37,15 @@ def run(
 # --- TensorBoard --------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def event_files_sort_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers a process's event files from 0: of one second, the 10th sorts before the 9th."""
+    from tensorboard.summary.writer import event_file_writer
+
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
+
+
 def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
     """Returns the points that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
