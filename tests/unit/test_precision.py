@@ -222,27 +222,25 @@ def test_the_scale_is_in_the_checkpoint_and_comes_back(until, then_nb_part, tmp_
     assert_same(again.monitor.weights[6], whole.monitor.weights[6])
 
 
-class AutocastInBackward(torch.autograd.Function):
-    seen: list[bool] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        AutocastInBackward.seen.append(torch.is_autocast_enabled("cpu"))
-        return gradient
-
-
 @pytest.mark.parametrize("nb_part", [1, 2])
 def test_a_backward_runs_without_autocast_in_every_thread(nb_part):
+    seen = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return gradient
+
     class Noting(nn.Linear):
         def forward(self, x):
-            return AutocastInBackward.apply(super().forward(x))
+            return Note.apply(super().forward(x))
 
-    AutocastInBackward.seen = []
     net = nn.Sequential(Noting(4, 4), Noting(4, 4))
     model = hybrid(net, nb_part, chunks=2, precision="bf16")
     model.train_step(torch.randn(4, 4), None, lambda output, _: output.float().mean())
-    assert AutocastInBackward.seen == [False] * 4
+    assert seen == [False] * 4
