@@ -66,18 +66,17 @@ class TrainerOptions:
         for name, value in vars(self).items():
             if value is None and name not in ("accumulate", "log_every"):
                 continue
-            if name in ("clip_norm", "loss_scale"):
-                if not value > 0:
-                    raise ConfigError(f"{name}={value} must be positive")
-            elif type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+            if name not in ("clip_norm", "loss_scale"):
+                if type(value) is not int or value < 1:
+                    raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+            elif not value > 0:
+                raise ConfigError(f"{name}={value} must be positive")
 
     def total_steps(self, batches_per_epoch: int) -> int:
         """Returns the number of optimizer steps of the whole run."""
-        if self.epochs is None:
-            assert self.steps is not None
+        if self.steps is not None:
             return self.steps
-        return self.epochs * -(-batches_per_epoch // self.accumulate)
+        return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
 
 
 class Trainer:
@@ -133,17 +132,15 @@ class Trainer:
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(train.batches_per_epoch)
-        self.scaler = scaler
+        self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.monitor = monitor or Monitor()
-        self.step = 0
-        self.samples = 0
-        self.epoch = 0
-        self.batch = 0
+        self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._last_eval: tuple[int, dict[str, float]] | None = None
-        self._checkpoint: tuple[int, Path | None] | None = None
+        # the last of each, and its step
+        self._evaluated: tuple[int, dict[str, float] | None] = -1, None
+        self._checkpoint: tuple[int, Path | None] = -1, None
         self._resumed_from: Path | None = None
 
     def __repr__(self) -> str:
@@ -178,8 +175,7 @@ class Trainer:
                 batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
                 self._accumulate_gradients(batches, timeline=log_due or timeline_due)
                 lr = self.optimizer.param_groups[0]["lr"]
-                norm = self._clip(needed=log_due)
-                self._optimizer_step()
+                norm = self._optimizer_step(norm_needed=log_due)
                 self._advance(batches)
                 if log_due:
                     self._log(lr, norm)
@@ -197,14 +193,14 @@ class Trainer:
         if self.evaluation is None:
             raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
         result = evaluate(self.model, self.evaluation, self.loss_fn, self.metrics)
-        self._last_eval = self.step, result
+        self._evaluated = self.step, result
         values = {f"eval/{name}": value for name, value in result.items() if name != "samples"}
         self.monitor.scalars(self.step, values)
         return result
 
     def save(self) -> None:
         """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed."""
-        if self.store is None or (self._checkpoint and self._checkpoint[0] == self.step):
+        if self.store is None or self._checkpoint[0] == self.step:
             return
         path = None
         if self.world.is_main:
@@ -241,36 +237,34 @@ class Trainer:
             "epoch": self.epoch,
             "row": self.batch * self.train.batch_size,
             "rows_per_step": self._samples_per_step,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.scaler.state_dict() or None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`; with another batch size, the run continues at the same sample."""
-        samples_per_step, before = self._samples_per_step, state_dict["rows_per_step"]
-        if self.options.epochs is not None and before != samples_per_step:
+        per_step, before = self._samples_per_step, state_dict["rows_per_step"]
+        if self.options.epochs is not None and before != per_step:
             raise ConfigError(
                 f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
-                f"{samples_per_step}, and the checkpoint was made with {before}: a run that is "
-                f"counted in epochs keeps it; set steps= in place of epochs=, or start a new run"
+                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
+                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
             )
-        self.step = state_dict["step"]
-        self.samples = state_dict["samples"]
-        self.epoch = state_dict["epoch"]
-        self.batch = state_dict["row"] // self.train.batch_size
+        self.step, self.samples = state_dict["step"], state_dict["samples"]
+        self.epoch, self.batch = state_dict["epoch"], state_dict["row"] // self.train.batch_size
         if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
             self.epoch, self.batch = self.epoch + 1, 0
-        if self.scaler is not None and state_dict["scaler"] is not None:
+        if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
 
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`."""
         speed = self.throughput.summary()
-        checkpoint = self._checkpoint and self._checkpoint[1]
+        checkpoint = self._checkpoint[1]
         return {
             "steps": self.step,
             "samples": self.samples,
             "train_loss": self._stats.loss,
-            "eval": self._last_eval[1] if self._last_eval else None,
+            "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
             "bubble_fraction": self._stats.bubble,
@@ -303,28 +297,25 @@ class Trainer:
                 self.loss_fn,
                 weight=batch.samples * self.world.replicas / total,
                 sync=last,
-                scale_loss=None if self.scaler is None else self.scaler.scale,
+                scale_loss=self.scaler.scale,
                 timeline=timeline and last,
             )
             self._stats.add(out.loss, batch.samples, out.timeline)
 
-    def _clip(self, needed: bool) -> torch.Tensor | None:
-        """Clips the gradients; returns their norm before it if it was computed or is `needed`."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+    def _optimizer_step(self, norm_needed: bool) -> torch.Tensor | None:
+        """Returns the gradients' norm before clipping, if it was computed or is needed."""
+        norm = None
+        self.scaler.unscale_(self.optimizer)
         if self.options.clip_norm is not None:
-            return self.model.clip_grad_norm_(self.options.clip_norm)
-        return self.model.grad_norm() if needed else None
-
-    def _optimizer_step(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update(self.options.loss_scale)
+            norm = self.model.clip_grad_norm_(self.options.clip_norm)
+        elif norm_needed:
+            norm = self.model.grad_norm()
+        self.scaler.step(self.optimizer)
+        self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
         self.optimizer.zero_grad()
+        return norm
 
     def _advance(self, batches: Sequence[Batch]) -> None:
         samples = sum(batch.total for batch in batches)
@@ -347,16 +338,15 @@ class Trainer:
         }
         if norm is not None:
             values["train/grad_norm"] = float(norm)
-        if self.scaler is not None:
+        if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read_stages(self.optimizer)
         self.monitor.scalars(self.step, values)
 
     def _evaluate_and_save_if_due(self) -> None:
-        evaluated = self._last_eval is not None and self._last_eval[0] == self.step
-        eval_due = self._is_due(self.options.eval_every, self.step) and not evaluated
+        eval_due = self._is_due(self.options.eval_every, self.step)
         with self.throughput.pause():
-            if self.evaluation is not None and eval_due:
+            if self.evaluation is not None and eval_due and self._evaluated[0] != self.step:
                 self.evaluate()
             if self._is_due(self.options.checkpoint_every, self.step):
                 self.save()

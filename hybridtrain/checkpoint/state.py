@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -23,39 +22,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import (
-    KeyPath,
-    MappingKey,
-    tree_flatten_with_path,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import KeyPath, MappingKey, tree_map_only, tree_map_with_path
 
 from hybridtrain.checkpoint.store import verify
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
-from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 Writer = Callable[[BinaryIO], object]
-
-
-@dataclass(frozen=True)
-class RNGStep:
-    """The step that the random numbers of layers such as dropout are drawn for."""
-
-    rng: LayerRNG
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the step."""
-        return {"draws_step": self.rng.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the step."""
-        self.rng.step = state_dict["draws_step"]
 
 
 def writers(
@@ -71,8 +48,9 @@ def writers(
     Raises:
         ValueError: two of `states` use the same key.
     """
-    saved: dict[str, Any] = {"torch": torch.__version__}
-    for name, entry in (*states.items(), ("rng", RNGStep(model.rng))):
+    # `draws_step` is what the random numbers of layers such as dropout are drawn for
+    saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
+    for name, entry in states.items():
         own = entry.state_dict()
         if own.keys() & saved.keys():
             raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
@@ -115,8 +93,9 @@ def restore(
     _load_weights(model, weights)
     if optimizer is not None:
         load_optimizer_by_name(model, optimizer, moments)
-    for entry in (*states.values(), RNGStep(model.rng)):
+    for entry in states.values():
         entry.load_state_dict(saved)
+    model.rng.step = saved["draws_step"]
     return saved
 
 
@@ -233,24 +212,17 @@ def _load_weights(model: HybridModel, weights: Mapping[str, Tensor]) -> None:
 
 def _from_main(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Tensor]) -> Any:
     """Broadcasts rank 0's pytree; its tensors are copied one by one, then `move`d."""
-    leaves, spec = tree_flatten_with_path(tree if world.is_main else [])
-    kinds = [
-        (path, (leaf.shape, torch.empty_like(leaf, device="meta").stride(), leaf.dtype))
-        if isinstance(leaf, Tensor)
-        else (path, leaf)
-        for path, leaf in leaves
-    ]
-    is_tensor = [isinstance(leaf, Tensor) for _, leaf in leaves]
-    kinds, is_tensor, spec = world.broadcast((kinds, is_tensor, spec))
-    received = []
-    for index, ((path, kind), tensor) in enumerate(zip(kinds, is_tensor, strict=True)):
-        if not tensor:
-            received.append(kind)
-            continue
-        size, stride, dtype = kind
-        value = torch.empty_strided(size, stride, dtype=dtype)
+    kinds = world.broadcast(
+        tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), tree)
+    )
+
+    def receive(path: KeyPath, kind: Any, *mains: Any) -> Any:
+        if not isinstance(kind, Tensor):
+            return kind
+        value = torch.empty_like(kind, device="cpu")
         if world.is_main:
-            value.copy_(leaves[index][1])
+            value.copy_(*mains)
         world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # in memory order
-        received.append(move(path, value))
-    return tree_unflatten(received, spec)
+        return move(path, value)
+
+    return tree_map_with_path(receive, kinds, *([tree] if world.is_main else []))

@@ -96,13 +96,10 @@ class CheckpointStore:
             sync_directory(temporary)
             published = self._publish(temporary, step)
         except OSError as error:
-            # computed before the clean-up frees the space
-            message = self._explain(step, temporary, error)
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(message) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            raise CheckpointError(self._explain(step, temporary, error)) from error
+        finally:
+            if temporary.is_dir():  # not published
+                shutil.rmtree(temporary, ignore_errors=True)
 
         # the checkpoint is on disk: errors from here on must not look like a failed save
         try:
@@ -153,15 +150,14 @@ class CheckpointStore:
     def _publish(self, temporary: Path, step: int) -> Path:
         target = self.root / f"step_{step:08d}"
         if generations := [number for other, number, _ in self._published() if other == step]:
-            target = self.root / f"{target.name}.{generations[-1] + 1}"
+            target = target.with_suffix(f".{generations[-1] + 1}")
         os.rename(temporary, target)
         sync_directory(self.root)
         return target
 
     def _settle(self, step: int, newest: Path) -> None:
         """Retires the older generations of `step` and gives the newest the plain name."""
-        retired = [self._retire(path) for path in self._generations(step) if path != newest]
-        if retired:
+        if retired := [self._retire(p) for p in self._generations(step) if p != newest]:
             sync_directory(self.root)
             os.rename(newest, self.root / f"step_{step:08d}")
             self._remove(retired)
@@ -175,8 +171,7 @@ class CheckpointStore:
         if self.keep is None:
             return
         surplus = [step for step in self.steps() if step <= published][: -self.keep]
-        retired = [self._retire(path) for step in surplus for path in self._generations(step)]
-        if retired:
+        if retired := [self._retire(p) for step in surplus for p in self._generations(step)]:
             self._remove(retired)
 
     def _retire(self, path: Path) -> Path:
@@ -236,15 +231,12 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{file} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if found["size"] != expected["size"]:
-            raise CheckpointError(
-                f"{file} has {found['size']:,} bytes; {expected['size']:,} were saved"
-            )
-        if found["crc32"] != expected["crc32"]:
-            raise CheckpointError(
-                f"{file} was altered after it was saved: its crc32 is {found['crc32']}, "
-                f"not {expected['crc32']}"
-            )
+        size, crc32 = expected["size"], expected["crc32"]
+        if found["size"] != size:
+            raise CheckpointError(f"{file} has {found['size']:,} bytes; {size:,} were saved")
+        if found["crc32"] != crc32:
+            altered = f"its crc32 is {found['crc32']}, not {crc32}"
+            raise CheckpointError(f"{file} was altered after it was saved: {altered}")
 
 
 def step_of(path: Path) -> int:
@@ -310,12 +302,9 @@ def _write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, An
         hashing = _HashingFile(file)
         try:
             write(cast(BinaryIO, hashing))
-        except Exception:
+        finally:
             if hashing.error is not None:
                 raise hashing.error from None
-            raise
-        if hashing.error is not None:
-            raise hashing.error
         file.flush()
         os.fsync(file.fileno())
     return {"size": hashing.size, "crc32": f"{hashing.crc32:08x}"}

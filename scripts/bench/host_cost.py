@@ -39,7 +39,7 @@ def loss_of(output: Tensor, targets: object) -> Tensor:
 
 def plain(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     """The layers and autograd alone."""
-    net = network(stages)
+    net = network(stages).to(x.device)
 
     def step() -> None:
         for samples in x.chunk(chunks):
@@ -62,9 +62,11 @@ def gpipe_library(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     return lambda: model(x).mean().backward()
 
 
-def hybrid(stages: int, x: Tensor, chunks: int, schedule: str) -> Callable[[], object]:
+def hybrid(
+    stages: int, x: Tensor, chunks: int, schedule: str, devices: str | list[str] = "cpu"
+) -> Callable[[], object]:
     """A step of this project's."""
-    world = World.from_env(stages, devices="cpu")
+    world = World.from_env(stages, devices)
     model = HybridModel(network(stages), world, chunks=chunks, schedule=schedule)
     return lambda: model.train_step(x, None, loss_of)
 

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from allpairspy import AllPairs
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from hybridtrain import HybridModel, World
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from support.compare import hybrid, micro_batches
-from support.nets import CASES, Case
+from hybridtrain.precision import AUTOCAST, autocast
+
+from .compare import micro_batches
+from .nets import CASES, Case
 
 STEPS = 3
 SEED = 5
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of the largest entry of a tensor, where sums are taken in another order. In half precision a last
+# bit of a weight can tip the rounding of an activation, of 8 or 11 bits.
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -61,19 +67,41 @@ AXES: list[list[Any]] = [
 
 def cells(more: int = 0) -> list[Cell]:
     """Every pair of values of any two axes is in at least one cell; and `more` at random."""
-    chosen = [tuple(row) for row in AllPairs(AXES)]
-    chosen += random.Random(0).sample(list(itertools.product(*AXES)), more)
-    return [Cell(*row) for row in dict.fromkeys(chosen)]
+    from allpairspy import AllPairs
+
+    return list(dict.fromkeys([*(Cell(*row) for row in AllPairs(AXES)), *random_cells(more)]))
+
+
+def random_cells(count: int) -> list[Cell]:
+    """The same choice each time."""
+    chosen = random.Random(0).sample(list(itertools.product(*AXES)), count)
+    return [Cell(*row) for row in chosen]
 
 
 def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
     """Trains `cell` and the unsplit model side by side; all ranks call it together."""
+    for where, mine, theirs, exact in compared(cell, rank, replicas):
+        found = difference(mine, theirs)
+        allowed = 0.0 if exact else TOLERANCE[cell.precision]
+        assert found <= allowed, f"{cell}, rank {rank}, {where}: differs by {found}"
+
+
+def compared(
+    cell: Cell, rank: int = 0, replicas: int = 1, devices: str | Sequence[str] = "cpu"
+) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+    """Trains `cell` on `devices`, and the unsplit model on the first of them.
+
+    Yields what is compared, the pipeline's tensor, the unsplit model's, and whether they must be
+    equal bit for bit. They must not where sums are taken in another order: over replicas, over both
+    uses of a tied weight, or by a device.
+    """
     case = CASES[cell.case]
-    base = case.net()
-    model = hybrid(
+    device = torch.device(devices if isinstance(devices, str) else devices[0])
+    base = case.net().to(device)
+    model = HybridModel(
         copy.deepcopy(base),
-        cell.nb_part,
-        cell.stages_per_device,
+        World.from_env(cell.nb_part, devices, timeout_s=60),
+        stages_per_device=cell.stages_per_device,
         chunks=cell.chunks,
         schedule=cell.schedule,
         max_inflight=cell.max_inflight,
@@ -83,6 +111,7 @@ def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference = Unsplit(base, case, cell, replicas)
+    exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"
     # an exact power of two, so that scaling changes no bit unless something overflows
     scale = 2.0**10 if cell.precision == "fp16" else 1.0
     for step in range(STEPS):
@@ -106,16 +135,14 @@ def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
                 scale_loss=lambda loss: loss * scale,
             )
             losses.append(out.loss)
-        expected = reference.gradients(batches, scale)
-        where = f"{cell}, step {step}, rank {rank}"
-        # one replica, one parameter each: the same numbers are added in the same order
-        exact = replicas == 1 and cell.case != "tied_gpt"
+        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+        expected = reference.gradients(moved, scale)
         for mine, theirs in zip(losses, expected[rank], strict=True):
-            # the mean over micro-batches is summed in another order than the engine does
-            compare(mine, theirs, False, cell, f"{where}: loss")
+            yield f"loss of step {step}", mine, theirs, exact
         own = dict(reference.net.named_parameters())
         for name, parameter in model.named_parameters():
-            compare(parameter.grad, own[name].grad, exact, cell, f"{where}: gradient of {name}")
+            assert parameter.grad is not None, name
+            yield f"gradient of {name} in step {step}", parameter.grad, own[name].grad, exact
         for parameter in [*model.parameters(), *reference.net.parameters()]:
             assert parameter.grad is not None
             parameter.grad /= scale
@@ -124,14 +151,24 @@ def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
         optimizer.zero_grad()
         reference.optimizer.zero_grad()
         for name, parameter in model.named_parameters():
-            compare(parameter, own[name], exact, cell, f"{where}: {name} after the step")
+            yield f"{name} after step {step}", parameter, own[name], exact
             if not exact:  # the next step is compared from equal weights again
                 own[name].data.copy_(parameter.data)
     model.sync_buffers()
     state = model.state_dict()
     assert list(state) == list(reference.net.state_dict())
     for name, value in reference.net.state_dict().items():
-        compare(state[name], value, exact, cell, f"{cell}, rank {rank}: {name} at the end")
+        yield f"{name} at the end", state[name], value, exact
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference relative to the largest entry; 0 if all are equal bit for bit."""
+    mine = mine.detach().to(theirs.device)
+    if torch.equal(mine, theirs):
+        return 0.0
+    biggest = max(float(theirs.detach().abs().max()), 1e-3)
+    found = float((mine.double() - theirs.detach().double()).abs().max()) / biggest
+    return math.inf if math.isnan(found) else found
 
 
 class Unsplit:
@@ -165,33 +202,19 @@ class Unsplit:
         self, inputs: Any, targets: Tensor, draws: LayerRNG, total: int, scale: float
     ) -> Tensor:
         rows = len(targets)
-        dtype = AUTOCAST[self._cell.precision]
-        mean = torch.zeros(())
+        losses = []
         for microbatch, (x, y) in enumerate(micro_batches(inputs, targets, self._cell.chunks)):
-            with torch.autocast("cpu", dtype, cache_enabled=False) if dtype else nullcontext():
+            with autocast(self._cell.precision, targets.device.type):
                 for index, layer in enumerate(layers_of(self.net)):
                     with draws.seeded(index, microbatch):
                         x = layer.module(x)
                 loss = self._case.loss(x, y)
-            mean += loss.detach() * len(y) / rows
+            losses.append(loss.detach().float() * len(y))
             (loss * ((rows / total) * len(y) / rows) * scale).backward()
         draws.end_step(False)
-        return mean
+        return torch.stack(losses).sum() / rows
 
 
 def restore(net: nn.Module, buffers: dict[str, Tensor]) -> None:
     for name, buffer in net.named_buffers():
         buffer.copy_(buffers[name])
-
-
-def compare(mine: Any, theirs: Any, exact: bool, cell: Cell, where: str) -> None:
-    assert mine is not None, where
-    if exact:
-        assert torch.equal(mine, theirs), f"{where}: differs by {(mine - theirs).abs().max()}"
-        return
-    # the sums over replicas, or over both uses of a tied weight, are taken in another order; in
-    # half precision, a last bit of a weight can tip the rounding of an activation, of 8 or 11 bits
-    tolerance = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}[cell.precision]
-    biggest = max(float(theirs.detach().abs().max()), 1e-3) if theirs.numel() else 1.0
-    difference = float((mine.detach().double() - theirs.detach().double()).abs().max())
-    assert difference <= tolerance * biggest, f"{where}: {difference} of {biggest}"

@@ -159,5 +159,5 @@ def test_a_new_state_is_saved_and_restored_with_one_entry(tmp_path):
 
 
 def test_two_states_with_the_same_key_are_refused():
-    with pytest.raises(ValueError, match=r"rng saves .*draws_step.* as another state does"):
+    with pytest.raises(ValueError, match=r"counter saves .*draws_step.* as another state does"):
         writers(*trained(0), {"counter": Counter("draws_step")})

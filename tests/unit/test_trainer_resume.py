@@ -19,6 +19,7 @@ from torch import nn
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.errors import CheckpointError
+from hybridtrain.options import LoaderOptions
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -135,7 +136,8 @@ def test_another_batch_size_continues_at_the_same_sample(batch_size, drop_last, 
     store = CheckpointStore(tmp_path)
     trainer(batch_size=2, steps=12, store=store).fit()  # up to sample 24 of 28
     again = trainer(batch_size=batch_size, steps=14)
-    again.train = TrainLoader(data(), batch_size, again.world, seed=1, drop_last=drop_last)
+    options = LoaderOptions(drop_last=drop_last)
+    again.train = TrainLoader(data(), batch_size, again.world, seed=1, options=options)
     again.resume(store.newest())
     again.fit()
     assert [step for step, _ in again.monitor.steps] == [13, 14]
