@@ -229,9 +229,9 @@ class HybridModel:
         """Returns the parameters of `net` under its names."""
         return self.net.named_parameters()
 
-    def zero_grad(self) -> None:
-        """Drops the gradients."""
-        self.net.zero_grad(set_to_none=True)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, as `nn.Module.zero_grad`."""
+        self.net.zero_grad(set_to_none)
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages, a 0-dim tensor."""

@@ -83,7 +83,7 @@ class PipelineOptions:
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         if not 0 <= self.memory_weight <= 1:
             raise SplitError(
                 f"memory_weight={self.memory_weight} must lie between 0 (time alone) and 1 (memory "

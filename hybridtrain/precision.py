@@ -1,8 +1,14 @@
-"""The autocast context of a precision."""
+"""Autocast, and the thread-local state of PyTorch that worker threads take over.
+
+A new thread starts with autocast off and gradients on, whatever its creator has set. Other
+thread-local modes of the caller, such as `saved_tensors_hooks`, do not reach the threads.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -19,3 +25,49 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[object]
     if dtype is None:
         return nullcontext()
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """Grad mode, inference mode and autocast of a thread."""
+
+    grad: bool
+    inference: bool
+    autocast_dtypes: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        """Returns the state of the calling thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast_dtypes=tuple(
+                (device_type, torch.get_autocast_dtype(device_type))
+                for device_type in ("cpu", "cuda")
+                if torch.is_autocast_enabled(device_type)
+            ),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Sets grad and inference mode for a whole step, without autocast: that is for forwards."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, _ in self.autocast_dtypes:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Returns a context with this autocast, for a forward and the head."""
+        if not self.autocast_dtypes:
+            return _NO_AUTOCAST
+        stack = ExitStack()
+        for device_type, dtype in self.autocast_dtypes:
+            # without the cache of cast weights: all threads share it, and one stage that leaves
+            # autocast would empty it under another, so that sums would be grouped at random
+            stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
+        return stack
+
+
+_NO_AUTOCAST = nullcontext()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hybridtrain.pipeline.thread_state import ThreadState
 from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
 
 

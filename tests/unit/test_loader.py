@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from hybridtrain.data.fetch import prefetch
-from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, prefetch, share_of
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
 
