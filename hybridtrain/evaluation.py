@@ -42,7 +42,7 @@ def evaluate(
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()
-    world, device = model.world, model.world.devices[-1]  # the device of the last stage
+    world, device = model.world, model.pipeline.output_device
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
         # torchmetrics' own function aborts if a process without samples has an empty list state
@@ -63,13 +63,18 @@ def evaluate(
         return loss_fn(output, targets)
 
     loss_sum, count = torch.zeros((), dtype=torch.float64, device=device), 0
-    for inputs, targets in data:
-        losses = model.map_outputs(inputs, targets, measure)
-        if losses:  # else the last stage is in another process
-            samples = batch_size(inputs, targets)
-            count += samples
-            for loss, size in zip(losses, chunk_sizes(samples, len(losses)), strict=True):
-                loss_sum.add_(loss, alpha=size)
+    try:
+        for inputs, targets in data:
+            losses = model.map_outputs(inputs, targets, measure)
+            if losses:  # else the last stage is in another process
+                samples = batch_size(inputs, targets)
+                count += samples
+                for loss, size in zip(losses, chunk_sizes(samples, len(losses)), strict=True):
+                    loss_sum.add_(loss, alpha=size)
+    finally:
+        for module, training in modes:
+            module.training = training
+        model.rng.redetect()
     sums = torch.tensor([float(loss_sum), count], dtype=torch.float64)
     total, samples = model.reduce_loss(sums).tolist()
     result = {"loss": total / samples if samples else float("nan"), "samples": int(samples)}
@@ -77,7 +82,4 @@ def evaluate(
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
-    for module, training in modes:
-        module.training = training
-    model.rng.redetect()
     return result

@@ -153,10 +153,11 @@ class HybridModel:
             root = loss if scale_loss is None else scale_loss(loss)
             return HeadOutput(loss.detach(), root, gradient)
 
-        recorded = Timeline(self.world.devices) if timeline else None
+        schedule = self.schedule(len(sizes))
+        recorded = Timeline(schedule, self.world.devices) if timeline else None
         with torch.enable_grad(), self.autocast():
             losses = self.pipeline.run_train_step(
-                self.schedule(len(sizes)),
+                schedule,
                 input_parts.__getitem__,
                 head,
                 reduce=sync,

@@ -28,8 +28,7 @@ class RunStats:
         self._samples = 0
         self._timeline: Timeline | None = None
         self._bubbles: list[float] = []
-        self._stages = model.schedule(1).stages
-        self._times = [(0.0, 0.0)] * self._stages
+        self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
     def add(self, loss: torch.Tensor, samples: int, timeline: Timeline | None) -> None:
         """Adds a batch: its mean loss, its samples and, if recorded, its timeline."""
@@ -55,7 +54,7 @@ class RunStats:
         spans = self._timeline.spans()
         self._bubbles.append(bubble_fraction(spans))
         self.bubble = sum(self._bubbles) / len(self._bubbles)
-        times = stage_times(spans, self._stages)
+        times = stage_times(spans, len(self._times))
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
         for index, stage in enumerate(self.stages(optimizer)):
@@ -71,11 +70,11 @@ class RunStats:
         """
         assert self._timeline is not None
         spans = self._timeline.spans()
-        chunks = 1 + max(span.action.microbatch for span in spans[0])
-        times = stage_times(spans, self._stages)
-        forward = [time.forward_ms / chunks / 1e3 for time in times]
-        backward = [time.backward_ms / chunks / 1e3 for time in times]
-        return simulate(self._model.schedule(chunks), forward, backward), spans
+        schedule = self._timeline.schedule
+        times = stage_times(spans, schedule.stages)
+        forward = [time.forward_ms / schedule.chunks / 1e3 for time in times]
+        backward = [time.backward_ms / schedule.chunks / 1e3 for time in times]
+        return simulate(schedule, forward, backward), spans
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the summary of each stage, with the times that were last read."""

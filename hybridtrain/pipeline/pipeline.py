@@ -140,11 +140,16 @@ class Pipeline:
             self.rng.end_step(unseeded_draws=default_generator_states(self._gpus) != before)
         return values
 
+    @property
+    def output_device(self) -> torch.device:
+        """The device of the last stage, or of the last one in this process."""
+        return self.stages[-1].device
+
     def to_output_device(self, values: Any) -> Any:
         """Returns a pytree with its tensors on the last stage's device, if that is here."""
         if values is None or not self._owns_output:
             return values
-        device = self.stages[-1].device
+        device = self.output_device
         if type(values) is Tensor and values.device == device:
             return values
         return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), values)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridtrain.schedule import Action, Span
+from hybridtrain.schedule import Action, Schedule, Span
 
 
 class Timeline:
@@ -16,9 +16,13 @@ class Timeline:
 
     On a CPU it reads the clock. On a GPU it records events in the stream, without a wait; `spans`
     reads them after one synchronisation.
+
+    Attributes:
+        schedule: the schedule of the step.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, schedule: Schedule, devices: Sequence[torch.device]) -> None:
+        self.schedule = schedule
         self._devices = devices
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
         self._zero = [mark(device) for device in devices]

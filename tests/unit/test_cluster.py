@@ -37,3 +37,18 @@ def test_devices_that_processes_cannot_share_equally_are_refused():
         Cluster(("cpu",) * 3, processes=2)
     with pytest.raises(ConfigError, match="0 devices"):
         Cluster(())
+
+
+@pytest.mark.parametrize(
+    ("per_replica", "stage", "ranks"),
+    [(1, 0, [0, 1, 2, 3]), (1, 5, [0, 1, 2, 3]), (2, 0, [0, 2]), (2, 1, [1, 3]), (2, 2, [0, 2])],
+)
+def test_the_group_of_a_stage_has_its_process_of_every_replica(
+    monkeypatch, per_replica, stage, ranks
+):
+    made = []
+    monkeypatch.setattr(
+        "hybridtrain.world._new_group", lambda backend, timeout, ranks: made.append(list(ranks))
+    )
+    World(size=4, processes_per_replica=per_replica).new_stage_group(stage)
+    assert made == [ranks]

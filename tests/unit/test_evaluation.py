@@ -101,3 +101,15 @@ def test_a_trainer_without_evaluation_data_says_so():
     assert ours.fit()["eval"] is None
     with pytest.raises(ConfigError, match="pass evaluation="):
         ours.evaluate()
+
+
+def test_an_evaluation_that_fails_leaves_the_model_in_its_mode():
+    ours = trainer(rich_net())
+    ours.model.train()
+
+    def failing(outputs, targets):
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        evaluate(ours.model, EvalLoader(data(4), 4, ours.model.world), failing, {})
+    assert all(module.training for module in ours.model.net.modules())
