@@ -132,7 +132,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes to disk and to the terminal: rank 0 alone does."""
+        """True on rank 0, which alone writes to disk and to the terminal."""
         return self.rank == 0
 
     def device_of(self, stage: int) -> torch.device:

@@ -43,7 +43,7 @@ class CheckpointPolicy:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is recomputed."""
+        """True if anything is recomputed."""
         return self != CheckpointPolicy()
 
 

@@ -52,7 +52,7 @@ class StageInput:
 
     @property
     def grad_strides_differ(self) -> bool:
-        """Whether the captured gradient has another memory layout than the tensor."""
+        """True if the captured gradient has another memory layout than the tensor."""
         return self._raw is not None and self._raw.stride() != self._leaf.stride()
 
     def _capture(self, gradient: Tensor) -> None:

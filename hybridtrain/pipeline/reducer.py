@@ -1,6 +1,6 @@
 """Data parallelism of one stage: DistributedDataParallel, told when to reduce.
 
-Each stage has its own DDP on its own process group, so that the stages' threads never wait for one
+Each stage has its own DDP and its own process group, so that the stages' threads never wait for one
 another inside a collective. DDP expects one forward, then one backward. A pipeline step has many of
 both, in the order of the schedule, and the gradients must be reduced once, in the last
 micro-batch's backward. So the layers are called without DDP, and DDP's reducer is prepared right
