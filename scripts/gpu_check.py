@@ -26,7 +26,7 @@ from hybridtrain.models.gpt import gpt
 from hybridtrain.precision import AUTOCAST
 from hybridtrain.world import World
 from scripts.bench import host_cost as tiny
-from scripts.bench.common import print_table
+from scripts.bench.common import mean_loss, print_table
 from tests.support.matrix import TOLERANCE, compared, difference, random_cells
 
 # Dense bf16 peak in FLOP/s, as the vendor states it; fp16 where a GPU has no bf16.
@@ -171,12 +171,12 @@ def memory(check: Check) -> None:
                 checkpoint=checkpoint,
             )
             x = torch.randn(chunks * samples, width, device="cuda")
-            model.train_step(x, None, tiny.loss_of)  # gradients are there from now on
+            model.train_step(x, None, mean_loss)  # gradients are there from now on
             check.wait()
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            model.train_step(x, None, tiny.loss_of)
+            model.train_step(x, None, mean_loss)
             check.wait()
             peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
             del model, x

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 PEERS = ("torchgpipe", "lightning", "accelerate", "transformers")
 
@@ -26,6 +27,26 @@ Job = Callable[[], float]
 
 # Which of several figures is the best one: `min` or `max`.
 Best = Callable[[Sequence[float]], float]
+
+
+def mean_loss(output: Tensor, targets: object) -> Tensor:
+    """Some loss, nearly free."""
+    return output.mean()
+
+
+def square_loss(output: Tensor, targets: object) -> Tensor:
+    """Some loss; the mean over the samples."""
+    return output.pow(2).mean()
+
+
+def gpipe_library(
+    net: nn.Sequential, balance: Sequence[int], chunks: int, checkpoint: str = "never"
+) -> nn.Module:
+    """Returns torchgpipe's model of `net`, with so many layers in each partition."""
+    from torchgpipe import GPipe
+
+    devices = ["cpu"] * len(balance)
+    return GPipe(net, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
 
 
 def optional(name: str) -> Any:

@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
-from scripts.bench.common import Processes, interleave, print_footer, print_table, shown
+from scripts.bench.common import (
+    Processes,
+    interleave,
+    print_footer,
+    print_table,
+    shown,
+    square_loss,
+)
 
 MODELS = ("encoder", "mlp")
 
@@ -41,11 +48,6 @@ def batch_of(kind: str) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss."""
-    return output.pow(2).mean()
-
-
 def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
     """The loop to compare with."""
     x = batch_of(kind)
@@ -54,7 +56,7 @@ def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         for _ in range(steps):
-            loss_of(net(x), None).backward()
+            square_loss(net(x), None).backward()
             optimizer.step()
             optimizer.zero_grad()
         return weights(net.module)
@@ -70,7 +72,7 @@ def hybrid(kind: str, steps: int) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         for _ in range(steps):
-            model.train_step(x, None, loss_of)
+            model.train_step(x, None, square_loss)
             optimizer.step()
             optimizer.zero_grad()
         return weights(model.net)

@@ -19,11 +19,13 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
+    gpipe_library,
     interleave,
     optional,
     print_footer,
     print_table,
     shown,
+    square_loss,
     timed,
 )
 
@@ -46,17 +48,12 @@ def batch(samples: int, length: int) -> Tensor:
     return torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss; the mean over the samples."""
-    return output.pow(2).mean()
-
-
 def unsplit(net: nn.Sequential, x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of the plain model: gradient accumulation over the same micro-batches."""
 
     def step() -> None:
         for samples in x.chunk(chunks):
-            (loss_of(net(samples), None) / chunks).backward()
+            (square_loss(net(samples), None) / chunks).backward()
         net.zero_grad()
 
     return step
@@ -67,23 +64,18 @@ def hybrid(x: Tensor, chunks: int) -> tuple[HybridModel, Callable[[], None]]:
     model = HybridModel(network(), World.from_env(STAGES, devices="cpu"), chunks=chunks)
 
     def step() -> None:
-        model.train_step(x, None, loss_of)
+        model.train_step(x, None, square_loss)
         model.zero_grad()
 
     return model, step
 
 
-def gpipe_library(x: Tensor, chunks: int) -> Callable[[], None]:
+def peer(x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of torchgpipe's."""
-    from torchgpipe import GPipe
-
-    per_stage = LAYERS // STAGES
-    model = GPipe(
-        network(), [per_stage] * STAGES, devices=["cpu"] * STAGES, chunks=chunks, checkpoint="never"
-    )
+    model = gpipe_library(network(), [LAYERS // STAGES] * STAGES, chunks)
 
     def step() -> None:
-        loss_of(model(x), None).backward()
+        square_loss(model(x), None).backward()
         model.zero_grad()
 
     return step
@@ -94,7 +86,7 @@ def torch_pipelining(samples: int, length: int, chunks: int) -> Callable[[], Non
     rank, per_stage = dist.get_rank(), LAYERS // STAGES
     net = network()[rank * per_stage : (rank + 1) * per_stage]
     stage = PipelineStage(net, rank, STAGES, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, chunks, loss_fn=square_loss)
     x, y = batch(samples, length), torch.zeros(samples)
 
     def step() -> None:
@@ -118,8 +110,8 @@ def check(x: Tensor, chunks: int) -> None:
     """All do the same work: the gradients of a step are those of the plain model."""
     net, (model, _) = network(), hybrid(x, chunks)
     for samples in x.chunk(chunks):
-        (loss_of(net(samples), None) / chunks).backward()
-    model.train_step(x, None, loss_of)
+        (square_loss(net(samples), None) / chunks).backward()
+    model.train_step(x, None, square_loss)
     for (name, own), (_, other) in zip(
         net.named_parameters(), model.named_parameters(), strict=True
     ):
@@ -146,7 +138,7 @@ def main() -> None:
         times = interleave(
             {
                 "one thread, unsplit": timed(unsplit(network(), x, chunks)),
-                "torchgpipe": timed(gpipe_library(x, chunks)) if optional("torchgpipe") else None,
+                "torchgpipe": timed(peer(x, chunks)) if optional("torchgpipe") else None,
                 "torch.distributed.pipelining": lambda: processes.seconds("torch"),
                 "hybridtrain": timed(hybrid(x, chunks)[1]),
                 "alone": lambda: processes.seconds("half True"),

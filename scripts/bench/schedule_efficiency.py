@@ -30,7 +30,9 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
+    gpipe_library,
     interleave,
+    mean_loss,
     optional,
     print_footer,
     print_table,
@@ -129,11 +131,6 @@ def network(stages: int, per_device: int) -> nn.Sequential:
     return nn.Sequential(*[Emulated(1 / per_device) for _ in range(stages)])
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """The mean."""
-    return output.mean()
-
-
 def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
     """A step of this project's."""
     model = HybridModel(
@@ -144,20 +141,12 @@ def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callabl
         stages_per_device=per_device,
     )
     x = torch.randn(chunks, WIDTH)
-    return lambda: model.train_step(x, None, loss_of)
+    return lambda: model.train_step(x, None, mean_loss)
 
 
-def gpipe_library(devices: int, chunks: int) -> Callable[[], object]:
+def peer(devices: int, chunks: int) -> Callable[[], object]:
     """A step of torchgpipe's."""
-    from torchgpipe import GPipe
-
-    model = GPipe(
-        network(devices, 1),
-        balance=[1] * devices,
-        devices=["cpu"] * devices,
-        chunks=chunks,
-        checkpoint="never",
-    )
+    model = gpipe_library(network(devices, 1), [1] * devices, chunks)
     x = torch.randn(chunks, WIDTH)
     return lambda: model(x).mean().backward()
 
@@ -178,10 +167,10 @@ def torch_pipelining(
         for index in range(rank, total, devices)
     ]
     if schedule == "interleaved":
-        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=loss_of)
+        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=mean_loss)
     else:
         kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        pipeline = kind(stages[0], chunks, loss_fn=loss_of)
+        pipeline = kind(stages[0], chunks, loss_fn=mean_loss)
     x, y = torch.randn(chunks, WIDTH), torch.zeros(chunks)
 
     def step() -> None:
@@ -214,7 +203,7 @@ def main() -> None:
                     "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
                     "hybridtrain": timed(ours),
                     "torch": lambda name=name: processes.seconds(name),
-                    "torchgpipe": timed(gpipe_library(devices, chunks))
+                    "torchgpipe": timed(peer(devices, chunks))
                     if schedule == "gpipe" and there
                     else None,
                 }
