@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,8 +109,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     print()
 
 
-def print_footer() -> None:
-    """Prints the command, the versions and the machine."""
+def print_footer(text: str) -> None:
+    """Prints `text`, the command, the versions and the machine."""
+    print(text, end="  \n")
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     for name in PEERS:
         try:
@@ -129,14 +131,10 @@ def print_footer() -> None:
 
 
 def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown CPU"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return [*names, platform.processor() or "unknown CPU"][0]
 
 
 class Processes:

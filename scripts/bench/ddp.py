@@ -24,6 +24,7 @@ from scripts.bench.common import (
     shown,
     square_loss,
 )
+from scripts.bench.real_compute import network as encoder
 
 MODELS = ("encoder", "mlp")
 
@@ -32,13 +33,8 @@ def network(kind: str) -> nn.Sequential:
     """Four encoder layers, or an MLP whose step takes a millisecond."""
     torch.manual_seed(0)
     if kind == "encoder":
-        layers: list[nn.Module] = [
-            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-            for _ in range(4)
-        ]
-    else:
-        layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-    return nn.Sequential(*layers)
+        return encoder(4)
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
 
 
 def batch_of(kind: str) -> Tensor:
@@ -112,11 +108,10 @@ def main() -> None:
             table.append([name, shown(milliseconds, "{:.3f}", min), ratio_shown])
     processes.close()
     print_table(["", "ms per step", "ratio"], table)
-    print(
+    print_footer(
         f"2 processes, gloo, SGD, chunks=1; median of {options.repeats}, in brackets the best; the "
-        f"ratio is the median of those of neighbours in time.  "
+        f"ratio is the median of those of neighbours in time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -108,21 +108,16 @@ def main() -> None:
             [a / b for a, b in zip(cost[name], cost["torchgpipe"], strict=False)]
             for name in ("gpipe", "1f1b")
         ]
-        rows.append(
-            [
-                f"P={stages}",
-                *(shown(cost[name], "{:.1f}", min) for name in steps),
-                *(f"{statistics.median(ratio):.2f}" if ratio else "" for ratio in ratios),
-            ]
-        )
+        medians = [f"{statistics.median(ratio):.2f}" if ratio else "" for ratio in ratios]
+        costs = [shown(cost[name], "{:.1f}", min) for name in steps]
+        rows.append([f"P={stages}", *costs, *medians])
     header = ["", "layers and autograd", "torchgpipe", "hybridtrain gpipe", "hybridtrain 1f1b"]
     print_table([*header, "gpipe / torchgpipe", "1f1b / torchgpipe"], rows)
-    print(
+    print_footer(
         f"Microseconds per stage and micro-batch, forward and backward, nn.Linear(4, 4) per stage, "
         f"one sample per micro-batch, m={options.chunks}; median of {options.repeats}, in brackets "
-        f"the best. The ratios are medians of those of neighbours in time.  "
+        f"the best. The ratios are medians of those of neighbours in time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -172,13 +172,11 @@ def lightning_trainer(run: Run) -> None:
     import lightning
     from lightning.pytorch.loggers.logger import DummyLogger
 
-    class InList(DummyLogger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[Mapping[str, float]] = []
+    told: list[Mapping[str, float]] = []
 
+    class InList(DummyLogger):
         def log_metrics(self, metrics: Mapping[str, float], *args: Any, **kwargs: Any) -> None:
-            self.told.append(metrics)
+            told.append(metrics)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -299,21 +297,15 @@ def main() -> None:
     table = []
     for name, values in results.items():
         added = [value - raw for value, raw in zip(values, base, strict=False)]
-        table.append(
-            [
-                name,
-                shown(values, "{:.0f}", min),
-                f"{statistics.median(added):+.0f}" if added else "",
-                f"{min(values) - min(base):+.0f}" if values else "",
-            ]
-        )
+        best = min(values, default=0.0) - min(base)
+        cells = [f"{statistics.median(added):+.0f}", f"{best:+.0f}"] if added else ["", ""]
+        table.append([name, shown(values, "{:.0f}", min), *cells])
     print_table(["", "us a step", "added", "added, best to best"], table)
-    print(
+    print_footer(
         f"MLP of three layers of {WIDTH}, {ROWS} samples, SGD, {options.steps} steps; median of "
         f"{options.repeats} runs, in brackets the best; `added` is the median of the differences "
-        f"to the raw loop's run of the same round.  "
+        f"to the raw loop's run of the same round."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -175,12 +175,11 @@ def main() -> None:
             rows.append([kind, chunks, *cells])
             gc.collect()
     print_table(["", "m", *(f"device {d}" for d in range(devices))], rows)
-    print(
+    print_footer(
         f"MiB of activations alive at the peak; {BLOCKS} residual MLPs of width {WIDTH}, "
         f"{ROWS} samples of {LENGTH} per micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB "
-        f"in and out), so that a batch grows with m.  "
+        f"in and out), so that a batch grows with m."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

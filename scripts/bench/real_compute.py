@@ -28,6 +28,7 @@ from scripts.bench.common import (
     square_loss,
     timed,
 )
+from tests.support.compare import CLOSE, assert_same_gradients, plain_step
 
 LAYERS, WIDTH, STAGES = 8, 256, 2
 
@@ -109,13 +110,9 @@ def half(samples: int, length: int, chunks: int, alone: bool) -> Callable[[], No
 def check(x: Tensor, chunks: int) -> None:
     """All do the same work: the gradients of a step are those of the plain model."""
     net, (model, _) = network(), hybrid(x, chunks)
-    for samples in x.chunk(chunks):
-        (square_loss(net(samples), None) / chunks).backward()
+    plain_step(net, x, None, square_loss, chunks)
     model.train_step(x, None, square_loss)
-    for (name, own), (_, other) in zip(
-        net.named_parameters(), model.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(other.grad, own.grad, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same_gradients(model, net, **CLOSE)
 
 
 def main() -> None:
@@ -150,34 +147,22 @@ def main() -> None:
         one = statistics.median(times["one thread, unsplit"])
         bound = chunks * STAGES / (chunks + STAGES - 1)
         for name, seconds in times.items():
-            rows.append(
-                [
-                    f"m={chunks}: {name}",
-                    shown(seconds, best=min),
-                    f"{one / statistics.median(seconds):.2f}" if seconds else "",
-                    f"{one / statistics.median(seconds) / bound:.3f}" if seconds else "",
-                ]
-            )
+            ratio = one / statistics.median(seconds or [one])
+            cells = [f"{ratio:.2f}", f"{ratio / bound:.3f}"] if seconds else ["", ""]
+            rows.append([f"m={chunks}: {name}", shown(seconds, best=min), *cells])
         contention = statistics.median(slower)
-        rows.append([f"m={chunks}: bound", f"{one / bound:.3f}", f"{bound:.2f}", "1.000"])
-        rows.append(
-            [
-                f"m={chunks}: bound with two cores at work",
-                f"{one / bound * contention:.3f}",
-                f"{bound / contention:.2f}",
-                f"{1 / contention:.3f}",
-            ]
-        )
+        for name, factor in (("bound", 1.0), ("bound with two cores at work", contention)):
+            cells = f"{one / bound * factor:.3f}", f"{bound / factor:.2f}", f"{1 / factor:.3f}"
+            rows.append([f"m={chunks}: {name}", *cells])
     processes.close()
     print_table(["", "seconds per step", "over one thread", "of the bound"], rows)
-    print(
+    print_footer(
         f"{LAYERS} encoder layers of width {WIDTH}, {options.samples} samples of {options.length}, "
         f"two stages, 1F1B (torchgpipe has its own schedule), one intra-op thread each; median "
         f"of {options.repeats}, in brackets the best. The last line counts that a core is slower "
         f"while the other one works: measured on half of the layers, in one process alone and in "
-        f"two at a time.  "
+        f"two at a time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ called without any engine, takes 5 and 10 ms. The column `alone` shows how well 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -191,67 +192,49 @@ def main() -> None:
     torch.set_num_threads(1)
     calibrate()
     processes = Processes(max(options.devices))
-    there = optional("torchgpipe") is not None
     rows = []
-    for devices in options.devices:
-        for chunks in options.chunks:
-            for schedule, per_device in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-                ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
-                name = f"{schedule} {devices} {chunks}"
-                processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
-                jobs = {
-                    "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
-                    "hybridtrain": timed(ours),
-                    "torch": lambda name=name: processes.seconds(name),
-                    "torchgpipe": timed(peer(devices, chunks))
-                    if schedule == "gpipe" and there
-                    else None,
-                }
-                times = interleave(jobs, options.repeats)
-                # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
-                ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
-                efficiency = {
-                    key: [
-                        (chunks * (FORWARD + BACKWARD) if key == "alone" else ideal) / t for t in v
-                    ]
-                    for key, v in times.items()
-                }
-                rows.append(
-                    [
-                        f"{schedule}, P={devices}, m={chunks}",
-                        f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
-                        f"{ideal * 1e3:.1f}",
-                        shown(efficiency["hybridtrain"]),
-                        shown(efficiency["torch"]),
-                        shown(efficiency["torchgpipe"]) if schedule == "gpipe" else "has none",
-                        shown(efficiency["alone"]),
-                    ]
-                )
-                print(".", end="", file=sys.stderr, flush=True)
+    kinds = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+    for devices, chunks, kind in itertools.product(options.devices, options.chunks, kinds):
+        schedule, per_device = kind
+        name = f"{schedule}, P={devices}, m={chunks}"
+        processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
+        has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
+        ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
+        jobs = {
+            "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
+            "hybridtrain": timed(ours),
+            "torch": lambda name=name: processes.seconds(name),
+            "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
+        }
+        times = interleave(jobs, options.repeats)
+        # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
+        ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
+        alone = times.pop("alone")
+        efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
+        rows.append(
+            [
+                name,
+                f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
+                f"{ideal * 1e3:.1f}",
+                efficiency["hybridtrain"],
+                efficiency["torch"],
+                efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
+                shown([chunks * (FORWARD + BACKWARD) / t for t in alone]),
+            ]
+        )
+        print(".", end="", file=sys.stderr, flush=True)
     processes.close()
     print(file=sys.stderr)
-    print_table(
-        [
-            "schedule",
-            "bubble by formula",
-            "ideal ms",
-            "hybridtrain",
-            "torch.distributed.pipelining",
-            "torchgpipe",
-            "alone",
-        ],
-        rows,
-    )
-    print(
+    header = ["schedule", "bubble by formula", "ideal ms", "hybridtrain"]
+    print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
+    print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
-        "best. Ideal: "
-        "(m + (P-1)/v) (5 + 10 ms), v = 2 stages a device when interleaved, else 1. `alone`: the "
+        "best. Ideal: (m + (P-1)/v) (5 + 10 ms), v = 2 when interleaved, else 1. `alone`: the "
         "same for m micro-batches of one stage without any engine, m (5 + 10 ms) over the time. "
         f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "
         f"backward {sleeps.backward * 1e6:.0f}; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us "
-        "late.  "
+        "late."
     )
-    print_footer()
 
 
 if __name__ == "__main__":
