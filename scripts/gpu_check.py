@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from hybridtrain.losses import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models.gpt import gpt
+from hybridtrain.options import PipelineOptions
 from hybridtrain.precision import AUTOCAST
 from hybridtrain.world import World
 from scripts.bench import host_cost as tiny
-from scripts.bench.common import print_table
+from scripts.bench.common import interleave, mean_loss, print_table, timed
 from tests.support.matrix import TOLERANCE, compared, difference, random_cells
 
 # Dense bf16 peak in FLOP/s, as the vendor states it; fp16 where a GPU has no bf16.
@@ -84,15 +85,13 @@ class Check:
 
     def seconds(self, step: Callable[[], object], times: int, repeats: int) -> float:
         """Returns the seconds of a step: the median of `repeats`, each of so many in a row."""
-        seconds = []
-        for _ in range(repeats + 1):
-            self.wait()
-            start = time.perf_counter()
+
+        def run() -> None:
             for _ in range(times):
                 step()
             self.wait()
-            seconds.append((time.perf_counter() - start) / times)
-        return statistics.median(seconds[1:])
+
+        return statistics.median(interleave({"": timed(run)}, repeats)[""]) / times
 
     def add(self, *cells: str) -> None:
         """Adds a row to the table: check, setting, result, beside, verdict, and says it."""
@@ -160,10 +159,9 @@ def memory(check: Check) -> None:
     ):
         peaks = []
         for chunks in (4, 8, 16, 32):
+            layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(16)]
             model = HybridModel(
-                nn.Sequential(
-                    *[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(16)]
-                ),
+                nn.Sequential(*layers),
                 World.from_env(stages, check.devices(stages)),
                 chunks=chunks,
                 schedule=schedule,
@@ -171,15 +169,15 @@ def memory(check: Check) -> None:
                 checkpoint=checkpoint,
             )
             x = torch.randn(chunks * samples, width, device="cuda")
-            model.train_step(x, None, tiny.loss_of)  # gradients are there from now on
+            model.train_step(x, None, mean_loss)  # gradients are there from now on
             check.wait()
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            model.train_step(x, None, tiny.loss_of)
+            model.train_step(x, None, mean_loss)
             check.wait()
             peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
-            del model, x
+            del layers, model, x
         check.add(
             "memory, 4 stages on one GPU",
             f"{schedule}, {per_device} a device, checkpoint {checkpoint}",
@@ -219,16 +217,15 @@ def gpt_step(
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if stages:
         world = World.from_env(stages, check.devices(stages))
-        train = HybridModel(
-            net, world, chunks=size.chunks, split="size", precision=precision
-        ).train_step
+        options = PipelineOptions(chunks=size.chunks, split="size", precision=precision)
+        model = HybridModel(net, world, options)
     else:
         net.to(ids.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=ids.is_cuda)
 
     def step() -> None:
         if stages:
-            train(x, y, cross_entropy)
+            model.train_step(x, y, cross_entropy)
         else:
             for part in zip(x.split(size.samples), y.split(size.samples), strict=True):
                 with torch.autocast(check.device, AUTOCAST[precision]):

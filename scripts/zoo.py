@@ -20,8 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from hybridtrain.errors import SplitError
 from tests.support.zoo import (
     TRANSFORMERS,
     Case,
+    Seen,
     difference,
     shares,
     torchvision_case,
@@ -86,38 +86,35 @@ class Result:
 def check(case: Case, stages: Sequence[int], split: str) -> Result:
     """Compares `case` in stages with the plain module, and, with dropout, with one stage."""
     result = Result(parameters=sum(p.numel() for p in case.net.parameters()))
-    net = copy.deepcopy(case.net)
-    drops = without_dropout(net)
-    expected = train_plain(net, case)
-    del net
+    still = replace(case, net=copy.deepcopy(case.net))
+    drops = without_dropout(still.net)
+    expected = train_plain(copy.deepcopy(still.net), still)
     for count in stages:
-        net = copy.deepcopy(case.net)
-        without_dropout(net)
         try:
-            seen, model = train_in_stages(net, case, count, split)
+            value, share = _compare(result, still, count, split, expected)
         except SplitError as error:
             result.error = f"{count} stages: {' '.join(str(error).split())}"
             break
-        result.shares.append(max(shares(model)))
-        result.plain.append(_worse(result, *difference(seen, expected)))
-        del net, seen, model
-        gc.collect()
-    del expected
+        result.plain.append(value)
+        result.shares.append(share)
     expected, model = train_in_stages(copy.deepcopy(case.net), case, 1, split)
     result.layers, result.traced = len(model.stages[0].layers), traced_by(model)
     del model
     for count in stages[: len(result.plain)] if drops else ():
-        seen, _ = train_in_stages(copy.deepcopy(case.net), case, count, split)
-        result.dropout.append(_worse(result, *difference(seen, expected)))
-        del seen, _
-        gc.collect()
+        result.dropout.append(_compare(result, case, count, split, expected)[0])
     return result
 
 
-def _worse(result: Result, value: float, name: str) -> float:
+def _compare(
+    result: Result, case: Case, count: int, split: str, expected: Seen
+) -> tuple[float, float]:
+    """Returns the largest difference from `expected`, and the largest stage's share."""
+    gc.collect()  # the model before this one
+    seen, model = train_in_stages(copy.deepcopy(case.net), case, count, split)
+    value, name = difference(seen, expected)
     if value > max([0.0, *result.plain, *result.dropout]):
         result.worst = name
-    return value
+    return value, max(shares(model))
 
 
 def run_alone(make: Callable[[str], Case], *args: Any) -> Result:
@@ -125,9 +122,7 @@ def run_alone(make: Callable[[str], Case], *args: Any) -> Result:
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         try:
             return pool.submit(timed_check, make, *args).result()
-        except BrokenProcessPool:
-            return Result(crash="the process died; not enough memory?")
-        except Exception as error:
+        except Exception as error:  # BrokenProcessPool: it died, perhaps for lack of memory
             traceback.print_exc()
             return Result(crash=f"{type(error).__name__}: {' '.join(str(error).split())}")
 

@@ -13,11 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 PEERS = ("torchgpipe", "lightning", "accelerate", "transformers")
 
@@ -26,6 +28,26 @@ Job = Callable[[], float]
 
 # Which of several figures is the best one: `min` or `max`.
 Best = Callable[[Sequence[float]], float]
+
+
+def mean_loss(output: Tensor, targets: object) -> Tensor:
+    """Some loss, nearly free."""
+    return output.mean()
+
+
+def square_loss(output: Tensor, targets: object) -> Tensor:
+    """Some loss; the mean over the samples."""
+    return output.pow(2).mean()
+
+
+def gpipe_library(
+    net: nn.Sequential, balance: Sequence[int], chunks: int, checkpoint: str = "never"
+) -> nn.Module:
+    """Returns torchgpipe's model of `net`, with so many layers in each partition."""
+    from torchgpipe import GPipe
+
+    devices = ["cpu"] * len(balance)
+    return GPipe(net, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
 
 
 def optional(name: str) -> Any:
@@ -87,8 +109,9 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     print()
 
 
-def print_footer() -> None:
-    """Prints the command, the versions and the machine."""
+def print_footer(text: str) -> None:
+    """Prints `text`, the command, the versions and the machine."""
+    print(text, end="  \n")
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     for name in PEERS:
         try:
@@ -108,14 +131,10 @@ def print_footer() -> None:
 
 
 def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown CPU"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return [*names, platform.processor() or "unknown CPU"][0]
 
 
 class Processes:

@@ -71,26 +71,18 @@ def main() -> None:
     for name, runs in seen.items():
         owned = runs[0]["owned"]
         peak = statistics.median(run["peak"] for run in runs)
-        ratio = statistics.median(
-            a["seconds"] / b["seconds"] for a, b in zip(runs, plain, strict=True)
-        )
-        rows.append(
-            [
-                name,
-                f"{owned / 2**20:.0f}",
-                f"{peak / 2**20:.0f}",
-                f"{(peak - runs[0]['largest']) / owned:.2f}",
-                f"{statistics.median(run['seconds'] for run in runs):.2f}",
-                f"{ratio:.2f}",
-            ]
-        )
+        seconds = [run["seconds"] for run in runs]
+        ratios = [a / b["seconds"] for a, b in zip(seconds, plain, strict=True)]
+        bytes_shown = [f"{owned / 2**20:.0f}", f"{peak / 2**20:.0f}"]
+        beyond = f"{(peak - runs[0]['largest']) / owned:.2f}"
+        medians = [f"{statistics.median(values):.2f}" for values in (seconds, ratios)]
+        rows.append([name, *bytes_shown, beyond, *medians])
     header = ["", "owned MiB", "peak MiB", "(peak - largest) / owned", "seconds", "/ plain"]
     print_table(header, rows)
-    print(
+    print_footer(
         f"gpt with {plain[0]['owned'] / 4e6:.0f} million parameters, the largest of "
-        f"{plain[0]['largest'] / 2**20:.0f} MiB; medians of {options.repeats} processes each.  "
+        f"{plain[0]['largest'] / 2**20:.0f} MiB; medians of {options.repeats} processes each."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
-from scripts.bench.common import Processes, interleave, print_footer, print_table, shown
+from scripts.bench.common import (
+    Processes,
+    interleave,
+    print_footer,
+    print_table,
+    shown,
+    square_loss,
+)
+from scripts.bench.real_compute import network as encoder
 
 MODELS = ("encoder", "mlp")
 
@@ -25,13 +33,8 @@ def network(kind: str) -> nn.Sequential:
     """Four encoder layers, or an MLP whose step takes a millisecond."""
     torch.manual_seed(0)
     if kind == "encoder":
-        layers: list[nn.Module] = [
-            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-            for _ in range(4)
-        ]
-    else:
-        layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
-    return nn.Sequential(*layers)
+        return encoder(4)
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
 
 
 def batch_of(kind: str) -> Tensor:
@@ -39,11 +42,6 @@ def batch_of(kind: str) -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (8, 64, 256) if kind == "encoder" else (32, 256)
     return torch.randn(shape, generator=generator)
-
-
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss."""
-    return output.pow(2).mean()
 
 
 def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
@@ -54,7 +52,7 @@ def by_hand(kind: str, steps: int) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         for _ in range(steps):
-            loss_of(net(x), None).backward()
+            square_loss(net(x), None).backward()
             optimizer.step()
             optimizer.zero_grad()
         return weights(net.module)
@@ -70,7 +68,7 @@ def hybrid(kind: str, steps: int) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         for _ in range(steps):
-            model.train_step(x, None, loss_of)
+            model.train_step(x, None, square_loss)
             optimizer.step()
             optimizer.zero_grad()
         return weights(model.net)
@@ -110,11 +108,10 @@ def main() -> None:
             table.append([name, shown(milliseconds, "{:.3f}", min), ratio_shown])
     processes.close()
     print_table(["", "ms per step", "ratio"], table)
-    print(
+    print_footer(
         f"2 processes, gloo, SGD, chunks=1; median of {options.repeats}, in brackets the best; the "
-        f"ratio is the median of those of neighbours in time.  "
+        f"ratio is the median of those of neighbours in time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

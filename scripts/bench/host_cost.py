@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
-from scripts.bench.common import interleave, optional, print_footer, print_table, shown, timed
+from scripts.bench.common import (
+    gpipe_library,
+    interleave,
+    mean_loss,
+    optional,
+    print_footer,
+    print_table,
+    shown,
+    timed,
+)
 
 
 def network(stages: int) -> nn.Sequential:
@@ -32,11 +41,6 @@ class Mean(nn.Module):
         return x.mean().view(1)
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """The mean."""
-    return output.mean()
-
-
 def plain(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     """The layers and autograd alone."""
     net = network(stages).to(x.device)
@@ -48,17 +52,10 @@ def plain(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     return step
 
 
-def gpipe_library(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
+def peer(stages: int, x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of torchgpipe's."""
-    from torchgpipe import GPipe
-
-    model = GPipe(
-        nn.Sequential(*network(stages), Mean()),
-        [1] * (stages - 1) + [2],
-        devices=["cpu"] * stages,
-        chunks=chunks,
-        checkpoint="never",
-    )
+    layers = nn.Sequential(*network(stages), Mean())
+    model = gpipe_library(layers, [1] * (stages - 1) + [2], chunks)
     return lambda: model(x).mean().backward()
 
 
@@ -68,7 +65,7 @@ def hybrid(
     """A step of this project's."""
     world = World.from_env(stages, devices)
     model = HybridModel(network(stages), world, chunks=chunks, schedule=schedule)
-    return lambda: model.train_step(x, None, loss_of)
+    return lambda: model.train_step(x, None, mean_loss)
 
 
 def several(run: Callable[[], object], times: int) -> Callable[[], None]:
@@ -97,7 +94,7 @@ def main() -> None:
         inner = options.inner
         steps = {
             "plain": plain(stages, x, options.chunks),
-            "torchgpipe": gpipe_library(stages, x, options.chunks) if there else None,
+            "torchgpipe": peer(stages, x, options.chunks) if there else None,
             "gpipe": hybrid(stages, x, options.chunks, "gpipe"),
             "1f1b": hybrid(stages, x, options.chunks, "1f1b"),
         }
@@ -111,21 +108,16 @@ def main() -> None:
             [a / b for a, b in zip(cost[name], cost["torchgpipe"], strict=False)]
             for name in ("gpipe", "1f1b")
         ]
-        rows.append(
-            [
-                f"P={stages}",
-                *(shown(cost[name], "{:.1f}", min) for name in steps),
-                *(f"{statistics.median(ratio):.2f}" if ratio else "" for ratio in ratios),
-            ]
-        )
+        medians = [f"{statistics.median(ratio):.2f}" if ratio else "" for ratio in ratios]
+        costs = [shown(cost[name], "{:.1f}", min) for name in steps]
+        rows.append([f"P={stages}", *costs, *medians])
     header = ["", "layers and autograd", "torchgpipe", "hybridtrain gpipe", "hybridtrain 1f1b"]
     print_table([*header, "gpipe / torchgpipe", "1f1b / torchgpipe"], rows)
-    print(
+    print_footer(
         f"Microseconds per stage and micro-batch, forward and backward, nn.Linear(4, 4) per stage, "
         f"one sample per micro-batch, m={options.chunks}; median of {options.repeats}, in brackets "
-        f"the best. The ratios are medians of those of neighbours in time.  "
+        f"the best. The ratios are medians of those of neighbours in time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

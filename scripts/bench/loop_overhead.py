@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.data.loader import LoaderOptions, TrainLoader, permutation
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.model import HybridModel
+from hybridtrain.monitor import Monitor
 from hybridtrain.trainer import Trainer
 from hybridtrain.world import World
 from scripts.bench.common import interleave, optional, print_footer, print_table, shown
@@ -99,39 +100,37 @@ class Run:
         return DataLoader(self.data, batch_sampler=sampler, collate_fn=collate)
 
 
-def raw(run: Run) -> None:
+def train(
+    net: Any,
+    optimizer: Any,
+    loader: Any,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> None:
     """The loop to compare with."""
-    optimizer, log = optimizer_of(run.net), []
-    for step, (x, y) in enumerate(run.loader()):
-        loss = F.cross_entropy(run.net(x), y)
-        loss.backward()
+    log = []
+    for step, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(net(x), y)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % EVERY == 0:
             log.append(loss.item())
 
 
-class InMemory:
+def raw(run: Run) -> None:
+    """PyTorch alone."""
+    train(run.net, optimizer_of(run.net), run.loader())
+
+
+class InMemory(Monitor):
     """A monitor that keeps what it is told."""
 
     def __init__(self) -> None:
         self.told: list[Mapping[str, float]] = []
 
-    def start(self, **facts: Any) -> None:
-        """See `Monitor`."""
-
-    def step(self, step: int, samples: int) -> None:
-        """See `Monitor`."""
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor`."""
         self.told.append(values)
-
-    def timeline(self, *lanes: Any) -> None:
-        """See `Monitor`."""
-
-    def close(self) -> None:
-        """See `Monitor`."""
 
 
 def hybrid(run: Run) -> None:
@@ -156,14 +155,7 @@ def fabric(run: Run) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     net, optimizer = fabric.setup(run.net, optimizer_of(run.net))
     loader = fabric.setup_dataloaders(run.loader(), use_distributed_sampler=False)
-    log = []
-    for step, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(net(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % EVERY == 0:
-            log.append(loss.item())
+    train(net, optimizer, loader, fabric.backward)
 
 
 def accelerate(run: Run) -> None:
@@ -171,15 +163,8 @@ def accelerate(run: Run) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    net, optimizer, loader = accelerator.prepare(run.net, optimizer_of(run.net), run.loader())
-    log = []
-    for step, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(net(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % EVERY == 0:
-            log.append(loss.item())
+    prepared = accelerator.prepare(run.net, optimizer_of(run.net), run.loader())
+    train(*prepared, accelerator.backward)
 
 
 def lightning_trainer(run: Run) -> None:
@@ -187,13 +172,11 @@ def lightning_trainer(run: Run) -> None:
     import lightning
     from lightning.pytorch.loggers.logger import DummyLogger
 
-    class InList(DummyLogger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[Mapping[str, float]] = []
+    told: list[Mapping[str, float]] = []
 
+    class InList(DummyLogger):
         def log_metrics(self, metrics: Mapping[str, float], *args: Any, **kwargs: Any) -> None:
-            self.told.append(metrics)
+            told.append(metrics)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -314,21 +297,15 @@ def main() -> None:
     table = []
     for name, values in results.items():
         added = [value - raw for value, raw in zip(values, base, strict=False)]
-        table.append(
-            [
-                name,
-                shown(values, "{:.0f}", min),
-                f"{statistics.median(added):+.0f}" if added else "",
-                f"{min(values) - min(base):+.0f}" if values else "",
-            ]
-        )
+        best = min(values, default=0.0) - min(base)
+        cells = [f"{statistics.median(added):+.0f}", f"{best:+.0f}"] if added else ["", ""]
+        table.append([name, shown(values, "{:.0f}", min), *cells])
     print_table(["", "us a step", "added", "added, best to best"], table)
-    print(
+    print_footer(
         f"MLP of three layers of {WIDTH}, {ROWS} samples, SGD, {options.steps} steps; median of "
         f"{options.repeats} runs, in brackets the best; `added` is the median of the differences "
-        f"to the raw loop's run of the same round.  "
+        f"to the raw loop's run of the same round."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

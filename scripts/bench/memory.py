@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
-from scripts.bench.common import optional, print_footer, print_table
+from scripts.bench.common import (
+    gpipe_library,
+    optional,
+    print_footer,
+    print_table,
+    square_loss,
+)
 
 BLOCKS, WIDTH, ROWS, LENGTH = 8, 128, 4, 64
 
@@ -107,11 +113,6 @@ def keep_ledgers(net: nn.Sequential, x: Tensor, devices: int, per_device: int = 
     return ledgers
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss."""
-    return output.pow(2).mean()
-
-
 def hybrid(
     x: Tensor, devices: int, chunks: int, schedule: str, per_device: int, checkpoint: str
 ) -> list[Ledger]:
@@ -127,26 +128,18 @@ def hybrid(
         checkpoint=checkpoint,
     )
     for _ in range(2):
-        model.train_step(x, None, loss_of)
+        model.train_step(x, None, square_loss)
         model.zero_grad()
     return ledgers
 
 
-def gpipe_library(x: Tensor, devices: int, chunks: int, checkpoint: str) -> list[Ledger]:
+def peer(x: Tensor, devices: int, chunks: int, checkpoint: str) -> list[Ledger]:
     """Two steps of torchgpipe's."""
-    from torchgpipe import GPipe
-
     net = network()
     ledgers = keep_ledgers(net, x, devices)
-    model = GPipe(
-        net,
-        [BLOCKS // devices] * devices,
-        devices=["cpu"] * devices,
-        chunks=chunks,
-        checkpoint=checkpoint,
-    )
+    model = gpipe_library(net, [BLOCKS // devices] * devices, chunks, checkpoint)
     for _ in range(2):
-        loss_of(model(x), None).backward()
+        square_loss(model(x), None).backward()
         model.zero_grad()
     return ledgers
 
@@ -176,18 +169,17 @@ def main() -> None:
                 ledgers = (
                     hybrid(x, devices, chunks, *kinds[kind])
                     if kind in kinds
-                    else gpipe_library(x, devices, chunks, peers[kind])
+                    else peer(x, devices, chunks, peers[kind])
                 )
                 cells = [f"{ledger.peak / 2**20:.2f}" for ledger in ledgers]
             rows.append([kind, chunks, *cells])
             gc.collect()
     print_table(["", "m", *(f"device {d}" for d in range(devices))], rows)
-    print(
+    print_footer(
         f"MiB of activations alive at the peak; {BLOCKS} residual MLPs of width {WIDTH}, "
         f"{ROWS} samples of {LENGTH} per micro-batch ({ROWS * LENGTH * WIDTH * 4 / 2**20:.3f} MiB "
-        f"in and out), so that a batch grows with m.  "
+        f"in and out), so that a batch grows with m."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

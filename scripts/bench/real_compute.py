@@ -19,13 +19,16 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
+    gpipe_library,
     interleave,
     optional,
     print_footer,
     print_table,
     shown,
+    square_loss,
     timed,
 )
+from tests.support.compare import CLOSE, assert_same_gradients, plain_step
 
 LAYERS, WIDTH, STAGES = 8, 256, 2
 
@@ -46,17 +49,12 @@ def batch(samples: int, length: int) -> Tensor:
     return torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """Some loss; the mean over the samples."""
-    return output.pow(2).mean()
-
-
 def unsplit(net: nn.Sequential, x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of the plain model: gradient accumulation over the same micro-batches."""
 
     def step() -> None:
         for samples in x.chunk(chunks):
-            (loss_of(net(samples), None) / chunks).backward()
+            (square_loss(net(samples), None) / chunks).backward()
         net.zero_grad()
 
     return step
@@ -67,23 +65,18 @@ def hybrid(x: Tensor, chunks: int) -> tuple[HybridModel, Callable[[], None]]:
     model = HybridModel(network(), World.from_env(STAGES, devices="cpu"), chunks=chunks)
 
     def step() -> None:
-        model.train_step(x, None, loss_of)
+        model.train_step(x, None, square_loss)
         model.zero_grad()
 
     return model, step
 
 
-def gpipe_library(x: Tensor, chunks: int) -> Callable[[], None]:
+def peer(x: Tensor, chunks: int) -> Callable[[], None]:
     """A step of torchgpipe's."""
-    from torchgpipe import GPipe
-
-    per_stage = LAYERS // STAGES
-    model = GPipe(
-        network(), [per_stage] * STAGES, devices=["cpu"] * STAGES, chunks=chunks, checkpoint="never"
-    )
+    model = gpipe_library(network(), [LAYERS // STAGES] * STAGES, chunks)
 
     def step() -> None:
-        loss_of(model(x), None).backward()
+        square_loss(model(x), None).backward()
         model.zero_grad()
 
     return step
@@ -94,7 +87,7 @@ def torch_pipelining(samples: int, length: int, chunks: int) -> Callable[[], Non
     rank, per_stage = dist.get_rank(), LAYERS // STAGES
     net = network()[rank * per_stage : (rank + 1) * per_stage]
     stage = PipelineStage(net, rank, STAGES, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, chunks, loss_fn=square_loss)
     x, y = batch(samples, length), torch.zeros(samples)
 
     def step() -> None:
@@ -117,13 +110,9 @@ def half(samples: int, length: int, chunks: int, alone: bool) -> Callable[[], No
 def check(x: Tensor, chunks: int) -> None:
     """All do the same work: the gradients of a step are those of the plain model."""
     net, (model, _) = network(), hybrid(x, chunks)
-    for samples in x.chunk(chunks):
-        (loss_of(net(samples), None) / chunks).backward()
-    model.train_step(x, None, loss_of)
-    for (name, own), (_, other) in zip(
-        net.named_parameters(), model.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(other.grad, own.grad, msg=lambda m, name=name: f"{name}: {m}")
+    plain_step(net, x, None, square_loss, chunks)
+    model.train_step(x, None, square_loss)
+    assert_same_gradients(model, net, **CLOSE)
 
 
 def main() -> None:
@@ -146,7 +135,7 @@ def main() -> None:
         times = interleave(
             {
                 "one thread, unsplit": timed(unsplit(network(), x, chunks)),
-                "torchgpipe": timed(gpipe_library(x, chunks)) if optional("torchgpipe") else None,
+                "torchgpipe": timed(peer(x, chunks)) if optional("torchgpipe") else None,
                 "torch.distributed.pipelining": lambda: processes.seconds("torch"),
                 "hybridtrain": timed(hybrid(x, chunks)[1]),
                 "alone": lambda: processes.seconds("half True"),
@@ -158,34 +147,22 @@ def main() -> None:
         one = statistics.median(times["one thread, unsplit"])
         bound = chunks * STAGES / (chunks + STAGES - 1)
         for name, seconds in times.items():
-            rows.append(
-                [
-                    f"m={chunks}: {name}",
-                    shown(seconds, best=min),
-                    f"{one / statistics.median(seconds):.2f}" if seconds else "",
-                    f"{one / statistics.median(seconds) / bound:.3f}" if seconds else "",
-                ]
-            )
+            ratio = one / statistics.median(seconds or [one])
+            cells = [f"{ratio:.2f}", f"{ratio / bound:.3f}"] if seconds else ["", ""]
+            rows.append([f"m={chunks}: {name}", shown(seconds, best=min), *cells])
         contention = statistics.median(slower)
-        rows.append([f"m={chunks}: bound", f"{one / bound:.3f}", f"{bound:.2f}", "1.000"])
-        rows.append(
-            [
-                f"m={chunks}: bound with two cores at work",
-                f"{one / bound * contention:.3f}",
-                f"{bound / contention:.2f}",
-                f"{1 / contention:.3f}",
-            ]
-        )
+        for name, factor in (("bound", 1.0), ("bound with two cores at work", contention)):
+            cells = f"{one / bound * factor:.3f}", f"{bound / factor:.2f}", f"{1 / factor:.3f}"
+            rows.append([f"m={chunks}: {name}", *cells])
     processes.close()
     print_table(["", "seconds per step", "over one thread", "of the bound"], rows)
-    print(
+    print_footer(
         f"{LAYERS} encoder layers of width {WIDTH}, {options.samples} samples of {options.length}, "
         f"two stages, 1F1B (torchgpipe has its own schedule), one intra-op thread each; median "
         f"of {options.repeats}, in brackets the best. The last line counts that a core is slower "
         f"while the other one works: measured on half of the layers, in one process alone and in "
-        f"two at a time.  "
+        f"two at a time."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ called without any engine, takes 5 and 10 ms. The column `alone` shows how well 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -30,7 +31,9 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
+    gpipe_library,
     interleave,
+    mean_loss,
     optional,
     print_footer,
     print_table,
@@ -129,11 +132,6 @@ def network(stages: int, per_device: int) -> nn.Sequential:
     return nn.Sequential(*[Emulated(1 / per_device) for _ in range(stages)])
 
 
-def loss_of(output: Tensor, targets: object) -> Tensor:
-    """The mean."""
-    return output.mean()
-
-
 def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
     """A step of this project's."""
     model = HybridModel(
@@ -144,20 +142,12 @@ def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callabl
         stages_per_device=per_device,
     )
     x = torch.randn(chunks, WIDTH)
-    return lambda: model.train_step(x, None, loss_of)
+    return lambda: model.train_step(x, None, mean_loss)
 
 
-def gpipe_library(devices: int, chunks: int) -> Callable[[], object]:
+def peer(devices: int, chunks: int) -> Callable[[], object]:
     """A step of torchgpipe's."""
-    from torchgpipe import GPipe
-
-    model = GPipe(
-        network(devices, 1),
-        balance=[1] * devices,
-        devices=["cpu"] * devices,
-        chunks=chunks,
-        checkpoint="never",
-    )
+    model = gpipe_library(network(devices, 1), [1] * devices, chunks)
     x = torch.randn(chunks, WIDTH)
     return lambda: model(x).mean().backward()
 
@@ -178,10 +168,10 @@ def torch_pipelining(
         for index in range(rank, total, devices)
     ]
     if schedule == "interleaved":
-        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=loss_of)
+        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=mean_loss)
     else:
         kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        pipeline = kind(stages[0], chunks, loss_fn=loss_of)
+        pipeline = kind(stages[0], chunks, loss_fn=mean_loss)
     x, y = torch.randn(chunks, WIDTH), torch.zeros(chunks)
 
     def step() -> None:
@@ -202,67 +192,49 @@ def main() -> None:
     torch.set_num_threads(1)
     calibrate()
     processes = Processes(max(options.devices))
-    there = optional("torchgpipe") is not None
     rows = []
-    for devices in options.devices:
-        for chunks in options.chunks:
-            for schedule, per_device in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-                ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
-                name = f"{schedule} {devices} {chunks}"
-                processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
-                jobs = {
-                    "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
-                    "hybridtrain": timed(ours),
-                    "torch": lambda name=name: processes.seconds(name),
-                    "torchgpipe": timed(gpipe_library(devices, chunks))
-                    if schedule == "gpipe" and there
-                    else None,
-                }
-                times = interleave(jobs, options.repeats)
-                # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
-                ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
-                efficiency = {
-                    key: [
-                        (chunks * (FORWARD + BACKWARD) if key == "alone" else ideal) / t for t in v
-                    ]
-                    for key, v in times.items()
-                }
-                rows.append(
-                    [
-                        f"{schedule}, P={devices}, m={chunks}",
-                        f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
-                        f"{ideal * 1e3:.1f}",
-                        shown(efficiency["hybridtrain"]),
-                        shown(efficiency["torch"]),
-                        shown(efficiency["torchgpipe"]) if schedule == "gpipe" else "has none",
-                        shown(efficiency["alone"]),
-                    ]
-                )
-                print(".", end="", file=sys.stderr, flush=True)
+    kinds = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+    for devices, chunks, kind in itertools.product(options.devices, options.chunks, kinds):
+        schedule, per_device = kind
+        name = f"{schedule}, P={devices}, m={chunks}"
+        processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
+        has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
+        ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
+        jobs = {
+            "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
+            "hybridtrain": timed(ours),
+            "torch": lambda name=name: processes.seconds(name),
+            "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
+        }
+        times = interleave(jobs, options.repeats)
+        # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
+        ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
+        alone = times.pop("alone")
+        efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
+        rows.append(
+            [
+                name,
+                f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
+                f"{ideal * 1e3:.1f}",
+                efficiency["hybridtrain"],
+                efficiency["torch"],
+                efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
+                shown([chunks * (FORWARD + BACKWARD) / t for t in alone]),
+            ]
+        )
+        print(".", end="", file=sys.stderr, flush=True)
     processes.close()
     print(file=sys.stderr)
-    print_table(
-        [
-            "schedule",
-            "bubble by formula",
-            "ideal ms",
-            "hybridtrain",
-            "torch.distributed.pipelining",
-            "torchgpipe",
-            "alone",
-        ],
-        rows,
-    )
-    print(
+    header = ["schedule", "bubble by formula", "ideal ms", "hybridtrain"]
+    print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
+    print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
-        "best. Ideal: "
-        "(m + (P-1)/v) (5 + 10 ms), v = 2 stages a device when interleaved, else 1. `alone`: the "
+        "best. Ideal: (m + (P-1)/v) (5 + 10 ms), v = 2 when interleaved, else 1. `alone`: the "
         "same for m micro-batches of one stage without any engine, m (5 + 10 ms) over the time. "
         f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "
         f"backward {sleeps.backward * 1e6:.0f}; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us "
-        "late.  "
+        "late."
     )
-    print_footer()
 
 
 if __name__ == "__main__":

@@ -117,9 +117,10 @@ def main() -> None:
         *evenness, seconds = zip(*decisions, strict=True)
         rows.append([name, stages, *(shown(values, 3) for values in evenness), shown(seconds, 1)])
     print_table(["", "stages", "planned", "alone", "together", "seconds"], rows)
-    print("\nThe largest stage over the mean, and how long a decision took; medians of")
-    print(f"{options.decisions} decisions; {SAMPLES} samples in {CHUNKS} micro-batches, 1f1b.  ")
-    print_footer()
+    print_footer(
+        f"The largest stage over the mean, and how long a decision took; medians of "
+        f"{options.decisions} decisions; {SAMPLES} samples in {CHUNKS} micro-batches, 1f1b."
+    )
 
 
 if __name__ == "__main__":
