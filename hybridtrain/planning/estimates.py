@@ -64,8 +64,7 @@ def estimate_costs(
         layers: the chain.
         inputs: a micro-batch, of which only shapes and types are used.
         hardware: the device's speed; None: about that of a data-center GPU.
-        precision: the context that a forward runs in: an autocast for the CPU, where fake tensors
-            are.
+        precision: the context that a forward runs in: an autocast for the CPU, as fake tensors are.
         optimizer_tensors_per_param: as for `count`.
 
     Raises:
