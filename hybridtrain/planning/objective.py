@@ -57,10 +57,8 @@ class Objective:
             SplitError: it is not the name of an objective.
         """
         split = str(options.split)
-        if split == "uniform":
-            return cls("layers")
-        if split == "size":
-            return cls("parameters")
+        if split in ("uniform", "size"):
+            return cls("layers" if split == "uniform" else "parameters")
         if split not in MEASURED_SPLITS:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
@@ -83,14 +81,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of a stage: time for one micro-batch, memory for all that it keeps alive.
+    """The cost of a stage: milliseconds for one micro-batch, memory for all that it keeps alive.
 
     Attributes:
-        time_ms: milliseconds of forward, backward and crossing.
-        forward_ms: milliseconds of its layers' forward.
-        backward_ms: milliseconds of their backward.
-        crossing_ms: milliseconds to bring values and their gradients over the cuts at its two
-            ends; a cut counts for both stages that it separates.
+        time_ms: the sum of the following three.
+        crossing_ms: the time to bring values and their gradients over the cuts at its two ends; a
+            cut counts for both stages that it separates.
         memory_bytes: its weights, and what it keeps of the micro-batches that it holds at most.
         parameters: elements of its parameters.
     """
@@ -222,10 +218,9 @@ def _why_nothing_fits(
         )
         for cost, kept in zip(costs, fewest, strict=True)
     )
-    culprit = ""
-    if alone > goal.stage_limit:
-        alive_text = f"{alive} micro-batch{'es' * (alive != 1)} in flight"
-        culprit = f" (layer {name!r} alone needs {_gib(alone)} with {alive_text}: divide it)"
+    batches = f"{alive} micro-batch{'es' * (alive != 1)}"
+    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
+    culprit *= alone > goal.stage_limit
     by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
     counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
     cut = stage_costs(costs, counts, in_flight, goal.recomputes)

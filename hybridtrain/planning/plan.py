@@ -241,17 +241,15 @@ def table(plan: Plan) -> str:
         line |= {"device": plan.stages[index].device, "from ... to": " ... ".join(ends)}
         lines.append(line)
     cells = [list(lines[0]), *(list(line.values()) for line in lines)]
-    return "\n".join([*text_table(cells, right_aligned=len(cells[0]) - 2), *_largest(plan, timed)])
-
-
-def _largest(plan: Plan, timed: bool) -> list[str]:
-    """Returns a line on the largest layer if a better cut is impossible because of it."""
-    if plan.split not in ("size", "time", "balanced"):
-        return []
-    sizes = {c.name: c.forward_ms + c.backward_ms if timed else c.parameters for c in plan.costs}
-    largest = max(sizes, key=sizes.__getitem__)
-    share = sizes[largest] / (sum(sizes.values()) or 1)
-    if share * len(plan.stages) < 1.01:  # less than that is noise
-        return []
-    whole = "step" if timed else "parameters"
-    return [f"layer {largest} alone is {share:.0%} of the {whole}: no cut makes its stage smaller"]
+    text = text_table(cells, right_aligned=len(cells[0]) - 2)
+    if plan.split in ("size", "time", "balanced"):
+        times = {cost.name: cost.forward_ms + cost.backward_ms for cost in plan.costs}
+        sizes = times if timed else {cost.name: cost.parameters for cost in plan.costs}
+        largest = max(sizes, key=sizes.__getitem__)
+        part = sizes[largest] / (sum(sizes.values()) or 1)
+        if part * len(stages) >= 1.01:  # less than that is noise
+            of = "step" if timed else "parameters"
+            text.append(
+                f"layer {largest} alone is {part:.0%} of the {of}: no cut makes its stage smaller"
+            )
+    return "\n".join(text)

@@ -16,12 +16,9 @@ from hybridtrain.options import SplitSpec
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
     """Returns how many layers each stage gets.
 
-    Args:
-        layers: the chain.
-        stages: how many stages.
-        split: a list. For each stage the number of its layers, or a name pattern or a list of them
-            (see `counts_by_patterns`). Or for each stage but the first the layer that it begins
-            with, by index or name; a name may also be a group of layers (`blocks` for `blocks.0`).
+    The list `split` has for each stage the number of its layers, or a name pattern or a list of
+    them (see `counts_by_patterns`); or for each stage but the first the layer that it begins with,
+    by index or name, which may also be a group of layers (`blocks` for `blocks.0`).
 
     Raises:
         SplitError: it does not fit the layers; says why and what would.
