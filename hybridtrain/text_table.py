@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def text_table(rows: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
+def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
     """Returns lines with columns of equal width, the first `right_aligned` flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  "
         + "  ".join(
             cell.rjust(width) if index < right_aligned else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for line in lines
     ]
 
 

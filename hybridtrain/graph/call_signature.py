@@ -21,7 +21,6 @@ class CallSignature:
     """The arguments that a module's forward is called with.
 
     Attributes:
-        module: the module.
         positional: the names of the arguments that are passed by position.
         keywords: the names of those that are passed by keyword.
         constants: the values of those that contain no tensor (`use_cache=False`), by name.

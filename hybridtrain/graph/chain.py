@@ -44,7 +44,7 @@ class Chain:
     """The layers of a model, in the order in which they run.
 
     Attributes:
-        layers: the layers; a cut may be between any two of them, except as below.
+        layers: the layers.
         units: for each layer, the number of its unit, and its number among the unit's layers.
         no_cut_before: the positions (before layer i) where no cut may be: a module is used on both
             sides, or a tensor is changed in place there.
@@ -62,10 +62,8 @@ class Chain:
 class ChainBuilder:
     """Builds the chains of a model, coarser or finer.
 
-    Args:
-        net: any module.
-        example_inputs: the inputs of a micro-batch. An `nn.Sequential` does not need them.
-        precision: the context that the model runs in.
+    Any module can be traced with `example_inputs`, those of a micro-batch, which an `nn.Sequential`
+    does not need. The model runs in the context `precision`.
 
     Raises:
         ConfigError: `example_inputs` is None, and needed to trace the model.
@@ -205,10 +203,10 @@ def _expanded(
 def _expand_rule(
     root: nn.Module, expand: Collection[str], large: float, prefix: str = ""
 ) -> ShouldExpand:
-    total = _size(root)
+    limit = large * _size(root)
 
     def should_expand(name: str, module: nn.Module) -> bool:
-        is_asked_for = prefix + name in expand or _size(module) > large * total
+        is_asked_for = prefix + name in expand or _size(module) > limit
         return is_chain(module) or (is_asked_for and can_expand(module))
 
     return should_expand

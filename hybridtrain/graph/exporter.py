@@ -5,8 +5,8 @@ and in which submodule. So it follows any Python code that does not depend on da
 the inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic,
 and so do other sizes where the forward allows it.
 
-`torch.distributed.pipelining.pipeline` builds on the same export. It fixes the batch size and the
-mode, and cannot cut inside a chosen module, so its graph is not used.
+The export of `torch.distributed.pipelining.pipeline` fixes the batch size and the mode, and cannot
+be cut inside a chosen module.
 """
 
 from __future__ import annotations

@@ -53,8 +53,5 @@ def _flatten(name: str, module: nn.Module) -> list[Layer]:
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Returns whether a module in `module` declares that it may change its input.
-
-    It does so by an attribute `inplace = True`, as `nn.ReLU(inplace=True)` has it.
-    """
+    """Returns whether a module in `module` has `inplace = True`, as `nn.ReLU(inplace=True)` has."""
     return any(getattr(part, "inplace", False) for part in module.modules())

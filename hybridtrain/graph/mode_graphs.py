@@ -22,8 +22,7 @@ class ModeGraphs:
     """The forward of a module in both modes, with the places where it can be cut.
 
     Attributes:
-        module: the module.
-        prefix: what the names in the module begin with in the user's model.
+        prefix: the beginning of the module's names in the user's model.
         training: the graph in training mode.
         evaluation: the graph in evaluation mode; the same object if there is no difference.
         starts: the nodes that begin a segment: in training, in evaluation.
@@ -110,8 +109,8 @@ def trace_both_modes(
     parts = {"": module, **first.expanded, **second.expanded}
     modes = [tuple(flags_of_mode[part] for part in parts.values()) for flags_of_mode in flags]
     return ModeGraphs(
-        module=module,
-        prefix=prefix,
+        module,
+        prefix,
         training=first,
         evaluation=second,
         starts=starts,

@@ -21,7 +21,7 @@ from hybridtrain.skip import pop, stash, take
 class Segment(nn.Module):
     """Consecutive nodes of a traced graph, in training and in evaluation mode.
 
-    Its submodules and parameters are those of the user's model, the same objects.
+    Its submodules and parameters are the objects of the user's model.
 
     Args:
         training: its graph in training mode.

@@ -213,10 +213,7 @@ def _guards(tracer: fx.Tracer) -> Iterator[None]:
 class _GuardedProxy(fx.Proxy):
     """A proxy that does not reveal its type, and has the flags that all tensors here have."""
 
-    is_nested = False
-    is_sparse = False
-    is_quantized = False
-    is_mkldnn = False
+    is_nested = is_sparse = is_quantized = is_mkldnn = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what `isinstance` asks for

@@ -1,7 +1,4 @@
-"""A chain of layers into stages: what the layers cost, and where to cut.
-
->>> plan(net, PipelineOptions(chunks=8, split="time"), example_inputs, Cluster.of_cpus(4))
-"""
+"""Assigns a model's layers to stages by their costs: `plan` returns a `Plan`."""
 
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.plan import Plan, StagePlan

@@ -85,13 +85,11 @@ def estimated(
 
     For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
     """
-    costs = estimate_costs(
-        layers,
-        inputs,
-        precision=partial(autocast, options.precision, "cpu"),
-        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
+    precision = partial(autocast, options.precision, "cpu")
+    tensors = options.optimizer_tensors_per_param
+    yield Costs(
+        estimate_costs(layers, inputs, precision=precision, optimizer_tensors_per_param=tensors)
     )
-    yield Costs(costs)
 
 
 def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:

@@ -19,20 +19,17 @@ from hybridtrain.skip import popped_by, skip_scope, stashed_by
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer, for one micro-batch.
+    """The cost of one layer, for one micro-batch; times are in milliseconds.
 
     Attributes:
-        name: the layer's.
         parameters: elements of its parameters.
-        forward_ms: milliseconds of its forward.
-        backward_ms: milliseconds of its backward.
         weight_bytes: its parameters and buffers, and the gradients and the optimizer's state of
             those parameters that are trained.
         activation_bytes: what it makes that autograd keeps for a backward, its own or a later
             layer's. The first layer has the model's inputs too.
         crossing_bytes: what would cross a cut right after it: its own output, and every value of
             an earlier layer that a later one needs.
-        crossing_ms: milliseconds to bring that to another device; 0 where it stays.
+        crossing_ms: the time to bring that to another device; 0 where it stays.
     """
 
     name: str

@@ -58,15 +58,11 @@ def estimate_costs(
     precision: Callable[[], AbstractContextManager[object]] | None = None,
     optimizer_tensors_per_param: int = 2,
 ) -> list[LayerCost]:
-    """Returns what each layer should cost; the layers may be on the meta device.
+    """Returns the cost that each layer should have; the layers may be on the meta device.
 
-    Args:
-        layers: the chain.
-        inputs: a micro-batch, of which only shapes and types are used.
-        hardware: the device's speed; None: about that of a data-center GPU.
-        precision: the context that a forward runs in: an autocast for the CPU, where fake tensors
-            are.
-        optimizer_tensors_per_param: as for `count`.
+    Of `inputs`, a micro-batch, only shapes and types are used. Without `hardware` it is about a
+    data-center GPU. Forwards run in the context `precision`: an autocast for the CPU, where fake
+    tensors are.
 
     Raises:
         SplitError: a layer does not run on fake tensors, such as one whose control flow depends on
@@ -115,9 +111,7 @@ def _roofline_ms(hardware: Hardware, work: Callable[[], Any]) -> tuple[Any, floa
 class _TrafficCounter(TorchDispatchMode):
     """Counts the bytes that operations read and write; views do neither."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
+    bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

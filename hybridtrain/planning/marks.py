@@ -31,9 +31,7 @@ _MARK = "_pipeline_stage"
 
 
 class _Current(threading.local):
-    """The partition that this thread is in; None outside of any."""
-
-    stage: int | None = None
+    stage: int | None = None  # the partition that this thread is in
 
 
 class _Marking:
@@ -155,12 +153,8 @@ def counts_by_marks(
     run anywhere: it goes as near to its mark or to `default_partition` as the order allows, and
     without either with the layer before it.
 
-    Args:
-        net: the model.
-        layers: its layers in the order in which they run, by their names in `net`; a further
-            call of a module has a suffix (`decoder@2`).
-        stages: how many stages.
-        default_partition: the stage of layers without a mark; None allows none.
+    `layers` are those of `net` in the order in which they run, by their names there; a further call
+    of a module has a suffix (`decoder@2`). `default_partition` None allows no layer without a mark.
 
     Raises:
         SplitError: the marks do not describe `stages` runs of layers; says which layer, and why.

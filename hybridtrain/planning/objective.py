@@ -13,16 +13,19 @@ from torch import Tensor
 
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.balance import INFINITY, best_cut, range_sums
 from hybridtrain.planning.costs import LayerCost
 
 GIB = 2**30
+INFINITY = float("inf")
 
 # The modes of activation checkpointing in which whole stages are recomputed.
 WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
+
+# Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
+ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Objective:
         unit: `layers` and `parameters` are counted; `costs` are times and bytes.
         memory_weight: for `costs`, the weight of a stage's share of the model's memory against its
             share of the model's time: 0 balances time alone, 1 memory alone.
-        memory_limit: for `costs`, the bytes that a device may hold; None: no limit.
+        memory_limit: for `costs`, the bytes that a device may hold.
         recomputes: stages keep only their inputs for each micro-batch, and their activations for
             one micro-batch.
         stages_per_device: stages that share a device's limit equally, even where a small stage
@@ -42,7 +45,7 @@ class Objective:
 
     unit: Literal["layers", "parameters", "costs"] = "costs"
     memory_weight: float = 0.0
-    memory_limit: float | None = None
+    memory_limit: float = INFINITY
     recomputes: bool = False
     stages_per_device: int = 1
 
@@ -54,10 +57,8 @@ class Objective:
             SplitError: it is not the name of an objective.
         """
         split = str(options.split)
-        if split == "uniform":
-            return cls("layers")
-        if split == "size":
-            return cls("parameters")
+        if split in ("uniform", "size"):
+            return cls("layers" if split == "uniform" else "parameters")
         if split not in MEASURED_SPLITS:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
@@ -65,10 +66,9 @@ class Objective:
                 f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
                 f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
             )
-        limit = options.memory_limit_gib
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
-            memory_limit=None if limit is None else limit * GIB,
+            memory_limit=(options.memory_limit_gib or INFINITY) * GIB,
             recomputes=options.checkpoint in WHOLE_STAGES,
             stages_per_device=options.stages_per_device,
         )
@@ -76,22 +76,19 @@ class Objective:
     @property
     def stage_limit(self) -> float:
         """The bytes that a stage may take."""
-        return INFINITY if self.memory_limit is None else self.memory_limit / self.stages_per_device
+        return self.memory_limit / self.stages_per_device
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of a stage: time for one micro-batch, memory for all that it keeps alive.
+    """The cost of a stage: milliseconds for one micro-batch, memory for all that it keeps alive.
 
     Attributes:
-        time_ms: milliseconds of forward, backward and crossing.
-        forward_ms: milliseconds of its layers' forward.
-        backward_ms: milliseconds of their backward.
-        crossing_ms: milliseconds to bring values and their gradients over the cuts at its two
-            ends; a cut counts for both stages that it separates.
+        time_ms: the sum of the following three.
+        crossing_ms: the time to bring values and their gradients over the cuts at its two ends; a
+            cut counts for both stages that it separates.
         memory_bytes: its weights, and what it keeps of the micro-batches that it holds at most.
         parameters: elements of its parameters.
-        share: its part of the time of all stages, 0 to 1.
     """
 
     time_ms: float
@@ -100,7 +97,6 @@ class StageCost:
     crossing_ms: float
     memory_bytes: int
     parameters: int
-    share: float
 
 
 def cut_by_costs(
@@ -122,7 +118,7 @@ def cut_by_costs(
         counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
         if counts is not None:
             return counts
-        if goal.memory_limit is not None:
+        if goal.memory_limit < INFINITY:
             raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
     of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
     raise SplitError(
@@ -167,10 +163,9 @@ def stage_costs(
     recomputes: bool = False,
 ) -> list[StageCost]:
     """Returns the costs of stages with `counts` layers that hold `in_flight` micro-batches."""
-    bounds = list(pairwise(accumulate(counts, initial=0)))
+    bounds = pairwise(accumulate(counts, initial=0))
     time = _time_ms(costs)
     cut = _at_cuts([cost.crossing_ms for cost in costs]).tolist()
-    step = sum(time[bound].item() for bound in bounds) or 1.0
     return [
         StageCost(
             time_ms=time[start, end].item(),
@@ -179,7 +174,6 @@ def stage_costs(
             crossing_ms=2 * (cut[start] + cut[end]),
             memory_bytes=int(_memory_bytes(costs, alive, recomputes)[start, end]),
             parameters=sum(cost.parameters for cost in costs[start:end]),
-            share=time[start, end].item() / step,
         )
         for (start, end), alive in zip(bounds, in_flight, strict=True)
     ]
@@ -224,21 +218,17 @@ def _why_nothing_fits(
         )
         for cost, kept in zip(costs, fewest, strict=True)
     )
-    if alone > goal.stage_limit:
-        return (
-            f"layer {name!r} alone needs {_gib(alone)} with {alive} "
-            f"micro-batch{'es' * (alive != 1)} in flight, more than {limit}: raise the limit, "
-            f"make micro-batches smaller (chunks=), recompute activations (checkpoint='always'), "
-            f"or divide the layer"
-        )
+    batches = f"{alive} micro-batch{'es' * (alive != 1)}"
+    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
+    culprit *= alone > goal.stage_limit
     by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
     counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
     cut = stage_costs(costs, counts, in_flight, goal.recomputes)
     needed = max(stage.memory_bytes for stage in cut)
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
-        f"more. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower what a "
-        f"stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
+        f"more{culprit}. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower "
+        f"what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
         f"checkpointing (checkpoint='always')"
     )
 
@@ -246,3 +236,59 @@ def _why_nothing_fits(
 def _gib(size: float) -> str:
     """Returns `size` in GiB, rounded up, so that a limit set to it is enough."""
     return f"{math.ceil(size / GIB * 1000) / 1000:g} GiB"
+
+
+def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
+    """Returns how many consecutive layers each part gets; none is empty.
+
+    The cost of the most expensive part is minimal. Among the cuts that reach this minimum, the one
+    with the smallest sum of squared costs is taken, then the one with the most even counts. What
+    differs by rounding alone (`ROUNDING`) ties. This is the linear partition problem (Skiena, The
+    Algorithm Design Manual, 8.5), solved exactly by dynamic programming, O(parts * layers^2), also
+    for costs that do not grow with the part, since one cut may be expensive to cross.
+
+    Args:
+        costs: for each part a table of (layers + 1, layers + 1): `costs[part][start][end]` is its
+            cost, 0 or more, if it holds the layers from `start` up to but without `end`;
+            infinity where that is forbidden. Entries with `end <= start` are ignored.
+
+    Returns:
+        None if every cut has a forbidden part.
+    """
+    tables = [torch.as_tensor(table, dtype=torch.float64) for table in costs]
+    ends = torch.arange(len(tables[0]))
+    tables = [torch.where(ends[:, None] < ends, table, INFINITY) for table in tables]
+    start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
+    start_only[0] = 0
+
+    # limit[end] is the smallest possible maximum over the first `end` layers
+    limit = start_only
+    for table in tables:
+        limit = torch.maximum(limit[:, None], table).amin(0)
+    if limit[-1] == INFINITY:
+        return None
+
+    # squares[end] and evenness[end] are the sums of squared costs and counts of the best way to
+    # cut the first `end` layers into the parts so far; starts[part][end] is where its last begins
+    squares = start_only
+    evenness = torch.zeros_like(ends)
+    starts: list[Tensor] = []
+    for table in tables:
+        cost = torch.where(table <= limit[-1] * ROUNDING, table, INFINITY)
+        by_start = squares[:, None] + cost.square()
+        squares = by_start.amin(0)
+        counts = evenness[:, None] + (ends - ends[:, None]).square()
+        counts[by_start > squares * ROUNDING] = torch.iinfo(counts.dtype).max
+        evenness = counts.amin(0)
+        starts.append(torch.where(counts == evenness, ends[:, None], -1).amax(0))
+
+    bounds = [len(ends) - 1]
+    for start_of in reversed(starts):
+        bounds.append(int(start_of[bounds[-1]]))
+    return [end - start for end, start in pairwise(bounds)][::-1]
+
+
+def range_sums(values: Sequence[float]) -> Tensor:
+    """Returns a table with the sum of `values[start:end]` at `[start, end]`, float64."""
+    totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
+    return totals - totals[:, None]

@@ -221,7 +221,7 @@ def table(plan: Plan) -> str:
     """
     stages = plan.stage_costs()
     timed = any(stage.time_ms for stage in stages)
-    parameters = sum(stage.parameters for stage in stages) or 1
+    whole = sum(stage.time_ms if timed else stage.parameters for stage in stages) or 1
     lines: list[dict[str, str]] = []
     for index, (cost, names) in enumerate(zip(stages, plan.layer_names, strict=True)):
         line = {
@@ -230,33 +230,26 @@ def table(plan: Plan) -> str:
             "parameters": f"{cost.parameters:,}",
         }
         memory = with_unit(cost.memory_bytes)
+        share = f"{(cost.time_ms if timed else cost.parameters) / whole:.0%}"
         if timed:
-            line |= {
-                "forward ms": f"{cost.forward_ms:.3f}",
-                "backward ms": f"{cost.backward_ms:.3f}",
-                "memory": memory,
-                "share of time": f"{cost.share:.0%}",
-            }
+            times = {"forward ms": cost.forward_ms, "backward ms": cost.backward_ms}
+            line |= {name: f"{ms:.3f}" for name, ms in times.items()}
+            line |= {"memory": memory, "share of time": share}
         else:
-            share = f"{cost.parameters / parameters:.0%}"
             line |= {"weights + state": memory, "share of parameters": share}
-        line |= {
-            "device": plan.stages[index].device,
-            "from ... to": " ... ".join(dict.fromkeys([names[0], names[-1]])),
-        }
+        ends = dict.fromkeys([names[0], names[-1]])
+        line |= {"device": plan.stages[index].device, "from ... to": " ... ".join(ends)}
         lines.append(line)
     cells = [list(lines[0]), *(list(line.values()) for line in lines)]
-    return "\n".join([*text_table(cells, right_aligned=len(cells[0]) - 2), *_largest(plan, timed)])
-
-
-def _largest(plan: Plan, timed: bool) -> list[str]:
-    """Returns a line on the largest layer if a better cut is impossible because of it."""
-    if plan.split not in ("size", "time", "balanced"):
-        return []
-    sizes = {c.name: c.forward_ms + c.backward_ms if timed else c.parameters for c in plan.costs}
-    largest = max(sizes, key=sizes.__getitem__)
-    share = sizes[largest] / (sum(sizes.values()) or 1)
-    if share * len(plan.stages) < 1.01:  # less than that is noise
-        return []
-    whole = "step" if timed else "parameters"
-    return [f"layer {largest} alone is {share:.0%} of the {whole}: no cut makes its stage smaller"]
+    text = text_table(cells, right_aligned=len(cells[0]) - 2)
+    if plan.split in ("size", "time", "balanced"):
+        times = {cost.name: cost.forward_ms + cost.backward_ms for cost in plan.costs}
+        sizes = times if timed else {cost.name: cost.parameters for cost in plan.costs}
+        largest = max(sizes, key=sizes.__getitem__)
+        part = sizes[largest] / (sum(sizes.values()) or 1)
+        if part * len(stages) >= 1.01:  # less than that is noise
+            of = "step" if timed else "parameters"
+            text.append(
+                f"layer {largest} alone is {part:.0%} of the {of}: no cut makes its stage smaller"
+            )
+    return "\n".join(text)

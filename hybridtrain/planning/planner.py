@@ -183,11 +183,8 @@ class Planner:
             return Decision(plan.expand, plan.costs, counts, plan.costs_from)
         if split == "manual":
             default = self._options.default_partition
-            expand = [
-                name
-                for name, part in self._modules.items()
-                if spans_stages(part, marked_stage(net, name, default))
-            ]
+            stage_of = partial(marked_stage, net, default=default)
+            expand = [n for n, part in self._modules.items() if spans_stages(part, stage_of(n))]
             chain = self._chain(expand)
             counts = counts_by_marks(net, chain.layers, self._stages, default)
         elif isinstance(split, str):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from hybridtrain.planning.costs import Given, LayerCost, LayerRun, run_chain, ru
 # How often `LayerProfiler.repeat` times each layer, at most.
 MAX_REPEATS = 10
 
-# A first pass that has taken this many seconds already goes on with less care: a layer whose
-# warm-up took longer than so many milliseconds is not timed as well.
+# After so many seconds of the first pass, a layer whose warm-up took longer than so many
+# milliseconds is not timed as well.
 FIRST_PASS_BUDGET_S = 3.0
 SLOW_MS = 50.0
 
@@ -80,12 +80,9 @@ class LayerProfiler:
         with self._as_in_a_step(layers):
             # copied, as micro-batches are views of all of a batch's memory
             copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
-            first = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
-            crossing_ms = {
-                nbytes: _copy_ms(nbytes, device, devices[-1])
-                for nbytes in {cost.crossing_bytes for cost in first}
-            }
-        self._costs = [replace(c, crossing_ms=crossing_ms[c.crossing_bytes]) for c in first]
+            costs = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
+            copy_ms = cache(partial(_copy_ms, device, devices[-1]))
+            self._costs = [replace(c, crossing_ms=copy_ms(c.crossing_bytes)) for c in costs]
 
     def repeat(self, seconds: float) -> None:
         """Times the layers again, once and, for about `seconds`, more often.
@@ -104,13 +101,10 @@ class LayerProfiler:
 
     def costs(self) -> list[LayerCost]:
         """Returns what each layer costs, by the median of its times."""
+        medians = [map(_median_warm, (t.forward_ms, t.backward_ms)) for t in self._timings]
         return [
-            replace(
-                cost,
-                forward_ms=_median_warm(timing.forward_ms),
-                backward_ms=_median_warm(timing.backward_ms),
-            )
-            for cost, timing in zip(self._costs, self._timings, strict=True)
+            replace(cost, forward_ms=forward, backward_ms=backward)
+            for cost, (forward, backward) in zip(self._costs, medians, strict=True)
         ]
 
     def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
@@ -172,7 +166,7 @@ def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, (perf_counter() - start) * 1e3
 
 
-def _copy_ms(nbytes: int, source: torch.device, target: torch.device) -> float:
+def _copy_ms(source: torch.device, target: torch.device, nbytes: int) -> float:
     """Returns the milliseconds to copy `nbytes` from device to device."""
     if source == target:
         return 0.0

@@ -49,16 +49,16 @@ def find_best_cut(
     for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
         chain = chain_of(expand)
         more: set[str] = set()
-        for costs, noise in costs_of(chain):
+        for found in costs_of(chain):
             counts: list[int] | None = None
             failure: SplitError | None = None
             try:
-                counts = cut_by_costs(costs, in_flight, goal, chain.no_cut_before)
-                best = Decision(sorted(expand), costs, counts)
+                counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
+                best = Decision(sorted(expand), found.layers, counts)
             except SplitError as error:
                 failure = error
             if expansions_left:
-                large = _too_large(chain, costs, in_flight, goal, counts, noise)
+                large = _too_large(chain, found, in_flight, goal, counts)
                 more = {path for path in large if may_expand(path)} - expand
             if more or failure:
                 break  # better times would not change that
@@ -72,22 +72,17 @@ def find_best_cut(
 
 
 def _too_large(
-    chain: Chain,
-    costs: Sequence[LayerCost],
-    in_flight: Sequence[int],
-    goal: Objective,
-    counts: Sequence[int] | None,
-    noise: float,
+    chain: Chain, found: Costs, in_flight: Sequence[int], goal: Objective, counts: list[int] | None
 ) -> set[str]:
     """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
-    tables = stage_tables(costs, in_flight, goal, chain.no_cut_before)
+    tables = stage_tables(found.layers, in_flight, goal, chain.no_cut_before)
     sizes = tables[0].diagonal(1).tolist()
     mean = sum(sizes) / len(in_flight)
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
         largest = max(table[start, end].item() for table, (start, end) in stages)
         # a number of layers is even enough
-        if goal.unit == "layers" or largest <= (1 + noise) * mean:
+        if goal.unit == "layers" or largest <= (1 + found.noise) * mean:
             return set()
     return {
         strip_call_index(layer.name)

@@ -16,17 +16,9 @@ from hybridtrain.options import SplitSpec
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
     """Returns how many layers each stage gets.
 
-    Args:
-        layers: the chain.
-        stages: how many stages.
-        split: one of
-
-            - a list of `stages` integers: the number of layers of each stage
-            - a list of `stages - 1` integers: for each stage but the first, the index of the
-              layer that it begins with
-            - a list of `stages - 1` names: for each stage but the first, the layer that it
-              begins with; a name may also be a group of layers (`blocks` for `blocks.0`)
-            - a list of `stages` name patterns, or lists of them: see `counts_by_patterns`
+    The list `split` has for each stage the number of its layers, or a name pattern or a list of
+    them (see `counts_by_patterns`); or for each stage but the first the layer that it begins with,
+    by index or name, which may also be a group of layers (`blocks` for `blocks.0`).
 
     Raises:
         SplitError: it does not fit the layers; says why and what would.
@@ -119,8 +111,7 @@ def counts_of(
     """Returns how many layers each stage gets, by the stage that each layer is assigned to.
 
     Raises:
-        SplitError: a stage does not exist or has no layer, or the stages are not in order; `hint`
-            is added to the message of the latter.
+        SplitError: a stage does not exist or has no layer, or the stages are not in order (`hint`).
     """
     for layer, stage in zip(layers, assigned, strict=True):
         check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
