@@ -7,7 +7,7 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "ddp_reset",
     "ddp_sync_buffers",
     "has_hooks",
+    "hooks_of",
     "operator_schema",
     "run_backward",
 ]
@@ -37,17 +38,22 @@ __all__ = [
 GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether `module` has hooks around its forward or backward.
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """Returns the tables of hooks around the forward and backward of `module`.
 
     Uses `nn.Module._forward_hooks` and its three kin: hooks can be registered, but not listed.
     """
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether `module` has hooks around its forward or backward."""
+    return any(hooks_of(module))
 
 
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:

@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and joining their outputs.
+"""Batches and values between layers as pytrees: cutting into micro-batches, joining, mapping.
 
 A batch is any pytree (tuples, lists, dicts, dataclasses registered with torch's pytree). Its
 tensors are cut along dim 0; every micro-batch gets the same 0-dim tensors and other values.
@@ -6,20 +6,24 @@ tensors are cut along dim 0; every micro-batch gets the same 0-dim tensors and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     keystr,
+    register_dataclass,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
     tree_unflatten,
 )
 
 from hybridtrain.errors import BatchError
-from hybridtrain.pytree import leaves_of
 
 
 def batch_size(*batches: Any) -> int:
@@ -70,7 +74,9 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         leaf.split(list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
         for leaf in leaves
     ]
-    return [tree_unflatten(row, spec) for row in zip(*columns, strict=True)] or [batch] * len(sizes)
+    return [tree_unflatten(part, spec) for part in zip(*columns, strict=True)] or [batch] * len(
+        sizes
+    )
 
 
 def merge(outputs: Sequence[Any]) -> Any:
@@ -94,3 +100,40 @@ def _join(column: tuple[Any, ...]) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
     return torch.cat(column) if column[0].dim() else torch.stack(column)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves of `tree`, and registers its dataclasses for all pytree functions.
+
+    Types that are registered already, such as the outputs of `transformers`, are left alone.
+    """
+    while True:
+        leaves = tree_leaves(tree)
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf)} - set(SUPPORTED_NODES)
+        if not unknown:
+            return leaves
+        for kind in unknown:
+            register_dataclass(kind)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Returns `tree` with `function` of its tensors; one that occurs twice stays one tensor."""
+    if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
+        return (function(tree[0]),)  # by far the most frequent
+    done: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = function(tensor)
+        return done[id(tensor)]
+
+    return tree_map_only(Tensor, once, tree)
+
+
+def hides_tensors(leaf: Any, depth: int = 3) -> bool:
+    """Returns whether `leaf`, an object that pytree functions do not enter, contains tensors."""
+    if isinstance(leaf, Tensor):
+        return True
+    if depth == 0 or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        return False
+    return any(hides_tensors(inner, depth - 1) for inner in tree_leaves(vars(leaf)))

@@ -219,7 +219,7 @@ class HybridModel:
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
+        """True in training mode, as `nn.Module.training`."""
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:

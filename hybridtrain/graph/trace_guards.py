@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from hybridtrain._torch_private import has_hooks
+from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
 
 # The modules whose code a graph stands for, by name, and the training flags, in the order of the
@@ -23,6 +23,12 @@ class TraceGuards:
 
     def __init__(self, traced: Iterable[Traced] = ()) -> None:
         self._traced = list(traced)
+        self._hooks = [
+            (name, hooks)
+            for modules, _ in self._traced
+            for name, module in modules.items()
+            for hooks in hooks_of(module)
+        ]
         simple = (bool, int, float, str, type(None))
         self._attributes = [
             (name, vars(module), key, value)
@@ -38,12 +44,13 @@ class TraceGuards:
         Raises:
             ConfigError: a module has changed; names it, and what has changed.
         """
-        for modules, modes in self._traced:
-            if hooked := [name or "the model" for name, m in modules.items() if has_hooks(m)]:
+        for name, hooks in self._hooks:
+            if hooks:
                 raise ConfigError(
-                    f"{hooked[0]} had a hook registered after tracing, which would not run: "
-                    f"register hooks before you create the HybridModel"
+                    f"{name or 'the model'} had a hook registered after tracing, which would not "
+                    f"run: register hooks before you create the HybridModel"
                 )
+        for modules, modes in self._traced:
             now = tuple(module.training for module in modules.values())
             if modes and now not in modes:
                 name = next(

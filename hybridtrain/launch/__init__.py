@@ -1,1 +1,1 @@
-"""How the processes of a run are started and find one another."""
+"""Starting the processes of a run, and reading what the launcher says of them."""

@@ -26,7 +26,7 @@ from hybridtrain.options import CheckpointSpec
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """What is recomputed: whole stages for some micro-batches, or some layers for all of them.
+    """The recomputed parts: whole stages for some micro-batches, or some layers for all of them.
 
     Attributes:
         mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.

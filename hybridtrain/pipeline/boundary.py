@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from hybridtrain.errors import SplitError
+from hybridtrain.microbatch import hides_tensors, leaves_of, map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
-from hybridtrain.pytree import hides_tensors, leaves_of, map_tensors
 
 # The values that travel over one link for one micro-batch, and their gradients.
 Message = tuple[Any, ...]

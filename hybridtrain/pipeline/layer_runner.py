@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import checkpointed
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pytree import map_tensors
 from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
 
 # What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.pytree import map_tensors
+from hybridtrain.microbatch import map_tensors
 
 
 class Transfer(NamedTuple):

@@ -66,7 +66,7 @@ def test_a_plan_is_shown_and_written_and_a_run_is_cut_by_it(
     assert f"{name[1]} ... " in said
     assert f"name: {name[1]}," in Path("outputs/digits/plan.yaml").read_text()
     message = fail(capfd, *SMALL, f"pipeline.split={path}", "pipeline.nb_part=3")
-    assert re.search("the plan has 2 stages, and 3 are asked for.*: set pipeline.nb_part=2 ", message)
+    assert re.search(r"plan has 2 stages, and 3 are asked for.*: set pipeline\.nb_part=2 ", message)
 
 
 def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(
