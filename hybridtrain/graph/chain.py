@@ -31,10 +31,8 @@ from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.
 LARGE_SHARE = 1 / 8
-
 # If torch.fx cannot expand one that holds more than this, torch.export has to trace the model.
 TOO_LARGE_SHARE = 1 / 4
-
 # Of PyTorch's own modules, only these are expanded: nn.Transformer and its parts.
 _EXPANDED_OF_TORCH = "torch.nn.modules.transformer"
 

@@ -53,8 +53,7 @@ class TraceGuards:
                 )
                 raise ConfigError(
                     f"module {name!r} was switched to another mode than the model around it, whose "
-                    f"forward depends on the mode: let its train() keep the mode, so that it "
-                    f"is traced in that mode"
+                    f"forward depends on the mode: let its train() keep the mode that is traced"
                 )
         for name, attributes, key, value in self._attributes:
             if attributes[key] != value:

@@ -22,7 +22,6 @@ from hybridtrain.precision import autocast
 # Counts and estimates have none, and are held to the same.
 COUNT_NOISE = 0.05
 FIRST_PASS_NOISE = 0.15
-
 # How long the layers of a chain that looks even enough are timed, in seconds.
 CAREFUL_SECONDS = 3.0
 
@@ -85,11 +84,9 @@ def estimated(
 
     For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
     """
-    precision = partial(autocast, options.precision, "cpu")
+    estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
     tensors = options.optimizer_tensors_per_param
-    yield Costs(
-        estimate_costs(layers, inputs, precision=precision, optimizer_tensors_per_param=tensors)
-    )
+    yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
 
 
 def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:
