@@ -104,7 +104,7 @@ class ChainBuilder:
                 self._signature = replace(self._signature, flat=True)
 
     def _try(self, tracer: Tracer) -> str:
-        """Returns why `tracer` cannot look far enough into the model; "" if it can.
+        """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
         It is kept if it can trace the model's own forward.
         """
@@ -183,7 +183,7 @@ def can_expand(module: nn.Module) -> bool:
 def _expanded(
     layer: Layer, expand: Collection[str], unexpanded: dict[str, str]
 ) -> ModeGraphs | None:
-    """Returns the graphs of a layer that is to be expanded; else None."""
+    """Returns the graphs of a layer that is to be expanded, or None."""
     if layer.name not in expand or not can_expand(layer.module):
         return None
     signature = CallSignature.of_required(layer.module)

@@ -202,7 +202,7 @@ def _changes_inputs(traced: TracedGraph) -> bool:
 
 
 def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int]) -> set[int]:
-    """Returns the segments, of those that nodes are in, before which there may be no cut."""
+    """Returns the numbers of the segments before which there may be no cut."""
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()

@@ -27,7 +27,7 @@ CAREFUL_SECONDS = 3.0
 
 
 class Costs(NamedTuple):
-    """The costs of a chain's layers, and how far above the mean noise alone may put a stage."""
+    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
 
     layers: Sequence[LayerCost]
     noise: float = COUNT_NOISE

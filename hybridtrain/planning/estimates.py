@@ -92,7 +92,7 @@ def estimate_costs(
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """Returns a fake tensor on the CPU in the image of `tensor`; called in a fake mode."""
+    """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
 

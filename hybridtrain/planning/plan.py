@@ -114,7 +114,7 @@ class Plan:
         )
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes a file that `read` reads."""
+        """Writes the plan to a file that `read` reads."""
         write_atomically(Path(path), self.to_yaml())
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From a model and its options to a plan, and from a plan to the layers of each stage.
+"""Makes a plan for a model, and rebuilds from a plan the layers of each stage.
 
 One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
 process group or a GPU.

@@ -83,7 +83,7 @@ class LayerProfiler:
             self._costs = [replace(c, crossing_ms=copy_ms(c.crossing_bytes)) for c in costs]
 
     def repeat(self, seconds: float) -> None:
-        """Times the layers again, once and, for about `seconds`, more often.
+        """Times the layers again: at least once, and for about `seconds`.
 
         A round goes over all layers, one after the other: what disturbs the machine for a while
         disturbs a run or two of each, which the median leaves out.
