@@ -31,10 +31,8 @@ from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.
 LARGE_SHARE = 1 / 8
-
 # If torch.fx cannot expand one that holds more than this, torch.export has to trace the model.
 TOO_LARGE_SHARE = 1 / 4
-
 # Of PyTorch's own modules, only these are expanded: nn.Transformer and its parts.
 _EXPANDED_OF_TORCH = "torch.nn.modules.transformer"
 
@@ -106,7 +104,7 @@ class ChainBuilder:
                 self._signature = replace(self._signature, flat=True)
 
     def _try(self, tracer: Tracer) -> str:
-        """Returns why `tracer` cannot look far enough into the model; "" if it can.
+        """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
         It is kept if it can trace the model's own forward.
         """
@@ -185,7 +183,7 @@ def can_expand(module: nn.Module) -> bool:
 def _expanded(
     layer: Layer, expand: Collection[str], unexpanded: dict[str, str]
 ) -> ModeGraphs | None:
-    """Returns the graphs of a layer that is to be expanded; else None."""
+    """Returns the graphs of a layer that is to be expanded, or None."""
     if layer.name not in expand or not can_expand(layer.module):
         return None
     signature = CallSignature.of_required(layer.module)

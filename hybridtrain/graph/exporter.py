@@ -129,7 +129,7 @@ class _ForbidCustomBackward(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses what a failing export prints; its exception says what is wrong."""
+    """Suppresses the output of a failing export; its exception says what is wrong."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -150,7 +150,7 @@ def _example(device: torch.device, leaf: Any) -> Any:
 def _dynamic_sizes(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
-    return {0: Dim.DYNAMIC, **dict.fromkeys(range(1, leaf.dim()), Dim.AUTO)}
+    return dict.fromkeys(range(leaf.dim()), Dim.AUTO) | {0: Dim.DYNAMIC}
 
 
 def _calls(

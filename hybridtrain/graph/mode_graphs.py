@@ -10,10 +10,9 @@ from typing import Any
 from torch import fx, nn
 
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.inplace import segments_without_cut
 from hybridtrain.graph.layer import Layer
 from hybridtrain.graph.segment import Segment
-from hybridtrain.graph.segment_graph import assign_segments, cut
+from hybridtrain.graph.segment_graph import assign_segments, cut, segments_without_cut
 from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
 
 

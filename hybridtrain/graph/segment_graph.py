@@ -2,10 +2,16 @@
 
 Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
 that a later segment needs has a name, by which it skips the segments between.
+
+Such a value begins a new autograd graph, and the tensor that it is a view of does not come along.
+So a change in place of a view must stay with the tensor that is viewed. A buffer that one segment
+changes and another one reads must not be used by two threads at a time.
 """
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +20,29 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
-from hybridtrain.graph.inplace import changes_inputs, node_works_in_place
+from hybridtrain._torch_private import operator_schema
 from hybridtrain.graph.traced_graph import TracedGraph
+
+# operator.iadd for operator.add, and so on
+_IN_PLACE_OPERATORS = {
+    vars(operator)[f"i{name.strip('_')}"]
+    for name in vars(operator)
+    if hasattr(operator, f"__i{name.strip('_')}__")
+}
+
+_VIEW_METHODS = {
+    "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "float",
+    "getitem", "movedim", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes",
+    "t", "tensor_split", "to", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+    "view_as",
+}  # fmt: skip
+
+_VIEW_PROPERTIES = ("T", "mT", "H", "mH", "data", "real", "imag")
+
+# Modules of these return a new tensor; any other without parameters may return its input.
+_RETURN_NEW_TENSORS = {
+    f"torch.nn.modules.{name}" for name in ("activation", "padding", "pooling", "upsampling")
+}
 
 
 @dataclass
@@ -33,7 +60,6 @@ class SegmentGraph:
         in_place: whether it changes a tensor in place or, for the first segment, passes on an
             input that a later one changes.
         output_spec: the structure of the main value, if `module` returns its leaves alone.
-        compiled: the module, compiled.
     """
 
     module: fx.GraphModule
@@ -92,7 +118,7 @@ def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) ->
             named[here][skipping] = f"{names[here]}/{len(named[here])}"
     name_of = {node: name for nodes in named for node, name in nodes.items()}
     (output,) = (node for node in graph.nodes if node.op == "output")
-    input_changes = changes_inputs(traced)
+    input_changes = _changes_inputs(traced)
     segments = []
     for here, outputs in enumerate(named):
         is_last = here + 1 == len(named)
@@ -111,7 +137,7 @@ def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) ->
                 last_uses=frozenset(name_of[node] for node in inputs if users[node][-1] == here),
                 outputs=tuple(outputs.values()),
                 attrs={t: own for t, own in own_names.items() if isinstance(find(t), Tensor)},
-                in_place=any(node_works_in_place(node, find) for node in body)
+                in_place=any(_works_in_place(node, find) for node in body)
                 or (here == 0 and input_changes),
                 output_spec=traced.output_spec if is_last else None,
             )
@@ -145,3 +171,80 @@ def _own_graph(
             own[node].target = own_name(node.target)
     part.output(fx.node.map_arg(returned, own_node))
     return part
+
+
+def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
+    """Returns whether `node` changes its first argument."""
+    target = node.target
+    if node.op == "call_module":
+        return bool(getattr(find(str(target)), "inplace", False))
+    if node.op == "call_method":
+        return str(target).endswith("_") and not str(target).endswith("__")
+    if node.op != "call_function" or isinstance(target, str):
+        return False
+    if (schema := operator_schema(target)) is not None:
+        return bool(schema.is_mutable)
+    if target in _IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+        return True
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bound.arguments.get("inplace") is True
+
+
+def _changes_inputs(traced: TracedGraph) -> bool:
+    """Returns whether the graph changes its inputs in place, or views of them."""
+    return any(
+        base.op == "placeholder" and base is not node and _works_in_place(node, traced.find)
+        for node, base in _viewed(traced).items()
+    )
+
+
+def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int]) -> set[int]:
+    """Returns the numbers of the segments before which there may be no cut."""
+    no_cut_before: set[int] = set()
+    changed: set[str] = set()
+    has_views: set[fx.Node] = set()
+    for node, base in _viewed(traced).items():
+        if not node.all_input_nodes:
+            continue
+        if not _works_in_place(node, traced.find):
+            if base is not node:
+                has_views.add(base)
+        elif base.op == "get_attr":
+            changed.add(str(base.target))
+        elif base in has_views:
+            no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
+    for target in changed:
+        readers = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == target]
+        uses = [segment_of[user] for reader in readers for user in reader.users]
+        no_cut_before.update(range(min(uses) + 1, max(uses) + 1))
+    return no_cut_before
+
+
+def _viewed(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
+    """Returns, for each node, the one whose memory its tensor may share: itself if it is new."""
+    viewed: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        shares = node.all_input_nodes and (
+            _works_in_place(node, traced.find) or _is_view(node, traced.find)
+        )
+        viewed[node] = viewed[node.all_input_nodes[0]] if shares else node
+    return viewed
+
+
+def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
+    """Returns whether the result of `node` may share the memory of its first argument."""
+    if node.op == "call_module":
+        module = find(str(node.target))
+        is_new = type(module).__module__ in _RETURN_NEW_TENSORS
+        return not is_new and not any(True for _ in module.parameters())
+    if node.op == "call_method":
+        return str(node.target) in _VIEW_METHODS
+    if (schema := operator_schema(node.target)) is not None:
+        return bool(schema.returns) and schema.returns[0].alias_info is not None
+    name = getattr(node.target, "__name__", "")
+    if name == "getattr":
+        return node.args[1] in _VIEW_PROPERTIES
+    return node.op == "call_function" and name in _VIEW_METHODS

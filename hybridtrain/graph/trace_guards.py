@@ -1,4 +1,4 @@
-"""Checks that modules are still as they were when their forward was traced."""
+"""Checks that modules have not changed since their forward was traced."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class TraceGuards:
                 )
                 raise ConfigError(
                     f"module {name!r} was switched to another mode than the model around it, whose "
-                    f"forward depends on the mode: let its train() keep the mode, so that it "
-                    f"is traced in that mode"
+                    f"forward depends on the mode: let its train() keep that mode when it is traced"
                 )
         for name, attributes, key, value in self._attributes:
             if attributes[key] != value:

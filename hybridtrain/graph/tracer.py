@@ -120,14 +120,8 @@ class _Tracer(fx.Tracer):
         name = module_qualified_name
         return name in self.unexpanded or not self._should_expand(name, m)
 
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Records one node for a leaf; else what is in it, or one node where that fails."""
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Records a leaf as one node, and any other module by its operations where it can."""
         if threading.get_ident() != self._thread:  # torch.fx sees the calls of all threads
             return forward(*args, **kwargs)
         name = self.path_of_module(m)

@@ -1,7 +1,5 @@
 """Checks of the arguments that several models share."""
 
-from __future__ import annotations
-
 from hybridtrain.errors import ConfigError
 
 
@@ -17,9 +15,7 @@ def check_sizes(**sizes: int | None) -> None:
 def check_heads(d_model: int, name: str, heads: int) -> None:
     """Raises `ConfigError` unless the attention heads can share the model's width equally."""
     if d_model % heads:
-        raise ConfigError(
-            f"d_model={d_model} must be a multiple of {name}={heads}: each head takes an equal part"
-        )
+        raise ConfigError(f"d_model={d_model} must be a multiple of {name}={heads}")
 
 
 def check_dropout(probability: float) -> None:

@@ -50,10 +50,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a GELU MLP of four times the width, each after a LayerNorm and added to x.
-
-    (N, T, d_model) to the same shape.
-    """
+    """Attention and a GELU MLP, each after a LayerNorm and added to x; keeps (N, T, d_model)."""
 
     def __init__(self, d_model: int, n_head: int, dropout: float) -> None:
         super().__init__()

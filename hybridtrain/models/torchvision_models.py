@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.models.check import check_dropout, check_sizes
 
-# The sizes that image data sets and models come in, in pixels per side: MNIST 28, CIFAR 32,
-# Tiny ImageNet 64, ImageNet 224, Inception v3 299, and so on.
+# Usual pixels per side: MNIST 28, CIFAR 32, Tiny ImageNet 64, ImageNet 224, Inception v3 299.
 USUAL_SIZES = (16, 28, 32, 64, 96, 128, 224, 299, 384, 448, 512)
 
 
@@ -48,8 +47,7 @@ def torchvision_model(
         dropout: probability that a feature is dropped in training; None: the model's default.
 
     Raises:
-        ConfigError: there is no such model, or the model does not take such an argument or images
-            of such a size.
+        ConfigError: the name is unknown, or the model does not take such an argument or image.
     """
     from torchvision import models  # seconds of imports: only for a run that needs them
 
@@ -103,8 +101,7 @@ class _OnImages(nn.Module):
         if self.grey:
             images = images.expand(-1, 3, -1, -1)
         if self.side is not None:
-            size = (self.side, self.side)
-            images = F.interpolate(images, size, mode="bilinear", antialias=True)
+            images = F.interpolate(images, [self.side] * 2, mode="bilinear", antialias=True)
         return tree_map(partial(F.log_softmax, dim=1), super().forward(images))
 
 

@@ -20,9 +20,8 @@ Masked = tuple[Tensor, Tensor]
 class Encoder(nn.Module):
     """Token embedding times sqrt(d_model), plus sinusoidal positions, then dropout.
 
-    Takes `(tokens, mask)`, int64 and bool of shape (N, L), L at most `max_len`; returns
-    `(x, mask)`, x of shape (N, L, d_model). Source of both: A. Vaswani et al., Attention Is All
-    You Need, 2017, sections 3.4 and 3.5.
+    Takes `(tokens, mask)`, int64 and bool of shape (N, L), L at most `max_len`; returns `(x, mask)`
+    with x (N, L, d_model). Source: A. Vaswani et al., Attention Is All You Need, 2017, 3.4 and 3.5.
     """
 
     positions: Tensor
@@ -52,14 +51,12 @@ class Encoder(nn.Module):
 class Layer(nn.TransformerEncoderLayer):
     """torch's own encoder layer (post-norm, ReLU), taking and returning `(x, mask)`.
 
-    It is a subclass for the names: `layers.0.linear1.weight` is that parameter's name in an
-    `nn.TransformerEncoder` too.
+    It is a subclass to keep the parameters' names of an `nn.TransformerEncoder`.
     """
 
     def __init__(self, d_model: int, nhead: int, d_hid: int, dropout: float) -> None:
-        # In evaluation, torch would run a fused kernel on a layer whose activation is "relu"
-        # (F.relu): other arithmetic, and zeros in the padded places. It does not look for
-        # torch.relu, the same function, so that both modes compute the same.
+        # In evaluation, torch would run a fused kernel on a layer whose activation is F.relu: other
+        # arithmetic, and zeros in the padded places. torch.relu, the same function, keeps it off.
         super().__init__(d_model, nhead, d_hid, dropout, activation=torch.relu, batch_first=True)
 
     def forward(self, inputs: Masked) -> Masked:  # type: ignore[override]

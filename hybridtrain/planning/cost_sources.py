@@ -22,13 +22,12 @@ from hybridtrain.precision import autocast
 # Counts and estimates have none, and are held to the same.
 COUNT_NOISE = 0.05
 FIRST_PASS_NOISE = 0.15
-
 # How long the layers of a chain that looks even enough are timed, in seconds.
 CAREFUL_SECONDS = 3.0
 
 
 class Costs(NamedTuple):
-    """The costs of a chain's layers, and how far above the mean noise alone may put a stage."""
+    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
 
     layers: Sequence[LayerCost]
     noise: float = COUNT_NOISE
@@ -85,11 +84,9 @@ def estimated(
 
     For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
     """
-    precision = partial(autocast, options.precision, "cpu")
+    estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
     tensors = options.optimizer_tensors_per_param
-    yield Costs(
-        estimate_costs(layers, inputs, precision=precision, optimizer_tensors_per_param=tensors)
-    )
+    yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
 
 
 def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:

@@ -70,7 +70,7 @@ Given = tuple[Any, dict[str, Any]]
 
 
 class LayerRun(NamedTuple):
-    """One forward and backward of a layer, in milliseconds; the latter is 0 without one.
+    """One forward and backward of a layer; `backward_ms` is 0 where there is no backward.
 
     `handed_on` is the output and the skip values that the layer stashes, without their graph;
     `gradients` are those of its inputs and trained parameters.

@@ -39,10 +39,8 @@ from hybridtrain.planning.costs import (
 class Hardware:
     """The speed of a device, as training reaches it. Only ratios matter for where a model is cut.
 
-    Attributes:
-        flops_per_s: floating point operations; a multiplication and an addition are two.
-        bytes_per_s: bytes read from and written to the device's memory.
-        link_bytes_per_s: bytes from one device to the next; None: crossing a cut is free.
+    A multiplication and an addition are two floating point operations. `bytes_per_s` are those to
+    and from the device's memory; with `link_bytes_per_s` None, crossing a cut is free.
     """
 
     flops_per_s: float = 100e12
@@ -86,8 +84,7 @@ def estimate_costs(
             ) from error
         return ran, saved.storages
 
-    cpu = torch.device("cpu")
-    with undisturbed(layers, cpu), FakeTensorMode(allow_non_fake_inputs=True):
+    with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
         costs = run_chain(layers, fakes, run, optimizer_tensors_per_param)
     link = hardware.link_bytes_per_s or math.inf
@@ -95,7 +92,7 @@ def estimate_costs(
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """Returns a fake tensor on the CPU in the image of `tensor`; called in a fake mode."""
+    """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
 

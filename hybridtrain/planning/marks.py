@@ -118,7 +118,7 @@ def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
     being in the nearest module that it does have.
     """
     module: object = net
-    stage = _mark(net, default)
+    stage: int | None = _mark(net, default)
     for part in strip_call_index(name).split(".") if name else ():
         module = getattr(module, part, None)
         stage = _mark(module, stage)
@@ -133,8 +133,8 @@ def has_marks(net: nn.Module) -> bool:
 def spans_stages(module: nn.Module, default: int | None = None) -> bool:
     """Returns whether parts of `module` belong to different stages, so that it must be cut inside.
 
-    Parameters and buffers without a mark belong to the stage `default`; None counts as a stage too.
-    A container without parameters belongs to none itself.
+    State without a mark belongs to `default`, where None counts as a stage too. A container without
+    parameters belongs to none.
     """
     wanted = {
         default if mark is None else mark
@@ -193,7 +193,7 @@ def _stage_of(
 
     What holds state decides, since the rest can be computed next to it. The layer may be a segment
     of the model's forward: not a module of the model, but with some of its modules and parameters,
-    whose `marks` are given by identity. `default` is the stage of state without a mark.
+    whose `marks` are given by identity.
     """
     by_name = marked_stage(net, layer.name, None)
     parts = list(layer.module.modules())
@@ -220,10 +220,9 @@ def _stage_of(
     return next(iter(found), None)
 
 
-def _mark(module: object, default: int | None = None) -> int | None:
+def _mark(module: object, default: Any = None) -> Any:
     # not from the instance's dictionary: a compiled module looks it up in what it wraps
-    stage: int | None = getattr(module, _MARK, default)
-    return stage
+    return getattr(module, _MARK, default)
 
 
 def _check_index(stage: object) -> None:

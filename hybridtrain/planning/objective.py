@@ -180,14 +180,14 @@ def stage_costs(
 
 
 def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
-    """Returns a stage's milliseconds at [start, end]: layers, and both cuts there and back."""
+    """Returns at [start, end] a stage's milliseconds: layers, and values and gradients at cuts."""
     cut = _at_cuts([cost.crossing_ms for cost in costs])
     layers = range_sums([cost.forward_ms + cost.backward_ms for cost in costs])
     return layers + 2 * (cut[:, None] + cut)
 
 
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
-    """Returns a stage's bytes at [start, end]: weights, and inputs and activations kept."""
+    """Returns at [start, end] a stage's bytes: weights, and the inputs and activations kept."""
     weights = range_sums([cost.weight_bytes for cost in costs])
     kept = range_sums([cost.activation_bytes for cost in costs])
     received = _at_cuts([cost.crossing_bytes for cost in costs])

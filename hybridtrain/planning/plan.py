@@ -48,11 +48,9 @@ class StagePlan:
 class Plan:
     """A model in stages, what they cost, and who owns them.
 
-    `schedule`, `chunks`, `stages_per_device` and `checkpoint` are as in `PipelineOptions`.
-
     Attributes:
         model: the class of the model.
-        split: what was asked for, such as `time`; `by hand` for a list.
+        split: as in `PipelineOptions`, and `by hand` for a list; so are the fields not listed here.
         nb_part: devices of the pipeline.
         expand: the modules that are cut inside, by name.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
@@ -116,7 +114,7 @@ class Plan:
         )
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes a file that `read` reads."""
+        """Writes the plan to a file that `read` reads."""
         write_atomically(Path(path), self.to_yaml())
 
     @classmethod
@@ -169,15 +167,14 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
     if not isinstance(given, Mapping):
         keys = ", ".join(kinds)
         raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
-    values = dict(given)
-    for name in kinds.keys() - given.keys():
+    values = {}
+    for name, kind_of_value in kinds.items():
         try:
-            values[name] = _LACKING[name](given)
+            value = given[name] if name in given else _LACKING[name](given)
         except KeyError:
             raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}") from None
-    return kind(
-        **{name: _parsed(of, values[name], f"{where}: {name}") for name, of in kinds.items()}
-    )
+        values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
+    return kind(**values)
 
 
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
@@ -201,10 +198,8 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         advice = f"put the plan's layers into the model's order, or {_NEW_PLAN}"
     elif len(plan.stages) != stages:
         wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
-        advice = (
-            f"set nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device} as in the "
-            f"plan, or {_NEW_PLAN}"
-        )
+        both = f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device}"
+        advice = f"set {both} as in the plan, or {_NEW_PLAN}"
     elif empty := [number for number, count in enumerate(plan.counts) if not count]:
         wrong = f"stage {empty[0]} has no layers"
     else:
@@ -224,11 +219,8 @@ def table(plan: Plan) -> str:
     whole = sum(stage.time_ms if timed else stage.parameters for stage in stages) or 1
     lines: list[dict[str, str]] = []
     for index, (cost, names) in enumerate(zip(stages, plan.layer_names, strict=True)):
-        line = {
-            "stage": f"{index}",
-            "layers": f"{len(names)}",
-            "parameters": f"{cost.parameters:,}",
-        }
+        line = {"stage": f"{index}", "layers": f"{len(names)}"}
+        line["parameters"] = f"{cost.parameters:,}"
         memory = with_unit(cost.memory_bytes)
         share = f"{(cost.time_ms if timed else cost.parameters) / whole:.0%}"
         if timed:
@@ -248,8 +240,6 @@ def table(plan: Plan) -> str:
         largest = max(sizes, key=sizes.__getitem__)
         part = sizes[largest] / (sum(sizes.values()) or 1)
         if part * len(stages) >= 1.01:  # less than that is noise
-            of = "step" if timed else "parameters"
-            text.append(
-                f"layer {largest} alone is {part:.0%} of the {of}: no cut makes its stage smaller"
-            )
+            of = f"{part:.0%} of the {'step' if timed else 'parameters'}"
+            text.append(f"layer {largest} alone is {of}: no cut makes its stage smaller")
     return "\n".join(text)

@@ -1,4 +1,4 @@
-"""From a model and its options to a plan, and from a plan to the layers of each stage.
+"""Makes a plan for a model, and rebuilds from a plan the layers of each stage.
 
 One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
 process group or a GPU.
@@ -118,8 +118,8 @@ class Planner:
             sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
             example_inputs = split_batch(example_inputs, sizes)[0]
         self._microbatch = example_inputs
-        device_type = torch.device(self._cluster.devices[0]).type
-        precision = partial(autocast, options.precision, device_type)
+        device = torch.device(self._cluster.devices[0])
+        precision = partial(autocast, options.precision, device.type)
         self._chains = ChainBuilder(net, example_inputs, precision)
         self._last: tuple[frozenset[str], Chain] | None = None
 

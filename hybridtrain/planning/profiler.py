@@ -27,9 +27,8 @@ MAX_REPEATS = 10
 FIRST_PASS_BUDGET_S = 3.0
 SLOW_MS = 50.0
 
-# How many runs' results are kept on a CPU. A step keeps what it makes for a while; if each layer's
-# results were dropped at once, the C library would give the memory back to the system, and the next
-# layer's time would be that of getting it again, page by page.
+# How many runs' results are kept on a CPU, as a step does. If they were dropped at once, the C
+# library would give the memory back, and the next layer would be timed getting it, page by page.
 RECENT = 8
 
 
@@ -45,10 +44,9 @@ class _Timing(NamedTuple):
 class LayerProfiler:
     """Measures the layers of a chain.
 
-    It leaves no gradient and changes no buffer, no default generator and none of the inputs. The
-    modules stay on `device`. Layers run in the mode they are in; if all are in evaluation mode
-    there is no backward. At first every layer is warmed up and timed once, or only warmed up if
-    this takes long. `repeat` makes the times better.
+    It leaves no gradient and changes no buffer, no default generator and none of the inputs. Layers
+    run in the mode they are in; if all are in evaluation mode there is no backward. At first every
+    layer is warmed up and timed once, or only warmed up if this takes long.
 
     Args:
         layers: the chain.
@@ -85,7 +83,7 @@ class LayerProfiler:
             self._costs = [replace(c, crossing_ms=copy_ms(c.crossing_bytes)) for c in costs]
 
     def repeat(self, seconds: float) -> None:
-        """Times the layers again, once and, for about `seconds`, more often.
+        """Times the layers again: at least once, and for about `seconds`.
 
         A round goes over all layers, one after the other: what disturbs the machine for a while
         disturbs a run or two of each, which the median leaves out.

@@ -15,7 +15,6 @@ from hybridtrain.planning.split_spec import strip_call_index
 
 # Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
 LARGE_LAYER = 0.1
-
 # How often layers are expanded and the cut is looked for anew, at most.
 MAX_EXPANSIONS = 5
 
@@ -39,7 +38,7 @@ def find_best_cut(
     """Finds the best cut.
 
     `chain_of` returns the chain in which the given modules are expanded, `costs_of` yields the
-    costs of its layers, each time more exact; `in_flight` and `goal` are as for `cut_by_costs`.
+    costs of its layers, each time more exact. Other arguments are as for `cut_by_costs`.
 
     Raises:
         SplitError: there is no cut; says why.
@@ -80,7 +79,7 @@ def _too_large(
     mean = sum(sizes) / len(in_flight)
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
-        largest = max(table[start, end].item() for table, (start, end) in stages)
+        largest = max(table[bounds].item() for table, bounds in stages)
         # a number of layers is even enough
         if goal.unit == "layers" or largest <= (1 + found.noise) * mean:
             return set()
@@ -98,10 +97,9 @@ def _hints(chain: Chain) -> str:
         first = last = min(chain.no_cut_before)
         while last + 1 in chain.no_cut_before:
             last += 1
-        begin, end = chain.layers[first - 1].name, chain.layers[last].name
         hints = (
-            f"; {begin!r} to {end!r} stay together, since they use one module, or one of them "
-            f"changes in place what another one reads"
+            f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
+            f"since they use one module, or one changes in place what another one reads"
         )
     for name, why in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {why}"

@@ -135,8 +135,8 @@ def counts_of(
 def check_stage(what: str, stage: int, stages: int) -> None:
     """Raises a SplitError that begins with `what` unless there is such a stage."""
     if not 0 <= stage < stages:
-        there_are = "is only stage 0" if stages == 1 else f"are stages {listed(range(stages))}"
-        raise SplitError(f"{what}, but there {there_are}")
+        known = "is only stage 0" if stages == 1 else f"are stages {listed(range(stages))}"
+        raise SplitError(f"{what}, but there {known}")
 
 
 def listed(stages: Sequence[int]) -> str:
