@@ -32,13 +32,12 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger("hybridtrain")
 
-_SMALL = 1 << 16  # bytes of a storage that is not worth the trouble
 _TRIM = 1 << 24  # so many are freed before the allocator is asked to give them to the system
 # Results of these operations, or how much they draw, may depend on content in ways that cannot be
 # followed; but some only overwrite their first argument.
 _UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
 _RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
-_FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill", "copy")}
+_FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill")}
 # Ways to a tensor's memory that are not operations.
 _READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
 
@@ -67,7 +66,9 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
         _rewind(*draws)
         dropping = _Dropping(lambda storage: next(unowned, False))
         net = _without_rest(dropping.run(build), owns)
-        dropping.check_gone()
+        gc.collect()
+        if dropping.read or dropping.sizes:  # the constructor may have caught the error of a read
+            raise RuntimeError(dropping.read or "something is computed from a parameter not owned")
     except Exception as error:  # plain construction works, or shows the constructor's own error
         log.debug("the model is built whole, as a part of it cannot be: %r", error)
     else:
@@ -114,57 +115,53 @@ def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
 
 
 class _Dropping(TorchDispatchMode):
-    """Runs a constructor in which some storages have memory only while operations use them."""
+    """Runs a constructor in which some storages have memory only while operations use them.
+
+    Attributes:
+        sizes: of the storages without memory, in bytes.
+        read: the error of a read of one of them, if there was any.
+    """
 
     def __init__(self, drops: Callable[[UntypedStorage], bool | None]) -> None:
         """`drops` is told of every parameter that is registered or cloned, and says which drop."""
         super().__init__()
+        self.sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
+        self.read = ""
         self._drops = drops
-        self._sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()  # the dropped
         self._last: UntypedStorage | None = None
         self._freed = 0
-        self._read = ""
 
     def run(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Returns `build()`."""
         hook = register_module_parameter_registration_hook(lambda _, name, p: self._made(p))
-        try:
-            with self, _Reads(self):
-                return build()
-        finally:
-            hook.remove()
-
-    def check_gone(self) -> None:
-        """Raises an error if something without values is left or was read."""
-        gc.collect()
-        if self._read or self._sizes:  # the constructor may have caught the error of a read
-            raise RuntimeError(self._read or "something is computed from a parameter not owned")
+        with self, _Reads(self), hook:
+            return build()
 
     def check_not_read(self, what: str, values: object) -> None:
         """Raises an error if there is a storage without memory in `values`."""
         if self._dropped(values):
-            self._read = f"{what} needs the values of a parameter not owned"
-            raise RuntimeError(self._read)
+            self.read = f"{what} needs the values of a parameter not owned"
+            raise RuntimeError(self.read)
 
     def _dropped(self, values: object) -> set[UntypedStorage]:
-        return {storage for storage in _storages(values) if storage in self._sizes}
+        return {storage for storage in _storages(values) if storage in self.sizes}
 
     def _made(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
-            if self._drops(storage) and storage.nbytes() > _SMALL:
+            if self._drops(storage):
                 self._keep_last(storage)
 
     def _keep_last(self, storage: UntypedStorage) -> None:
         last, self._last = self._last, storage
         if last is not None and last is not storage:
             self._drop(last)
-        self._sizes.pop(storage, None)
+        self.sizes.pop(storage, None)
 
     def _drop(self, storage: UntypedStorage) -> None:
         if storage.nbytes():
-            self._sizes[storage] = storage.nbytes()
+            self.sizes[storage] = storage.nbytes()
             storage.resize_(0)
-            self._freed += self._sizes[storage]
+            self._freed += self.sizes[storage]
         if self._freed > _TRIM:
             self._freed = 0
             with suppress(AttributeError, OSError, TypeError):  # another C library
@@ -184,16 +181,14 @@ class _Dropping(TorchDispatchMode):
         else:
             if not _UNPREDICTABLE.isdisjoint(func.tags) and name not in _FILLS:
                 self.check_not_read(name, (args, kwargs))
-            sources = self._dropped((args[1:], kwargs))
             for storage in dropped:
-                storage.resize_(self._sizes[storage])
+                storage.resize_(self.sizes[storage])
             result = func(*args, **kwargs)
-            if name in _FILLS and not sources and result.nbytes == _storages(result)[0].nbytes():
+            if name in _FILLS and result.nbytes == _storages(result)[0].nbytes():
                 self._keep_last(*_storages(result))  # all of it is known again
             else:
-                schema = func._schema.arguments
-                given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-                written = [given.get(a.name) for a in schema if a.is_write]
+                arguments = zip(args, func._schema.arguments, strict=False)
+                written = [given for given, a in arguments if a.is_write]  # `out` is the result
                 for storage in {*dropped, *_storages((result, written))}:
                     self._drop(storage)
         if name == "aten::clone":  # as `copy.deepcopy` does, which registers nothing

@@ -173,10 +173,8 @@ class Trainer:
                 # an optimizer step does not reach into the next epoch
                 left = self.train.batches_per_epoch - self.batch
                 batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
-                self._accumulate_gradients(batches, timeline=log_due or timeline_due)
                 lr = self.optimizer.param_groups[0]["lr"]
-                norm = self._optimizer_step(norm_needed=log_due)
-                self._advance(batches)
+                norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
                 if log_due:
                     self._log(lr, norm)
                 if timeline_due:
@@ -287,7 +285,10 @@ class Trainer:
         """Whether `step` is a multiple of `every`; the last step always is due."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
-    def _accumulate_gradients(self, batches: Sequence[Batch], timeline: bool) -> None:
+    def _train_step(
+        self, batches: Sequence[Batch], norm_needed: bool, timeline: bool
+    ) -> torch.Tensor | None:
+        """Trains on `batches`; returns the gradients' norm before clipping, if it was computed."""
         total = sum(batch.total for batch in batches)
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
@@ -301,11 +302,8 @@ class Trainer:
                 timeline=timeline and last,
             )
             self._stats.add(out.loss, batch.samples, out.timeline)
-
-    def _optimizer_step(self, norm_needed: bool) -> torch.Tensor | None:
-        """Returns the gradients' norm before clipping, if it was computed or is needed."""
-        norm = None
         self.scaler.unscale_(self.optimizer)
+        norm = None
         if self.options.clip_norm is not None:
             norm = self.model.clip_grad_norm_(self.options.clip_norm)
         elif norm_needed:
@@ -315,17 +313,14 @@ class Trainer:
         if self.lr_schedule is not None:
             self.lr_schedule.step()
         self.optimizer.zero_grad()
-        return norm
-
-    def _advance(self, batches: Sequence[Batch]) -> None:
-        samples = sum(batch.total for batch in batches)
         self.step += 1
-        self.samples += samples
+        self.samples += total
         self.batch += len(batches)
         if self.batch == self.train.batches_per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
-        self.throughput.tick(samples)
-        self.monitor.step(self.step, samples)
+        self.throughput.tick(total)
+        self.monitor.step(self.step, total)
+        return norm
 
     def _log(self, lr: float, norm: torch.Tensor | None) -> None:
         speed = self.throughput.read()

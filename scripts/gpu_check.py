@@ -121,12 +121,13 @@ def exactness(check: Check, until: float) -> None:
         good = worst <= TOLERANCE[precision] and not errors
         check.failed |= not good
         done, equal = len(found) - 1, [value for value, _ in found[1:]].count(0.0)
+        verdict = ("ok" if done else "no time") if good else f"FAILED {where} {errors[:2]}"
         check.add(
             f"exact: {case}",
             f"{precision}, {done} of {len(chosen)} cells",
             f"differs by {worst:.1e}, {equal} bitwise equal",
             f"at most {TOLERANCE[precision]:.0e}",
-            "ok" if good else f"FAILED {where} {' '.join(errors[:2])}",
+            verdict,
         )
 
 

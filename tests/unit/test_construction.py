@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torchvision import models
 
-from hybridtrain import construction
 from hybridtrain.construction import construct_part
 from hybridtrain.models.gpt import gpt
 
@@ -123,11 +122,6 @@ class Remembers(nn.Module):
 
 
 FALLBACKS = [Looks, LooksBack, Copies, OnMeta, Remembers]
-
-
-@pytest.fixture(autouse=True)
-def _every_size_counts(monkeypatch):
-    monkeypatch.setattr(construction, "_SMALL", 0)
 
 
 def named(net):
