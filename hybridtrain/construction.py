@@ -45,7 +45,7 @@ _READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__red
 def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> nn.Module:
     """Returns `build()` with memory and values only for what this process owns.
 
-    Owned parameters and buffers have bit for bit the initial values of plain construction, and
+    Owned parameters and buffers have bitwise the initial values of plain construction, and
     PyTorch's default generator ends where plain construction ends. The others become meta tensors
     with the same shapes, dtypes, `requires_grad` and ties, which cannot be read. A parameter with
     several names is owned if one of its names is.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How long to train, and at which steps to log, evaluate and save.
+    """The length of a training run, and the steps at which to log, evaluate and save.
 
     Each `..._every` also takes place at the last step.
 
@@ -233,7 +233,7 @@ class Trainer:
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
-            "row": self.batch * self.train.batch_size,
+            "row": self.batch * self.train.batch_size,  # the files' key; words: ok
             "rows_per_step": self._samples_per_step,
             "scaler": self.scaler.state_dict() or None,
         }
@@ -248,7 +248,8 @@ class Trainer:
                 f"epochs keeps it; set steps= in place of epochs=, or start a new run"
             )
         self.step, self.samples = state_dict["step"], state_dict["samples"]
-        self.epoch, self.batch = state_dict["epoch"], state_dict["row"] // self.train.batch_size
+        self.epoch = state_dict["epoch"]
+        self.batch = state_dict["row"] // self.train.batch_size  # words: ok
         if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
@@ -282,7 +283,7 @@ class Trainer:
         return self.train.batch_size * self.options.accumulate
 
     def _is_due(self, every: int | None, step: int) -> bool:
-        """Whether `step` is a multiple of `every`; the last step always is due."""
+        """Returns whether `step` is a multiple of `every`; the last step always is due."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
     def _train_step(
