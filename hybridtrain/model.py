@@ -94,6 +94,7 @@ class HybridModel:
         self.plan: Plan = plan
         self.pipeline = Pipeline(net, plan, planner.layers_of(plan), world, options)
         self.stages = self.pipeline.stages
+        self._device_type = world.devices[0].type
         self.rng = self.pipeline.rng
 
     def schedule(self, chunks: int) -> Schedule:
@@ -204,7 +205,7 @@ class HybridModel:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
-        return autocast(self.options.precision, self.world.devices[0].type)
+        return autocast(self.options.precision, self._device_type)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""

@@ -48,9 +48,15 @@ class ThreadState:
             ),
         )
 
+    def applied(self) -> AbstractContextManager[object]:
+        """Returns a context for a whole step: this grad and inference mode, and no autocast."""
+        same = torch.is_grad_enabled() == self.grad and not self.autocast_dtypes
+        if same and torch.is_inference_mode_enabled() == self.inference:
+            return _UNCHANGED
+        return self._applied()
+
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Sets grad and inference mode for a whole step, without autocast: that is for forwards."""
+    def _applied(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -61,7 +67,7 @@ class ThreadState:
     def autocast(self) -> AbstractContextManager[object]:
         """Returns a context with this autocast, for a forward and the head."""
         if not self.autocast_dtypes:
-            return _NO_AUTOCAST
+            return _UNCHANGED
         stack = ExitStack()
         for device_type, dtype in self.autocast_dtypes:
             # without the cache of cast weights: all threads share it, and one stage that leaves
@@ -70,4 +76,4 @@ class ThreadState:
         return stack
 
 
-_NO_AUTOCAST = nullcontext()
+_UNCHANGED = nullcontext()

@@ -24,27 +24,34 @@ class RunStats:
         self.loss: float | None = None
         self.bubble: float | None = None
         self._model = model
-        self._loss_sum: torch.Tensor | None = None  # weighted by samples
-        self._samples = 0
+        self._losses: list[torch.Tensor] = []
+        self._samples: list[int] = []
         self._timeline: Timeline | None = None
         self._bubbles: list[float] = []
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
     def add(self, loss: torch.Tensor, samples: int, timeline: Timeline | None) -> None:
         """Adds a batch: its mean loss, its samples and, if recorded, its timeline."""
-        if self._loss_sum is None:
-            self._loss_sum = torch.zeros((), dtype=torch.float64, device=loss.device)
-        self._loss_sum.add_(loss, alpha=samples)
-        self._samples += samples
+        self._losses.append(loss)
+        self._samples.append(samples)
+        if len(self._losses) == 1000:  # so that they do not pile up where nothing is logged
+            self._fold()
         self._timeline = timeline
+
+    def _fold(self) -> None:
+        """Replaces what was added by its mean loss and number of samples."""
+        losses, total = torch.stack(self._losses).double(), sum(self._samples)
+        weights = torch.tensor(self._samples, dtype=torch.float64, device=losses.device)
+        self._losses, self._samples = [torch.dot(losses, weights) / max(total, 1)], [total]
 
     def read_loss(self) -> float:
         """Returns the mean loss over all samples of all replicas since the last reading."""
-        assert self._loss_sum is not None
-        sums = torch.tensor([float(self._loss_sum), self._samples], dtype=torch.float64)
+        self._fold()
+        mean, count = float(self._losses[0]), float(self._samples[0])
+        sums = torch.tensor([mean * count, count], dtype=torch.float64)
         total, samples = self._model.reduce_loss(sums).tolist()
         self.loss = total / samples
-        self._loss_sum, self._samples = None, 0
+        self._losses, self._samples = [], []
         return self.loss
 
     def read_stages(self, optimizer: Optimizer) -> dict[str, float]:

@@ -340,9 +340,12 @@ class Trainer:
         self.monitor.scalars(self.step, values)
 
     def _evaluate_and_save_if_due(self) -> None:
-        eval_due = self._is_due(self.options.eval_every, self.step)
-        with self.throughput.pause():
-            if self.evaluation is not None and eval_due and self._evaluated[0] != self.step:
-                self.evaluate()
-            if self._is_due(self.options.checkpoint_every, self.step):
-                self.save()
+        evaluates = self.evaluation is not None and self._evaluated[0] != self.step
+        evaluates &= self._is_due(self.options.eval_every, self.step)
+        saves = self._is_due(self.options.checkpoint_every, self.step)
+        if evaluates or saves:
+            with self.throughput.pause():
+                if evaluates:
+                    self.evaluate()
+                if saves:
+                    self.save()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
@@ -92,7 +93,9 @@ class InMemoryDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Any, Any]:
         """Returns the batch `(inputs, targets)` of these samples, stacked in a new dim 0."""
         index = torch.as_tensor(indices, dtype=torch.int64)
-        batch: tuple[Any, Any] = tree_map(
-            lambda leaf: leaf.index_select(0, index), (self.inputs, self.targets)
-        )
-        return batch if self.prepare is None else self.prepare(*batch)
+
+        def pick(leaf: Tensor) -> Tensor:
+            return leaf.index_select(0, index)
+
+        inputs, targets = tree_map(pick, self.inputs), tree_map(pick, self.targets)
+        return (inputs, targets) if self.prepare is None else self.prepare(inputs, targets)
