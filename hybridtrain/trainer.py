@@ -80,7 +80,7 @@ class TrainerOptions:
 
 
 class Trainer:
-    """Trains a `HybridModel`. Every process runs it; only rank 0 has monitors and a store.
+    """Trains a `HybridModel`. Every process runs it, with a store; rank 0 alone has a monitor.
 
     Args:
         model: the model to train.
@@ -200,11 +200,9 @@ class Trainer:
         """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed."""
         if self.store is None or self._checkpoint[0] == self.step:
             return
-        path = None
-        if self.world.is_main:
-            files = state.writers(self.model, self.optimizer, {"trainer": self})
-            path = self.store.save(self.step, files)
-        self.world.broadcast(None)  # the others wait here, where a long wait is allowed
+        store, files = self.store, state.writers(self.model, self.optimizer, {"trainer": self})
+        # the others wait in a group where a long wait is allowed
+        path = self.world.on_main(lambda: store.save(self.step, files))
         self._checkpoint = self.step, path
 
     def resume(self, path: Path) -> None:
@@ -239,7 +237,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; with another batch size, the run continues at the same sample."""
+        """Loads a `state_dict`; with another batch size, at the same sample or just before it."""
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(

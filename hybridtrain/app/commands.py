@@ -138,7 +138,7 @@ def _placement(plan: Plan, world: World) -> str:
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
     parameters = sum(cost.parameters for cost in plan.costs)
     head = (
-        f"{_count(world.size, 'process', 'es')} x {_count(world.nb_part, 'stage')}, "
+        f"{_count(world.size, 'process', 'es')} x {_count(len(plan.stages), 'stage')}, "
         f"{plan.schedule}, {_count(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
         f"started by {world.launcher}, {world.backend}"
     )

@@ -28,7 +28,7 @@ class PipelineConfig:
     """One replica's pipeline. See `PipelineOptions` for every key but the first."""
 
     nb_part: int = 1
-    """Stages, and so devices, per process."""
+    """Devices per process; each runs `stages_per_device` stages."""
     chunks: int = PipelineOptions.chunks
     schedule: str = PipelineOptions.schedule
     stages_per_device: int = PipelineOptions.stages_per_device

@@ -63,7 +63,7 @@ class TraceGuards:
                     f"forward depends on the mode: let its train() keep that mode when it is traced"
                 )
         for name, attributes, key, value in self._attributes:
-            if attributes[key] != value:
+            if attributes[key] != value and value == value:  # a NaN is never equal
                 raise ConfigError(
                     f"{name or 'the model'}.{key} has changed from {value!r} to "
                     f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "

@@ -52,7 +52,7 @@ class _Collector:
         self._count = 0
         self._mean: Tensor | None = None
         self._squares: Tensor | None = None
-        norm.register_forward_pre_hook(self._collect)
+        norm.register_forward_pre_hook(self._collect, with_kwargs=True)
 
     def begin(self) -> None:
         self._count, self._mean, self._squares = 0, None, None
@@ -82,11 +82,11 @@ class _Collector:
 
     _active = False
 
-    def _collect(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._active or is_recomputing():
             return
         with torch.no_grad():
-            values = args[0].detach()
+            values = (args[0] if args else kwargs["input"]).detach()
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             dims = [0, *range(2, values.dim())]
             count = values.numel() // values.shape[1]

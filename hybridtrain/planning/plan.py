@@ -21,7 +21,7 @@ _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
 # To cut it like this again: split=<path of this file>
 # Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
-# rest only `expand` (modules that are cut inside) is read.
+# rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
 """
 
 _NEW_PLAN = "make a new plan with split=time"

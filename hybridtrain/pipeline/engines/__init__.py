@@ -6,9 +6,9 @@ import torch
 
 from hybridtrain.pipeline.engines.threads import ThreadEngine
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Engine, HeadOutput, Step
+from hybridtrain.pipeline.step import Engine
 
-__all__ = ["ENGINES", "Engine", "HeadOutput", "Step", "ThreadEngine"]
+__all__ = ["ENGINES", "ThreadEngine"]
 
 # An engine is made from the stages that this process owns and from its devices.
 ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[torch.device]], Engine]] = {
