@@ -187,13 +187,11 @@ class Trainer:
         return self.summary()
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the model, with its present weights, and reports the values; see `evaluate`."""
+        """Evaluates the model with its present weights; see `evaluate`."""
         if self.evaluation is None:
             raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
         result = evaluate(self.model, self.evaluation, self.loss_fn, self.metrics)
         self._evaluated = self.step, result
-        values = {f"eval/{name}": value for name, value in result.items() if name != "samples"}
-        self.monitor.scalars(self.step, values)
         return result
 
     def save(self) -> None:
@@ -344,6 +342,8 @@ class Trainer:
         if evaluates or saves:
             with self.throughput.pause():
                 if evaluates:
-                    self.evaluate()
+                    result = self.evaluate().items()
+                    values = {f"eval/{name}": x for name, x in result if name != "samples"}
+                    self.monitor.scalars(self.step, values)
                 if saves:
                     self.save()

@@ -14,6 +14,7 @@ from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import METRICS, accuracy, cross_entropy
+from hybridtrain.monitor import MetricsFile
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -113,3 +114,12 @@ def test_an_evaluation_that_fails_leaves_the_model_in_its_mode():
     with pytest.raises(RuntimeError, match="no loss"):
         evaluate(ours.model, EvalLoader(data(4), 4, ours.model.world), failing, {})
     assert all(module.training for module in ours.model.net.modules())
+
+
+def test_a_trainer_evaluates_again_after_its_monitor_is_closed(tmp_path):
+    ours = trainer(rich_net(), monitor=MetricsFile(tmp_path / "metrics.jsonl"))
+    ours.fit()
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    assert "eval/loss" in lines
+    assert ours.evaluate()["samples"] == 11
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
