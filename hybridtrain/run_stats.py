@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline.timeline import Timeline, stage_times
-from hybridtrain.schedule import Spans, bubble_fraction, simulate
+from hybridtrain.schedule import Spans, bubble_fraction, predict
 
 
 class RunStats:
@@ -77,11 +77,7 @@ class RunStats:
         """
         assert self._timeline is not None
         spans = self._timeline.spans()
-        schedule = self._timeline.schedule
-        times = stage_times(spans, schedule.stages)
-        forward = [time.forward_ms / schedule.chunks / 1e3 for time in times]
-        backward = [time.backward_ms / schedule.chunks / 1e3 for time in times]
-        return simulate(schedule, forward, backward), spans
+        return predict(self._timeline.schedule, spans), spans
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the summary of each stage, with the times that were last read."""

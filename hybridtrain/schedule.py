@@ -260,6 +260,15 @@ def simulate(
     return tuple(map(tuple, spans))
 
 
+def predict(schedule: Schedule, measured: Spans) -> Spans:
+    """Returns the spans that `schedule` predicts for the mean measured costs of each stage."""
+    cost = {kind: [0.0] * schedule.stages for kind in "FB"}
+    for lane in measured:
+        for action, start, end in lane:
+            cost[action.kind][action.stage] += (end - start) / schedule.chunks
+    return simulate(schedule, cost["F"], cost["B"])
+
+
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
     """Returns the share of the devices' time, first start to last end, in which they are idle."""
     start = min(lane[0].start for lane in spans)

@@ -16,6 +16,7 @@ from hybridtrain.schedule import (
     forward_only,
     make_schedule,
     peak_in_flight,
+    predict,
     simulate,
     validate,
 )
@@ -340,3 +341,11 @@ def test_an_unknown_schedule_says_which_there_are():
 def test_a_schedule_of_nothing_is_refused(stages, chunks):
     with pytest.raises(ScheduleError, match="at least 1 device, 1 chunk"):
         make_schedule("1f1b", stages, chunks)
+
+
+def test_a_prediction_from_the_spans_of_a_simulation_is_that_simulation():
+    schedule = make_schedule("1f1b", 3, 5)
+    spans = simulate(schedule, [1.0, 2.0, 4.0], [2.0, 4.0, 8.0])
+    for ours, theirs in zip(predict(schedule, spans), spans, strict=True):
+        assert [span.action for span in ours] == [span.action for span in theirs]
+        assert [span.end for span in ours] == pytest.approx([span.end for span in theirs])
