@@ -13,7 +13,13 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake in a user's request, reported in one message that says how to fix it."""
+    """A mistake in a user's request, reported in one message that says how to fix it.
+
+    Attributes:
+        exit_code: of the command line, when this error ends it.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -42,6 +48,18 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit the model."""
+
+
+class DivergedError(UserError):
+    """Losses, gradients or weights are not finite, so that training on is of no use."""
+
+    exit_code = 3
+
+
+class Interrupted(UserError):
+    """Training has stopped and saved, because of a signal or a time limit; it can be resumed."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command, called again, goes on
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -114,7 +114,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, UserError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
         print(f"error: {error}{notes}", file=sys.stderr, flush=True)
-        return 2
+        return error.exit_code
     import traceback
 
     traceback.print_exception(error)
