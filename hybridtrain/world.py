@@ -196,6 +196,17 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_max(self, values: Tensor) -> dist.Work:
+        """Begins to take the largest of every rank's `values`, on the CPU, in place.
+
+        The result is there after `wait()` of what it returns. Only with several processes.
+        """
+        assert self._object_group is not None
+        # Not dist.all_reduce, whose checks and logging cost 30 us, for each step.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._object_group.allreduce([values], options)
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
