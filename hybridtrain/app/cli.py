@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from hybridtrain.app.compose import (
@@ -21,12 +20,9 @@ from hybridtrain.app.compose import (
 )
 from hybridtrain.app.config import Config
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import ConfigError
 
 COMMANDS = ("train", "plan", "evaluate", "export")
-
-# torchrun ends the other ranks within a fraction of a second after rank 0 has failed.
-_WAIT_FOR_RANK_0_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
     try:
         return _dispatch(command, arguments)
-    except Exception as error:
-        if not isinstance(error, UserError):
-            _record_for_torchrun(error)
-        return _report(error)
+    except (Exception, KeyboardInterrupt) as error:
+        from hybridtrain.app.error_report import report  # not needed for --help
+
+        return report(error, _rank())
 
 
 def _dispatch(command: str, arguments: list[str]) -> int:
@@ -101,36 +97,6 @@ def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> in
         print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
         run(command, config, choice)
     return 0
-
-
-def _report(error: BaseException) -> int:
-    """Prints an error once, not on every rank, and returns the exit code.
-
-    Mostly all ranks fail in the same way. Rank 0 prints at once; the others wait to be ended by
-    the launcher, and print only if that does not happen, because then the error is theirs alone.
-    """
-    if _rank() != 0:
-        time.sleep(_WAIT_FOR_RANK_0_S)
-    if isinstance(error, UserError):
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        print(f"error: {error}{notes}", file=sys.stderr, flush=True)
-        return error.exit_code
-    import traceback
-
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    return 1
-
-
-def _record_for_torchrun(error: Exception) -> None:
-    """Leaves the error where torchrun looks for the root cause of a failed run."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and "torch" in sys.modules:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
 
 
 def _rank() -> int:
