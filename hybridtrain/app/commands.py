@@ -17,7 +17,6 @@ from hybridtrain.checkpoint import state
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
 from hybridtrain.files import write_atomically
-from hybridtrain.losses import LOSSES
 from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
@@ -39,7 +38,7 @@ def train(config: Config, overrides: Sequence[str]) -> None:
     trainer = Trainer(
         model,
         optimizer,
-        LOSSES[config.trainer.loss],
+        context.loss_fn,
         loader,
         options,
         evaluation=context.eval_loader(),
@@ -101,7 +100,7 @@ def evaluate(config: Config, overrides: Sequence[str]) -> None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(context)
     step = state.restore(checkpoint, context.model)["step"]
-    result = evaluate_model(context.model, loader, LOSSES[config.trainer.loss], context.metrics)
+    result = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
     values = _values(result)
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, values, result["samples"])
     context.world.close()
