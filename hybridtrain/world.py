@@ -196,6 +196,10 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_sum(self, values: Tensor) -> dist.Work | None:
+        """Starts `sum` and does not wait: `values` have it after `wait()` of the result, if any."""
+        return dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
