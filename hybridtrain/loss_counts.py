@@ -1,4 +1,4 @@
-"""What a loss function averages over: the known losses of PyTorch, and those that say it."""
+"""Counts of what losses average over: the known ones of PyTorch, and those that say it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hybridtrain.world import World
 
 
 class BatchWeight:
-    """What a batch and its micro-batches weigh in the loss of an optimizer step.
+    """The weight of a batch and its micro-batches in the loss of an optimizer step.
 
     Args:
         units: for each micro-batch, what multiplies the value of the loss function: its samples or
@@ -85,6 +85,7 @@ class StepWeights(Sequence[BatchWeight]):
 
     @property
     def total(self) -> float:
+        """The count of the step; see the class."""
         if self._total is None:
             if self._work is not None:
                 self._work.wait()

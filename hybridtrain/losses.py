@@ -1,4 +1,4 @@
-"""What a loss averages over, and losses and metrics by name.
+"""Losses with a count of what they average over, and losses and metrics by name.
 
 A plain `loss_fn(output, targets)` returns the mean over the samples of a micro-batch. `SumLoss` and
 `MeanLoss` say what else a loss averages over; see `hybridtrain.loss_counts` for the losses whose

@@ -213,7 +213,9 @@ class HybridModel:
             units, divisor = batch_units(loss, inputs, targets, self.options.chunks)
             counts = samples is None or samples[index]
             parts.append((units, divisor, divisor if counts else 0))
-        return StepWeights(parts, self.world, None if isinstance(loss, SumLoss | MeanLoss) else total)
+        return StepWeights(
+            parts, self.world, None if isinstance(loss, SumLoss | MeanLoss) else total
+        )
 
     def with_count(self, loss_fn: LossFn) -> Loss:
         """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
