@@ -43,7 +43,7 @@ def count_of_output(net: nn.Module) -> CountFn:
         source = ""
     if getattr(getattr(net, "config", None), "output_router_logits", False):
         raise ConfigError(
-            f"loss=model_output: {name} adds the loss of its router, which is no mean over labels: "
+            f"loss=model_output: {name} adds its router's loss, which is not a mean over labels: "
             f"set output_router_logits=False, or {_WAY_OUT}"
         )
     count = _RULES.get(_rule(net, name, source))
