@@ -52,7 +52,7 @@ class Cell:
 
 
 AXES: list[list[Any]] = [
-    ["linear", "conv", "dropout", "u_net", "tied_gpt"],
+    ["linear", "conv", "dropout", "u_net", "tied_gpt", "stateful"],
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],
