@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+# Tensors with shapes and without data, as torch.export runs a forward on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_ignore_parameters",
