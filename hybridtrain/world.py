@@ -196,6 +196,16 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_max(self, values: Tensor) -> dist.Work:
+        """Begins to take the largest of every rank's `values`, on the CPU, in place.
+
+        The result is there after `wait()` of what it returns. Only with several processes.
+        """
+        return cast(
+            dist.Work,
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._object_group, async_op=True),
+        )
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
