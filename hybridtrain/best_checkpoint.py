@@ -34,7 +34,7 @@ class BestCheckpoint:
             raise ConfigError(f"best={name} needs an evaluation, and this run has none")
         if name is not None and name not in (values or ()):
             raise ConfigError(
-                f"best={name} is no value of the evaluation: {did_you_mean(name, values or ())}"
+                f"best={name} is not a value of the evaluation: {did_you_mean(name, values or ())}"
             )
 
     def improves(self, step: int, result: Mapping[str, float]) -> bool:

@@ -1,10 +1,10 @@
-"""What happens to a run whose losses, gradients or weights are not finite.
+"""The handling of losses, gradients and weights that are not finite.
 
 A step whose loss or gradient is not finite is skipped, on all processes alike: the gradients are
 the mean over the replicas, equal everywhere, so that their norm alone decides, and a loss that is
 not finite makes its own gradients so (see `HybridModel.train_step`). Only where a step is skipped
-do processes talk about it. Too many in a row end the run, and so do weights that are not finite
-when they are about to be saved.
+do processes talk about it. Too many one after the other end the run, and so do weights that are not
+finite when they are about to be saved.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class FiniteCheck:
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
         self._meant = frozenset(non_finite_names(model.net.state_dict()))
-        self._in_a_row = 0
-        self._began: tuple[int, str] = 0, ""  # the first step of the row, and where
+        self._consecutive = 0
+        self._began: tuple[int, str] = 0, ""  # the first of the consecutive ones
 
     @property
     def skipping(self) -> bool:
         """True if the last step was skipped."""
-        return self._in_a_row > 0
+        return self._consecutive > 0
 
     def begin_step(self) -> None:
         """Remembers the buffers, which a step that is skipped must not change."""
@@ -91,12 +91,12 @@ class FiniteCheck:
             loss_fn: what computed it.
 
         Raises:
-            DivergedError: too many steps in a row were skipped.
+            DivergedError: too many consecutive steps were skipped.
         """
         # The one wait for a GPU in a step: whether an optimizer steps is decided on the host, and
         # a step with NaN cannot be undone. fp16's GradScaler waits for the same reason.
         if math.isfinite(norm.item()):
-            self._in_a_row = 0
+            self._consecutive = 0
             return True
         if not self._any_gradient_is_bad():  # finite, but their squares overflow
             return True
@@ -109,20 +109,20 @@ class FiniteCheck:
         else:
             self._buffers.restore()
             self.skipped += 1
-        self._in_a_row += 1
-        if self._in_a_row == 1:
-            self._began = step, find_origin(self._model, batches, loss_fn)
+        self._consecutive += 1
+        if self._consecutive == 1:
+            self._began = step, find_origin(self._model, batches, None if finite_loss else loss_fn)
             if self._model.world.is_main:
                 what = "gradient" if finite_loss else "loss"
                 _log.warning(
                     "step %d is skipped, its %s is not finite; it began in %s",
                     step, what, self._began[1],
                 )  # fmt: skip
-        if self._in_a_row == self._max_skipped:
+        if self._consecutive == self._max_skipped:
             raise DivergedError(
-                f"the run has diverged: {self._in_a_row} steps in a row, up to step {step}, had a "
-                f"loss or gradients that are not finite (max_skipped={self._max_skipped}). At step "
-                f"{self._began[0]} it began in {self._began[1]}"
+                f"the run has diverged: {self._consecutive} consecutive steps, up to step {step}, "
+                f"had a loss or gradients that are not finite (max_skipped={self._max_skipped}). "
+                f"At step {self._began[0]} it began in {self._began[1]}"
             )
         return False
 

@@ -1,4 +1,4 @@
-"""What interrupts a run between two steps: signals, a time limit, a save every few minutes."""
+"""Interruptions of a run between two steps: signals, a time limit, a save every few minutes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Interruptions:
 
     @property
     def stop_reason(self) -> str:
-        """Why the run stops, such as the name of a signal, once `end_step` has returned "stop"."""
+        """The reason to stop, such as the name of a signal, once `end_step` has returned "stop"."""
         return self._flags.reason("stop") or "a request"
 
     def _look_at_clock(self) -> None:

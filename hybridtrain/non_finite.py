@@ -31,7 +31,7 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
     return [name for name, value in floats.items() if not _all_finite(value)]
 
 
-def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn) -> str:
+def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None) -> str:
     """Returns where a step on `batches` first met a value that is not finite, for a message.
 
     Repeats the forward, with the draws of the step, and looks at the output of every module; then
@@ -40,17 +40,13 @@ def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn) -
     Args:
         model: as the step began: its buffers must be those of before. They are left unchanged.
         batches: what the step was trained on.
-        loss_fn: as it was in the step.
+        loss_fn: as in the step; None if its losses were finite.
     """
     own = _origin_in_forward(model, batches, loss_fn)
-    found = [
-        (*place, f"{where} (rank {rank})" if model.world.size > 1 else where)
-        for rank, each in enumerate(model.world.gather(own))
-        if each is not None
-        for *place, where in [each]
-    ]
+    found = [(each, rank) for rank, each in enumerate(model.world.gather(own)) if each is not None]
     if found:
-        return min(found)[-1]
+        (_, _, _, where), rank = min(found)
+        return where + f" (rank {rank})" * (model.world.size > 1)
     return _origin_in_backward(model)
 
 
@@ -90,7 +86,7 @@ class _Watch:
 
 
 def _origin_in_forward(
-    model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn
+    model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None
 ) -> _Origin | None:
     """Returns the first place of this process's forward; None if all of it is finite."""
     watch = _Watch(model)
@@ -98,8 +94,7 @@ def _origin_in_forward(
     ends: list[_Origin] = []
 
     def measure(output: Any, targets: Any) -> None:
-        loss = loss_fn(output, targets)
-        if _bad(loss):
+        if loss_fn is not None and _bad(loss := loss_fn(output, targets)):
             targets_too = " (the targets are not finite)" * bool(_bad(targets))
             text = f"stage {last - 1}, the loss: it {_bad(loss)}, of a finite output{targets_too}"
             ends.append((last, watch.batch, 0, text))

@@ -27,18 +27,18 @@ class RunStats:
         self.bubble: float | None = None
         self._model = model
         self._losses: list[torch.Tensor] = []
-        self._samples: list[int] = []
+        self._samples: list[float] = []
         # Sums, not means: a sum of float32 losses times counts is exact in float64 as long as they
         # do not differ by 2**20 or so, and so is the same however it was put together.
         self._sum: torch.Tensor | float = 0.0
-        self._count = 0
+        self._count = 0.0
         self._gathered = 0.0, 0.0  # the sums of all replicas up to the last `gather`
         self._timeline: Timeline | None = None
         self._bubbles: list[float] = []
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
-    def add(self, loss: torch.Tensor, samples: int) -> None:
-        """Adds the mean loss of a batch and its samples."""
+    def add(self, loss: torch.Tensor, samples: float) -> None:
+        """Adds a batch: its mean loss, over how many samples (or what counts)."""
         self._losses.append(loss)
         self._samples.append(samples)
         if len(self._losses) == 1000:  # so that they do not pile up where nothing is logged

@@ -40,7 +40,7 @@ class Trainer:
     Args:
         model: the model to train.
         optimizer: over `model.parameters()`.
-        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
+        loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
         train: the training batches.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
@@ -58,7 +58,7 @@ class Trainer:
         epoch, batch: the next batch.
 
     Raises:
-        ConfigError: see `TrainerOptions`, or `best` is no value of the evaluation.
+        ConfigError: see `TrainerOptions`, or `best` is not a value of the evaluation.
     """
 
     def __init__(
@@ -279,6 +279,11 @@ class Trainer:
         }
 
     @property
+    def skipped_steps(self) -> int:
+        """Steps without an optimizer step: the loss was not finite, or no target counted."""
+        return self._finite.skipped
+
+    @property
     def _samples_per_step(self) -> int:
         return self.train.batch_size * self.options.accumulate
 
@@ -293,26 +298,36 @@ class Trainer:
     def _train_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
         total = sum(batch.total for batch in batches)
+        weights = self.model.step_weights(
+            [(batch.inputs, batch.targets) for batch in batches],
+            self.loss_fn,
+            samples=[batch.samples for batch in batches],
+            total=total,
+        )
         self._finite.begin_step()
-        losses = []
+        outs = []
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
             out = self.model.train_step(
                 batch.inputs,
                 batch.targets,
                 self.loss_fn,
-                weight=batch.samples * self.world.replicas / total,
+                weight=weights[index],
                 sync=last,
                 scale_loss=self.scaler.scale,
                 timeline=timeline and last,
             )
-            losses.append(out.loss)
+            outs.append(out)
         self._stats.record(out.timeline)
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
-        if self._finite.allows_step(self.step + 1, norm, batches, losses, self.loss_fn):
-            for batch, loss in zip(batches, losses, strict=True):
-                self._stats.add(loss, batch.samples)
+        if not weights.total:  # no target of any replica counts
+            self._finite.skip_empty()
+        elif self._finite.allows_step(
+            self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
+        ):
+            for out in outs:
+                self._stats.add(out.loss, out.count)
             if self.options.clip_norm is not None:
                 clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
             self.scaler.step(self.optimizer)

@@ -51,7 +51,7 @@ class TrainerOptions:
     loss_scale: float | None = None
     """A fixed scale for the `scaler`; None: it adapts the scale."""
     max_skipped: int | None = 10
-    """Steps in a row that may be skipped because the loss or a gradient is not finite; then
+    """Consecutive steps that may be skipped because the loss or a gradient is not finite; then
     `DivergedError` is raised. None: no limit."""
     log_every: int = 10
     """Steps between two logged lines."""

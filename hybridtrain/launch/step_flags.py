@@ -54,9 +54,8 @@ class StepFlags:
                 if name in self._requested:
                     self._sent[name] = self._requested.pop(name)
         if self._world.size > 1:
-            self._values = torch.tensor(
-                [name in self._sent for name in self._names], dtype=torch.int32
-            )
+            for name in self._sent:
+                self._values[self._names.index(name)] = 1
             self._work = self._world.begin_max(self._values)
 
     def read(self) -> frozenset[str]:
@@ -74,6 +73,7 @@ class StepFlags:
         if not any(values):
             return frozenset()
         names = frozenset(name for name, value in zip(self._names, values, strict=True) if value)
+        self._values.zero_()
         for reasons in reversed(self._world.gather(self._sent)):  # the lowest rank's count
             self._reasons |= reasons
         return names

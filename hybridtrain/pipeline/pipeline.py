@@ -175,7 +175,8 @@ class Pipeline:
         if len(self._gradient_devices) > 1 or not gradients:
             return get_total_norm(gradients)
         # the same operations without sorting by device, which takes longer than they do
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""

@@ -1,4 +1,4 @@
-"""A loss, a gradient or a weight that is not finite: skipped, counted, named, stopped, not saved."""
+"""A loss, gradient or weight that is not finite: skipped, counted, named, stopped, not saved."""
 
 import json
 import logging
@@ -160,7 +160,7 @@ def test_the_warning_names_the_step_the_stage_and_the_layer(net, where, caplog):
         ),
     ],
 )
-def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(
+def test_too_many_consecutive_skipped_steps_end_the_run_and_name_the_last_good_checkpoint(
     spoil, where, tmp_path
 ):
     store = CheckpointStore(tmp_path, keep=1)
@@ -171,7 +171,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_last_good_chec
     with pytest.raises(DivergedError) as caught:
         ours.fit()
     message = str(caught.value)
-    assert "3 steps in a row, up to step 7" in message
+    assert "3 consecutive steps, up to step 7" in message
     assert f"At step 5 it began in {where}" in message
     assert f"The last good checkpoint is {tmp_path / 'step_00000004'}" in message
     assert caught.value.exit_code == 3
@@ -198,9 +198,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
         ours.model.net[2].weight.data[0, 0] = math.inf
 
     ours.optimizer.register_step_post_hook(spoil)
-    with pytest.raises(
-        DivergedError, match=r"2\.weight is not finite at step 3, .* not saved\. The"
-    ):
+    with pytest.raises(DivergedError, match=r"2\.weight is not finite at step 3, .*not saved\. "):
         ours.fit()
     assert store.steps() == [2]
 
@@ -248,14 +246,14 @@ def test_an_overflow_of_fp16_adapts_the_scale_and_is_no_fault():
 
 def test_a_scale_that_falls_to_nothing_ends_as_diverged():
     ours = fp16_trainer(at=range(1, 100), layer=1, scale=8.0, steps=60, max_skipped=4)
-    with pytest.raises(DivergedError, match="4 steps in a row"):
+    with pytest.raises(DivergedError, match="4 consecutive steps"):
         ours.fit()
     assert ours.scaler.get_scale() < 1
 
 
 def test_a_fixed_scale_that_overflows_in_each_step_ends_as_diverged():
     ours = fp16_trainer(at=range(1, 100), layer=1, scale=8.0, loss_scale=8.0, steps=60)
-    with pytest.raises(DivergedError, match="10 steps in a row"):
+    with pytest.raises(DivergedError, match="10 consecutive steps"):
         ours.fit()
 
 
