@@ -1,4 +1,4 @@
-"""What goes wrong while batches are made, as one line that names the sample and the user's line.
+"""Faults while batches are made, as one line that names the sample and the line of the user.
 
 A data set is the user's code, and it may run in another process, whose exceptions torch hands over
 as pages of text. So they are caught where they happen, and only their description travels.
@@ -92,7 +92,8 @@ def check_pair(batch: Any, dataset: Any) -> Any:
                 "`(item, item['labels'])`, or do so in collate="
             )
         raise DataError(
-            f"{name_of(dataset)} must give pairs `(inputs, target)`, and gave {outline(batch)}{hint}"
+            f"{name_of(dataset)} must give pairs `(inputs, target)`, and gave "
+            f"{outline(batch)}{hint}"
         )
     if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(list(batch))):
         raise DataError(

@@ -1,4 +1,4 @@
-"""A data set that fails, ends its process or hangs: one line that names the sample and the place."""
+"""A data set that fails, ends its process or hangs: one line that names sample and place."""
 
 import os
 import signal

@@ -182,7 +182,7 @@ def test_an_exception_of_the_data_set_is_raised_after_the_batches_before_it(work
         next(stream)
     evaluation = iter(EvalLoader(Numbers(12, bad=5), 4, world_of(0, 1), options=options))
     assert next(evaluation)[0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(DataError, match="^sample 5 of Numbers cannot be read: OSError"):
+    with pytest.raises(DataError, match=r"^sample 5 of Numbers cannot be read: OSError"):
         next(evaluation)
 
 
