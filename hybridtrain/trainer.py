@@ -85,7 +85,7 @@ class Trainer:
     Args:
         model: the model to train.
         optimizer: over `model.parameters()`.
-        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
+        loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
         train: the training batches.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
@@ -101,6 +101,7 @@ class Trainer:
         step: optimizer steps done.
         samples: samples trained on so far, over all replicas.
         epoch, batch: the next batch.
+        skipped_steps: steps without an optimizer step, since no target counted.
 
     Raises:
         ConfigError: see `TrainerOptions`.
@@ -135,7 +136,7 @@ class Trainer:
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.monitor = monitor or Monitor()
-        self.step = self.samples = self.epoch = self.batch = 0
+        self.step = self.samples = self.epoch = self.batch = self.skipped_steps = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
         # the last of each, and its step
@@ -258,6 +259,7 @@ class Trainer:
         return {
             "steps": self.step,
             "samples": self.samples,
+            "skipped_steps": self.skipped_steps,
             "train_loss": self._stats.loss,
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
@@ -287,25 +289,34 @@ class Trainer:
     ) -> torch.Tensor | None:
         """Trains on `batches`; returns the gradients' norm before clipping, if it was computed."""
         total = sum(batch.total for batch in batches)
+        weights = self.model.step_weights(
+            [(batch.inputs, batch.targets) for batch in batches],
+            self.loss_fn,
+            samples=[batch.samples for batch in batches],
+            total=total,
+        )
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
             out = self.model.train_step(
                 batch.inputs,
                 batch.targets,
                 self.loss_fn,
-                weight=batch.samples * self.world.replicas / total,
+                weight=weights[index],
                 sync=last,
                 scale_loss=self.scaler.scale,
                 timeline=timeline and last,
             )
-            self._stats.add(out.loss, batch.samples, out.timeline)
+            self._stats.add(out.loss, out.count, out.timeline)
         self.scaler.unscale_(self.optimizer)
         norm = None
         if self.options.clip_norm is not None:
             norm = self.model.clip_grad_norm_(self.options.clip_norm)
         elif norm_needed:
             norm = self.model.grad_norm()
-        self.scaler.step(self.optimizer)
+        if weights.total:  # else no target of any replica counts
+            self.scaler.step(self.optimizer)
+        else:
+            self.skipped_steps += 1
         self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
             self.lr_schedule.step()

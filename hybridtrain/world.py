@@ -196,6 +196,21 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_sum(self, values: Tensor) -> dist.Work | None:
+        """Starts `sum` and does not wait: `values` have it after `wait()` of the result, if any."""
+        return dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
+    def begin_max(self, values: Tensor) -> dist.Work:
+        """Begins to take the largest of every rank's `values`, on the CPU, in place.
+
+        The result is there after `wait()` of what it returns. Only with several processes.
+        """
+        assert self._object_group is not None
+        # Not dist.all_reduce, whose checks and logging cost 30 us, for each step.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._object_group.allreduce([values], options)
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
