@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
+from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LossFn
@@ -72,10 +75,19 @@ class TrainerOptions:
             elif not value > 0:
                 raise ConfigError(f"{name}={value} must be positive")
 
-    def total_steps(self, batches_per_epoch: int) -> int:
-        """Returns the number of optimizer steps of the whole run."""
+    def total_steps(self, batches_per_epoch: int | None) -> int:
+        """Returns the number of optimizer steps of the whole run.
+
+        Raises:
+            ConfigError: it is counted in `epochs`, and their length is not known.
+        """
         if self.steps is not None:
             return self.steps
+        if batches_per_epoch is None:
+            raise ConfigError(
+                f"epochs={self.epochs} needs the length of the training data, which has none "
+                f"(`__len__`): set steps= in place of epochs="
+            )
         return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
 
 
@@ -86,7 +98,8 @@ class Trainer:
         model: the model to train.
         optimizer: over `model.parameters()`.
         loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
-        train: the training batches.
+        train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
+            replica's batches `(inputs, targets)`, see `OwnLoader`.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
         metrics: by name, what to evaluate besides the loss; see `evaluate`.
@@ -112,7 +125,7 @@ class Trainer:
         model: HybridModel,
         optimizer: Optimizer,
         loss_fn: LossFn,
-        train: TrainLoader,
+        train: BatchSource | Iterable[Any],
         options: TrainerOptions | None = None,
         *,
         evaluation: EvalLoader | None = None,
@@ -129,10 +142,12 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train = train
+        self.train: BatchSource = (
+            train if hasattr(train, "stream") else OwnLoader(train, self.world)
+        )
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self.total_steps = self.options.total_steps(train.batches_per_epoch)
+        self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.monitor = monitor or Monitor()
@@ -171,9 +186,10 @@ class Trainer:
             while self.step < self.total_steps:
                 log_due = self._is_due(self.options.log_every, self.step + 1)
                 timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+                batches = [next(stream)]
                 # an optimizer step does not reach into the next epoch
-                left = self.train.batches_per_epoch - self.batch
-                batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
+                while len(batches) < self.options.accumulate and not batches[-1].last:
+                    batches.append(next(stream))
                 lr = self.optimizer.param_groups[0]["lr"]
                 norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
                 if log_due:
@@ -247,7 +263,9 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
+        if self.batch >= (
+            self.train.batches_per_epoch or math.inf
+        ):  # drop_last leaves out the rest
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -324,7 +342,7 @@ class Trainer:
         self.step += 1
         self.samples += total
         self.batch += len(batches)
-        if self.batch == self.train.batches_per_epoch:
+        if batches[-1].last:
             self.epoch, self.batch = self.epoch + 1, 0
         self.throughput.tick(total)
         self.monitor.step(self.step, total)
@@ -337,7 +355,7 @@ class Trainer:
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
-            "train/epoch": self.epoch + self.batch / self.train.batches_per_epoch,
+            "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
         }
         if norm is not None:
             values["train/grad_norm"] = float(norm)

@@ -10,39 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from hybridtrain.data.batch import Batch, share_of
+from hybridtrain.data.faults import name_of
 from hybridtrain.data.fetch import fetch
+from hybridtrain.data.stream import StreamLoader, is_stream
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
 __all__ = ["Batch", "EvalLoader", "LoaderOptions", "TrainLoader", "permutation", "share_of"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One replica's share of a global batch.
-
-    Attributes:
-        inputs: a pytree of tensors with the samples in dim 0.
-        targets: likewise.
-        samples: the samples of the share that count. 0 where a global batch has fewer samples than
-            there are replicas: the share is then one sample that counts for nothing, because every
-            replica has to take part in the step.
-        total: the samples of the global batch.
-        last: whether it is the last of its epoch.
-    """
-
-    inputs: Any
-    targets: Any
-    samples: int
-    total: int
-    last: bool = False
 
 
 class TrainLoader:
@@ -56,7 +37,7 @@ class TrainLoader:
         options: how batches are loaded.
 
     Raises:
-        DataError: the data set has less than one batch.
+        DataError: the data set has less than one batch, or can only be iterated over.
     """
 
     def __init__(
@@ -68,6 +49,11 @@ class TrainLoader:
         seed: int = 0,
         options: LoaderOptions | None = None,
     ) -> None:
+        if is_stream(dataset):
+            raise DataError(
+                f"{name_of(dataset)} has no samples by number (`__getitem__` and `__len__`): pass "
+                f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.samples = len(dataset)  # type: ignore[arg-type]
@@ -116,7 +102,14 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Every sample of `dataset` once over all replicas, in order; shares may differ in length."""
+    """Every sample of `dataset` once over all replicas; shares may differ in length.
+
+    Args:
+        dataset: map-style, each replica takes a stretch of it; or iterable, see `StreamLoader`.
+        batch_size: samples over all replicas.
+        world: tells which replica this process belongs to.
+        options: how batches are loaded.
+    """
 
     def __init__(
         self,
@@ -132,6 +125,10 @@ class EvalLoader:
         self._options = options or LoaderOptions()
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        if is_stream(self._dataset):
+            size, options = self._batch_size * self._world.replicas, self._options
+            yield from StreamLoader(self._dataset, size, self._world, options=options).once()
+            return
         total: int = len(self._dataset)  # type: ignore[arg-type]
         mine = range(total)[share_of(total, self._world.replica, self._world.replicas)]
         batches = [
@@ -139,13 +136,6 @@ class EvalLoader:
             for start in range(0, len(mine), self._batch_size)
         ]
         yield from fetch(self._dataset, batches, self._options, self._world)
-
-
-def share_of(total: int, replica: int, replicas: int) -> slice:
-    """Returns the part of `total` samples that `replica` takes; shares differ by 1 at most."""
-    small, larger = divmod(total, replicas)
-    start = replica * small + min(replica, larger)
-    return slice(start, start + small + (replica < larger))
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
