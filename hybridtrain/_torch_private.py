@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 # torch.distributed has these without saying so, and only where it is available.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+# Tensors with shapes and without data, as torch.export runs a forward on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +29,8 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_ignore_parameters",
@@ -36,8 +40,10 @@ __all__ = [
     "get_default_store",
     "has_hooks",
     "hooks_of",
+    "loader_workers",
     "operator_schema",
     "run_backward",
+    "wake_loader",
 ]
 
 # --- tracing
@@ -124,3 +130,25 @@ def get_default_store() -> Store:
     """
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+# --- worker processes of a DataLoader
+
+
+def loader_workers(iterator: Any) -> list[Any]:
+    """Returns the processes of a DataLoader's iterator; none where it has none.
+
+    `_workers`: the public DataLoader says that a worker has ended only by a signal handler that
+    raises in the main thread, or after its timeout, and never with what exit code.
+    """
+    return list(getattr(iterator, "_workers", ()))
+
+
+def wake_loader(iterator: Any) -> None:
+    """Ends another thread's wait for a batch of `iterator`, with an exception there.
+
+    `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
+    """
+    queue = getattr(iterator, "_worker_result_queue", None)
+    if queue is not None:
+        queue.put(None)  # not a pair of a number and a batch

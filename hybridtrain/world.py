@@ -221,6 +221,10 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_sum(self, values: Tensor) -> dist.Work | None:
+        """Starts `sum` and does not wait: `values` have it after `wait()` of the result, if any."""
+        return dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
     def begin_max(self, values: Tensor) -> dist.Work:
         """Begins to take the largest of every rank's `values`, on the CPU, in place.
 

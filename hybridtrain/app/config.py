@@ -16,7 +16,7 @@ from typing import Any
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import LoaderOptions, PipelineOptions
 
-LOADER_OPTIONS = ("workers", "drop_last", "timeout_s")
+LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
 
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
@@ -76,7 +76,7 @@ class TrainerConfig:
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
     """Let GPUs multiply fp32 matrices in TF32."""
-    loss: str = "cross_entropy"
+    loss: Any = "cross_entropy"
     """`cross_entropy`, `nll` or `mse`."""
     metrics: Any = None
     """Names of metrics, or a mapping of names to torchmetrics `_target_`s; null: accuracy, where
@@ -124,7 +124,7 @@ class Config:
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )
     """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
-    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`."""
+    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`, `divided`."""
     optim: dict[str, Any] = field(default_factory=dict)
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
