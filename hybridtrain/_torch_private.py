@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 # torch.distributed has these without saying so, and only where it is available.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
 # Tensors with shapes and without data, as torch.export runs a forward on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
@@ -26,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "FakeTensor",
+    "FakeTensorMode",
     "PrefixStore",
     "Store",
     "TCPStore",
-    "FakeTensor",
-    "FakeTensorMode",
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_ignore_parameters",

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.launch.activity import activity
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.meeting import meet
@@ -128,6 +130,19 @@ class World:
         if self.size > 1:
             self.watchdog.start()
         return self
+
+    def watch(self, stacks: Path) -> None:
+        """Begins to watch this process: from now on until `close` the run ends if another one dies.
+
+        A `Trainer` watches by itself while it trains.
+
+        Args:
+            stacks: the folder for the stacks of all processes, if the run stands still.
+        """
+        if self.watchdog is not None:
+            self.watchdog.stacks = stacks
+            self.watchdog.start()
+            activity.now("setup")
 
     @property
     def nb_part(self) -> int:
@@ -251,6 +266,7 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
+            activity.now(None)
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._object_group = None  # the last reference to it

@@ -102,7 +102,9 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
         config.world.backend,
         config.world.timeout_s,
         config.world.engine,
+        config.world.stall_s or 0,
     )
+    world.watch(directory.path / "stalls")
     if create:
         directory.create()
     directory.log_to_files(world.rank)

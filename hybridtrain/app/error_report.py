@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Before the processes have met, rank 0 speaks at once and the others after this time, if the
 # launcher has not ended them by then: the mistake is theirs alone.
-_WAIT_FOR_RANK_0_S = 3.0
+_WAIT_FOR_RANK_0_S = 4.0
 # How long a process with a broken connection waits for the one that has caused it to say why.
 _WAIT_FOR_CAUSE_S = 3.0
 
@@ -61,15 +61,15 @@ def report(error: BaseException, rank: int) -> int:
             time.sleep(_WAIT_FOR_RANK_0_S)
         _write_to_log(error)
         _say(text, line, time.time())
+        if _is_one_of_several():
+            os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
     from hybridtrain.launch.job import Failure
     from hybridtrain.launch.watchdog import end_process
 
     watchdog.exit_code = code
     _write_to_log(error)
-    own = Failure(rank, line if line.startswith("rank ") else f"rank {rank}: {line}", code)
-    if isinstance(error, UserError):
-        own = Failure(rank, line, code)
+    own = Failure(rank, line if isinstance(error, UserError) else f"rank {rank}: {line}", code)
     try:
         first = _cause(error, own, watchdog) or watchdog.job.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
@@ -79,7 +79,7 @@ def report(error: BaseException, rank: int) -> int:
     elif first.rank == rank:  # found out by this process, of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:
-        _record(f"rank {first.rank} reports: {first.line}", first.time + 1)
+        _record(first.line, first.time + 1)
     if first.exit_code == 4:
         watchdog.end(first)
     end_process(code)
@@ -106,6 +106,8 @@ def _short_traceback(error: BaseException) -> str:
     log = _log_file()
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_the_users(frame.filename)]
+    if any(note.startswith("in layer") for note in getattr(error, "__notes__", [])):
+        own = own or [frames[-1]]  # a module of PyTorch, which the notes name
     if not own or log is None:
         return "".join(traceback.format_exception(error)).rstrip()
     lines = [f"Traceback of your files (all frames are in {log}):"]
@@ -166,6 +168,10 @@ def _record(line: str, at: float) -> None:
     from hybridtrain.launch.torchrun_report import write_error_file
 
     write_error_file(line, at)
+
+
+def _is_one_of_several() -> bool:
+    return max(int(os.environ.get(key, "1")) for key in ("WORLD_SIZE", "SLURM_NTASKS")) > 1
 
 
 def _log_file() -> str | None:

@@ -228,7 +228,7 @@ class Watchdog:
             if self._ended.wait(grace):
                 return
         if failure.rank != self._job.rank:
-            write_error_file(f"rank {failure.rank} reports: {failure.line}", failure.time + 1)
+            write_error_file(failure.line, failure.time + 1)
         self.end(failure)
 
     def end(self, failure: Failure) -> None:
