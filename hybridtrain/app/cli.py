@@ -21,6 +21,7 @@ from hybridtrain.app.compose import (
 from hybridtrain.app.config import Config
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
+from hybridtrain.launch.early_signals import end_on_signals
 
 COMMANDS = ("train", "plan", "evaluate", "export")
 
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
     try:
-        return _dispatch(command, arguments)
+        with end_on_signals():
+            return _dispatch(command, arguments)
     except (Exception, KeyboardInterrupt) as error:
         from hybridtrain.app.error_report import report  # not needed for --help
 
