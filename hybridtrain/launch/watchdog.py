@@ -102,8 +102,8 @@ class Watchdog:
             return Failure(
                 job.rank,
                 f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
-                f"{last}: it was killed (by the system if memory ran out), has crashed or has called "
-                f"exit; the launcher's report has its signal or exit code",
+                f"{last}: it was killed (by the system if memory ran out), has crashed or has "
+                f"called exit; the launcher's report has its signal or exit code",
                 1,
                 time.time() + 2,  # after what the launcher says of that process
             )
