@@ -15,7 +15,7 @@ from hybridtrain.data.loader import EvalLoader
 from hybridtrain.loss_counts import checked_loss
 from hybridtrain.loss_weights import batch_units
 from hybridtrain.losses import LossFn, main_output
-from hybridtrain.microbatch import batch_size
+from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
@@ -77,9 +77,11 @@ def evaluate(
         for inputs, targets in data:
             losses = model.map_outputs(inputs, targets, measure)
             if losses:  # else the last stage is in another process
-                units, divisor = batch_units(loss, inputs, targets, model.options.chunks)
+                size = batch_size(inputs, targets)
+                sizes = chunk_sizes(size, model.options.chunks)
+                units, divisor = batch_units(loss, inputs, targets, sizes)
                 count += divisor
-                samples += batch_size(inputs, targets)
+                samples += size
                 for value, unit in zip(losses, units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)

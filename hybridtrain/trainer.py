@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.best_checkpoint import BestCheckpoint
-from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
@@ -29,6 +30,7 @@ from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
     from torchmetrics import Metric
 
 __all__ = ["Trainer", "TrainerOptions"]
@@ -49,6 +51,9 @@ class Trainer:
         scaler: scales the loss, for fp16; a step whose gradients overflow is skipped by all
             replicas alike, since they share the averaged gradients.
         store: where checkpoints go; None: none are saved.
+        states: what else is saved and restored, by name: anything with `state_dict` and
+            `load_state_dict` of tensors and plain values, such as a moving average of the weights.
+            Rank 0's state counts; every process calls `state_dict`, so that one may gather.
         monitor: receives what is logged.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
@@ -74,6 +79,7 @@ class Trainer:
         lr_schedule: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
+        states: Mapping[str, Stateful] | None = None,
         monitor: Monitor | None = None,
         **settings: Any,
     ) -> None:
@@ -89,6 +95,7 @@ class Trainer:
         self.total_steps = self.options.total_steps(train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
+        self.states = dict(states or {})
         self.monitor = monitor or Monitor()
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
@@ -139,26 +146,8 @@ class Trainer:
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
-            with self._interruptions.listening():
-                if self.step > 0:
-                    self._evaluate_and_save_if_due()  # what an interruption has kept it from
-                while self.step < self.total_steps:
-                    self._interruptions.begin_step()
-                    log_due = self._is_due(self.options.log_every, self.step + 1)
-                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                    # an optimizer step does not reach into the next epoch
-                    left = self.train.batches_per_epoch - self.batch
-                    batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    norm = self._train_step(batches, timeline=log_due or timeline_due)
-                    if log_due:
-                        self._log(lr, norm)
-                    if timeline_due:
-                        self.monitor.timeline(self.step, *self._stats.timelines())
-                    wanted = self._interruptions.end_step()
-                    if "stop" in wanted:
-                        self._stop()
-                    self._evaluate_and_save_if_due(save="save" in wanted)
+            with self._interruptions.listening(), saving.finishing(self.store, self.world):
+                self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -166,6 +155,27 @@ class Trainer:
             stream.close()
             self.monitor.close()
         return self.summary()
+
+    def _train(self, stream: Iterator[Batch]) -> None:
+        if self.step > 0:
+            self._evaluate_and_save_if_due()  # what an interruption has kept it from
+        while self.step < self.total_steps:
+            self._interruptions.begin_step()
+            log_due = self._is_due(self.options.log_every, self.step + 1)
+            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            # an optimizer step does not reach into the next epoch
+            left = self.train.batches_per_epoch - self.batch
+            batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
+            lr = self.optimizer.param_groups[0]["lr"]
+            norm = self._train_step(batches, timeline=log_due or timeline_due)
+            if log_due:
+                self._log(lr, norm)
+            if timeline_due:
+                self.monitor.timeline(self.step, *self._stats.timelines())
+            wanted = self._interruptions.end_step()
+            if "stop" in wanted:
+                self._stop()
+            self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its present weights; see `evaluate`."""
@@ -175,25 +185,34 @@ class Trainer:
         self._evaluated = self.step, result
         return result
 
-    def save(self) -> None:
+    def save(self, required: bool = True) -> None:
         """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed.
 
+        Args:
+            required: a full disk is an error, not a warning.
+
         Raises:
+            CheckpointError: it cannot be written, or the one before in the background was not.
             DivergedError: the weights are not finite; nothing is written.
         """
         if self.store is None:
             return
-        store, best = self.store, self._best
         if self._checkpoint[0] != self.step:
             self._finite.check_weights(self.step)
             self._stats.gather()
-            files = state.writers(self.model, self.optimizer, {"trainer": self})
-            # the others wait in a group where a long wait is allowed
-            path = self.world.on_main(lambda: store.save(self.step, files))
+            path = saving.save(
+                self.store,
+                self.step,
+                self.model,
+                self.optimizer,
+                {"trainer": self},
+                self.states,
+                required=required,
+            )
+            if path is None:
+                return
             self._checkpoint = self.step, path
-        if best.step == self.step and best.value is not None:
-            value = best.value
-            self.world.on_main(lambda: store.mark_best(self.step, value))
+        self._best.mark(self.step, self.store, self.world)
         self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
@@ -206,7 +225,7 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        state.restore(path, self.model, self.optimizer, {"trainer": self})
+        state.restore(path, self.model, self.optimizer, {"trainer": self}, self.states)
         if self.lr_schedule is not None:
             # stepped again from 0 instead of loaded: its parameters and length are this run's
             with warnings.catch_warnings():
@@ -215,8 +234,8 @@ class Trainer:
                     self.lr_schedule.step()
         self._resumed_from = path
         self._checkpoint = self.step, path
-        if self._best.step == self.step:
-            self.save()  # marks it, in case the run ended between the two
+        if self.store is not None:  # in case the run ended between the two
+            self._best.mark(self.step, self.store, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
@@ -234,7 +253,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; with another batch size, at the same sample or just before it."""
+        """Loads a `state_dict`; with another batch size, at the same sample or just before it.
+
+        Raises:
+            CheckpointError: a number is not of its type or out of bounds.
+            ConfigError: see `resume`.
+        """
+        check_progress(state_dict, self.total_steps)
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
@@ -376,8 +401,8 @@ class Trainer:
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
         if save and (last or improved or not self._finite.skipping):
-            with self.throughput.pause():
-                self.save()
+            with self.throughput.pause():  # without space for one on the way, the run goes on
+                self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
