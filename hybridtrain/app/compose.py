@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -19,13 +20,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtrain.app.config import OPEN_GROUPS, Config
+from hybridtrain.app.config import OPEN_GROUPS, Config, flat_keys
 from hybridtrain.app.explain import explain
 from hybridtrain.app.hidden import to_config
 from hybridtrain.app.instantiate import unknown_key
 from hybridtrain.errors import ConfigError
 
 CONFIG_MODULE = "hybridtrain.configs"
+
+# The name of a run's config among the recipes.
+_BASE = "config_of_the_run"
 
 # The only setting of Hydra's own that has a meaning here.
 _SEARCH_PATH = "hydra.searchpath"
@@ -67,12 +71,17 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> C
     return compose_settings(overrides, config_dir).config
 
 
-def compose_settings(overrides: Sequence[str], config_dir: str | None = None) -> Composition:
+def compose_settings(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Composition:
     """Composes the config of a run.
 
     Args:
         overrides: Hydra overrides. `recipe=path/to/file.yaml` takes that file as the recipe.
         config_dir: a folder with more groups and options.
+        base: the config of a run, in the place of a recipe.
 
     Raises:
         ConfigError: one line that names the key or option, and the one that was probably meant.
@@ -80,6 +89,15 @@ def compose_settings(overrides: Sequence[str], config_dir: str | None = None) ->
     register()
     recipe = given_recipe(overrides)
     wanted = [register_recipe_file(override) for override in overrides]
+    if base is not None:
+        # an option that is chosen replaces the group as a whole
+        kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
+        _store_recipe(_BASE, OmegaConf.to_yaml(OmegaConf.create(kept)))
+        # the command that began the run may be called again, with what it added and removed
+        again = [f"+{o}" if re.match(r"\+[\w]+\.", o) else o for o in wanted]
+        known = set(flat_keys(kept))
+        wanted = [o for o in again if not (o.startswith("~") and "." in o and o[1:] not in known)]
+        wanted.insert(0, f"recipe={_BASE}")
     # Hydra cannot delete a key that is null.
     deleted = [o[1:] for o in wanted if o.startswith("~") and "." in o and "=" not in o]
     wanted = [override for override in wanted if override[1:] not in deleted or override[0] != "~"]
@@ -94,8 +112,6 @@ def compose_settings(overrides: Sequence[str], config_dir: str | None = None) ->
             tree = cast(dict[str, Any], OmegaConf.to_container(composed))
             for key in deleted:
                 _delete(tree, key)
-            if recipe is None or recipe == choices.get("recipe"):
-                recipe = choices.get("recipe")
             # Merged into the schema again: `+key` and untyped files pass Hydra's own check.
             tree["recipe"] = recipe or tree.get("recipe")
             tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
@@ -232,8 +248,6 @@ def _delete(tree: dict[str, Any], key: str) -> None:
     for name in above:
         parent = parent.get(name) if isinstance(parent, dict) else None
     if not isinstance(parent, dict) or leaf not in parent:
-        from hybridtrain.app.config import flat_keys
-
         raise ConfigError(unknown_key(key, list(flat_keys(tree))))
     del parent[leaf]
 

@@ -37,6 +37,11 @@ def to_config(tree: Mapping[str, Any]) -> Config:
     return cast(Config, OmegaConf.to_object(merged))
 
 
+def to_tree(config: Config) -> dict[str, Any]:
+    """Returns `config` as plain dicts."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+
+
 def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
     """Returns, by path, the interpolations whose value depends on an environment variable.
 
@@ -114,9 +119,9 @@ def to_yaml(
     """
     if isinstance(value, list):
         return OmegaConf.to_yaml(value)
-    tree = OmegaConf.to_container(OmegaConf.structured(value))
+    tree = to_tree(value)
     for path, text in (texts or {}).items():
         put(tree, path, text)
     if mask:
         tree = masked(tree)
-    return OmegaConf.to_yaml(OmegaConf.create(cast(dict[str, Any], tree)))
+    return OmegaConf.to_yaml(OmegaConf.create(tree))

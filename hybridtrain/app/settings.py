@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,9 +19,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtrain.app.compose import Composition, compose_settings, given_keys, parse_overrides
+from hybridtrain.app.compose import (
+    compose_settings,
+    given_keys,
+    given_recipe,
+    parse_overrides,
+)
 from hybridtrain.app.config import LOADER_KEYS, OPEN_GROUPS, Config
-from hybridtrain.app.hidden import from_environment, masked, to_config
+from hybridtrain.app.hidden import from_environment, masked, to_config, to_tree
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 
@@ -34,6 +40,8 @@ _OF_THE_COMMAND = (
     "allow_changes",
     "init_from",
 )
+
+_NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
 
 # How a run is computed, watched and kept; all else decides what is learnt.
 _WITHOUT_EFFECT = (
@@ -122,68 +130,80 @@ def settle(
     Raises:
         ConfigError: an override is wrong, or would make another run of the one that is there.
     """
-    given = compose_settings(overrides, config_dir)
-    if run_name is not None:
-        given.tree["run_name"] = given.config.run_name = run_name
     keys = given_keys(overrides)
-    if command in ("evaluate", "export") and not {"recipe", "run_name"} & set(keys):
-        _name_run_of_checkpoint(given)
-    run = Path(given.config.output_dir) / str(given.config.run_name)
+    # Only what names the run; the other overrides may be about keys that the run's config has.
+    naming = [key in _NAMING or key.startswith("hydra.") for key in keys]
+    named = compose_settings(list(compress(overrides, naming)), config_dir)
+    if run_name is not None:
+        named.config.run_name = run_name
+    elif command in ("evaluate", "export") and not {"recipe", "run_name"} & set(keys):
+        _name_run_of_checkpoint(named.config)
+    run = Path(named.config.output_dir) / str(named.config.run_name)
     begun = bool(CheckpointStore(run / "checkpoints").steps())
     saved = _read(run / "config.yaml")
     if saved is None or (command == "train" and not begun and "recipe" in keys):
-        return Settings(
-            given.config, list(overrides), from_environment(given.tree), given.leftovers
-        )
-    return _on_top_of(saved, run, begun, given, overrides, command)
+        given = compose_settings(overrides, config_dir)
+        given.config.run_name = str(named.config.run_name)
+        given.config.output_dir = named.config.output_dir
+        texts = from_environment(given.tree)
+        return Settings(given.config, list(overrides), texts, given.leftovers)
+    if "recipe" in keys:
+        _check_recipe(named.recipe, _recipe_of_run(saved, run), run)
+    settings = _on_top_of(saved, run, overrides, config_dir)
+    settings.config.run_name = named.config.run_name
+    settings.config.output_dir = named.config.output_dir
+    if command == "train" and "resume" not in keys and not begun:
+        settings.config.resume = _config_of_run(saved, run).resume  # it has not got further
+    if begun and not settings.config.allow_changes:
+        _refuse_another_identity(run, settings.changes)
+    if "recipe" in keys and not _is_file(str(named.recipe), run / "config.yaml"):
+        kept = _differences(settings.config, named.config)
+        settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
+    settings.notes += _listed(settings, run)
+    return settings
 
 
 def _on_top_of(
-    saved: dict[str, Any],
-    run: Path,
-    begun: bool,
-    given: Composition,
-    overrides: Sequence[str],
-    command: str,
+    saved: dict[str, Any], run: Path, overrides: Sequence[str], config_dir: str | None
 ) -> Settings:
+    """Returns the config of the run with `overrides` on top of it."""
     of_run = _config_of_run(saved, run)
+    recipe = _recipe_of_run(saved, run)
     keys = given_keys(overrides)
-    if "recipe" in keys:
-        _check_recipe(given.recipe, _recipe_of_run(saved, run), run)
     if of_run.allow_targets and "allow_targets" not in keys:
         packages = ",".join(of_run.allow_targets)
         raise ConfigError(
             f"{run} is a run with code of {packages}: if you trust it, say so with "
             f"allow_targets=[{packages}] on the command line"
         )
-    tree = OmegaConf.to_container(OmegaConf.structured(of_run))
-    assert isinstance(tree, dict)
-    base: dict[str, Any] = {str(key): value for key, value in tree.items()}
-    for group in OPEN_GROUPS:  # with their interpolations
-        base[group] = saved.get(group, base[group])
-    base |= {key: given.tree.get(key) for key in _OF_THE_COMMAND if key in given.tree}
-    base["recipe"] = _recipe_of_run(saved, run)
-    if command == "train" and "resume" not in keys and not begun:
-        base["resume"] = of_run.resume  # it was to start from there, and has not got further
-    _put_overrides(base, given.tree, overrides)
+    base = {
+        name: saved.get(name, value)  # with its interpolations
+        if name in OPEN_GROUPS
+        else value
+        for name, value in to_tree(of_run).items()
+        if name not in _OF_THE_COMMAND
+    }
+    others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
+    given = compose_settings(others, config_dir, base=base)
+    _put_overrides(base, given.tree, others)
+    base |= {name: given.tree[name] for name in _OF_THE_COMMAND if name in given.tree}
+    base["recipe"] = recipe
     try:
         config = to_config(base)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}") from error
-    changes = list(_differences(of_run, config))
-    settings = Settings(
+    leftovers = {
+        group: [key for key in getattr(config, group) if key in names]
+        for group, names in given.leftovers.items()
+    }
+    return Settings(
         config,
         list(overrides),
         from_environment(base),
-        _still_there(given.leftovers, config),
+        leftovers,
         of_run,
-        changes,
-        list(_differences(config, given.config)) if "recipe" in keys else [],
+        list(_differences(of_run, config)),
     )
-    if begun and not config.allow_changes:
-        _refuse_another_identity(run, changes)
-    settings.notes += _listed(settings, run)
-    return settings
 
 
 def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:
@@ -248,14 +268,9 @@ MISSING = _Missing()
 
 def _differences(of_run: Config, other: Config) -> Iterator[Change]:
     """Yields every key that is not the same, with values that may be shown."""
-    before, after = (
-        dict(_flat(masked(OmegaConf.to_container(OmegaConf.structured(config)))))
-        for config in (of_run, other)
-    )
-    raw_before, raw_after = (
-        dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
-        for config in (of_run, other)
-    )
+    trees = to_tree(of_run), to_tree(other)
+    before, after = (dict(_flat(masked(tree))) for tree in trees)
+    raw_before, raw_after = (dict(_flat(tree)) for tree in trees)
     for key in dict.fromkeys([*before, *after]):
         if key.partition(".")[0] in _OF_THE_COMMAND:
             continue
@@ -291,13 +306,6 @@ def _put_overrides(
             here[leaf] = copy.deepcopy(there[leaf])
         elif isinstance(here, dict):
             here.pop(leaf, None)  # ~key
-
-
-def _still_there(leftovers: Mapping[str, list[str]], config: Config) -> dict[str, list[str]]:
-    return {
-        group: [key for key in getattr(config, group) if key in names]
-        for group, names in leftovers.items()
-    }
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -336,8 +344,6 @@ def _recipe_of_run(saved: Mapping[str, Any], run: Path) -> str | None:
         return None
     listed = OmegaConf.to_container(OmegaConf.load(overrides))
     words = [str(word) for word in listed] if isinstance(listed, list) else []
-    from hybridtrain.app.compose import given_recipe
-
     return given_recipe(words)
 
 
@@ -358,12 +364,12 @@ def _is_file(one: str, other: Path) -> bool:
     return Path(one).resolve() == other.resolve()
 
 
-def _name_run_of_checkpoint(given: Composition) -> None:
+def _name_run_of_checkpoint(config: Config) -> None:
     """Makes the run of the checkpoint that `resume` names the run of this command."""
-    resume = given.config.resume
-    for folder in [] if resume in (None, "auto", "last", "best") else [Path(str(resume))]:
-        for run in (folder, folder.parent, folder.parent.parent):
-            if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-                given.config.run_name = given.tree["run_name"] = run.name
-                given.config.output_dir = given.tree["output_dir"] = str(run.parent)
-                return
+    if config.resume in (None, "auto", "last", "best"):
+        return
+    folder = Path(str(config.resume))
+    for run in (folder, folder.parent, folder.parent.parent):
+        if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+            config.run_name, config.output_dir = run.name, str(run.parent)
+            return

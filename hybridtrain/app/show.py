@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain import __version__
 from hybridtrain.app.compose import Composition
-from hybridtrain.app.hidden import masked
+from hybridtrain.app.hidden import masked, to_tree
 from hybridtrain.errors import ConfigError
 
 _KEY = re.compile(r"^( *)(\w+):")
@@ -37,7 +37,7 @@ def config_text(composition: Composition, resolve: bool = False, package: str | 
     """
     tree: Any = composition.tree
     if resolve:
-        tree = OmegaConf.to_container(OmegaConf.structured(composition.config))
+        tree = to_tree(composition.config)
     comments = dict(_comments(tree))
     tree = masked(tree)
     if package is not None:
