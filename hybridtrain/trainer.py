@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +19,9 @@ from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
+from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
 from hybridtrain.finite_check import FiniteCheck
@@ -43,7 +46,8 @@ class Trainer:
         model: the model to train.
         optimizer: over `model.parameters()`.
         loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
-        train: the training batches.
+        train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
+            replica's batches `(inputs, targets)`, see `OwnLoader`.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
         metrics: by name, what to evaluate besides the loss; see `evaluate`.
@@ -71,7 +75,7 @@ class Trainer:
         model: HybridModel,
         optimizer: Optimizer,
         loss_fn: LossFn,
-        train: TrainLoader,
+        train: BatchSource | Iterable[Any],
         options: TrainerOptions | None = None,
         *,
         evaluation: EvalLoader | None = None,
@@ -89,10 +93,12 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train = train
+        self.train: BatchSource = (
+            train if hasattr(train, "stream") else OwnLoader(train, self.world)
+        )
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self.total_steps = self.options.total_steps(train.batches_per_epoch)
+        self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
@@ -163,9 +169,10 @@ class Trainer:
             self._interruptions.begin_step()
             log_due = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            batches = [next(stream)]
             # an optimizer step does not reach into the next epoch
-            left = self.train.batches_per_epoch - self.batch
-            batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
+            while len(batches) < self.options.accumulate and not batches[-1].last:
+                batches.append(next(stream))
             lr = self.optimizer.param_groups[0]["lr"]
             norm = self._train_step(batches, timeline=log_due or timeline_due)
             if log_due:
@@ -192,8 +199,8 @@ class Trainer:
             required: a full disk is an error, not a warning.
 
         Raises:
-            CheckpointError: it cannot be written, or the one before in the background was not.
             DivergedError: the weights are not finite; nothing is written.
+            CheckpointError: it cannot be written, or the one before in the background was not.
         """
         if self.store is None:
             return
@@ -270,7 +277,8 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        if self.batch >= self.train.batches_per_epoch:  # the rest is what drop_last leaves out
+        # drop_last leaves out the rest
+        if self.batch >= (self.train.batches_per_epoch or math.inf):
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -363,7 +371,7 @@ class Trainer:
         self.step += 1
         self.samples += total
         self.batch += len(batches)
-        if self.batch == self.train.batches_per_epoch:
+        if batches[-1].last:
             self.epoch, self.batch = self.epoch + 1, 0
         self.throughput.tick(total)
         self.monitor.step(self.step, total)
@@ -376,7 +384,7 @@ class Trainer:
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
-            "train/epoch": self.epoch + self.batch / self.train.batches_per_epoch,
+            "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
             "train/grad_norm": float(norm),
         }
         if self._finite.skipped:
@@ -388,24 +396,23 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, save: bool = False) -> None:
         options, last = self.options, self.step == self.total_steps
-        improved = False
         if self.evaluation is not None and (
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
             evaluates = self._is_due(options.eval_every, self.step)
             if evaluates or self._ends_epoch(options.eval_every_epochs):
                 with self.throughput.pause():
-                    improved = self._evaluate_in_run()
+                    save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)
-        save |= improved or self._ends_epoch(options.checkpoint_every_epochs)
+        save |= self._ends_epoch(options.checkpoint_every_epochs)
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
-        if save and (last or improved or not self._finite.skipping):
+        if save and (last or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:
-        """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
+        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
         result = evaluate(
             self.model,
@@ -415,12 +422,13 @@ class Trainer:
             stop=self._interruptions.stop_wanted,
         )
         self._interruptions.begin_step()
-        if "stop" in self._interruptions.end_step():
+        wanted = self._interruptions.end_step()
+        if "stop" in wanted:
             self._stop()  # the result may be of a part of the samples
         self._evaluated = self.step, result
         values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
         self.monitor.scalars(self.step, values)
-        return self._best.improves(self.step, result)
+        return self._best.improves(self.step, result) or "save" in wanted
 
     def _stop(self) -> NoReturn:
         with self.throughput.pause():

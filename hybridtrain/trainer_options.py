@@ -97,10 +97,19 @@ class TrainerOptions:
         """`max_time` in seconds."""
         return seconds(self.max_time)
 
-    def total_steps(self, batches_per_epoch: int) -> int:
-        """Returns the number of optimizer steps of the whole run."""
+    def total_steps(self, batches_per_epoch: int | None) -> int:
+        """Returns the number of optimizer steps of the whole run.
+
+        Raises:
+            ConfigError: it is counted in `epochs`, and their length is not known.
+        """
         if self.steps is not None:
             return self.steps
+        if batches_per_epoch is None:
+            raise ConfigError(
+                f"epochs={self.epochs} needs the length of the training data, which has none "
+                f"(`__len__`): set steps= in place of epochs="
+            )
         return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
 
 
