@@ -407,7 +407,8 @@ class Trainer:
         save |= self._ends_epoch(options.checkpoint_every_epochs)
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
-        if save and (last or not self._finite.skipping):
+        best = self._best.step == self.step
+        if save and (last or best or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
