@@ -26,6 +26,7 @@ from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
 from hybridtrain.finite_check import FiniteCheck
 from hybridtrain.interruption import Interruptions
+from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
@@ -151,6 +152,7 @@ class Trainer:
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
+        phase_before = activity.phase
         try:
             with self._interruptions.listening(), saving.finishing(self.store, self.world):
                 self._train(stream)
@@ -160,6 +162,7 @@ class Trainer:
         finally:
             stream.close()
             self.monitor.close()
+            activity.now(phase_before)
         return self.summary()
 
     def _train(self, stream: Iterator[Batch]) -> None:
@@ -169,10 +172,12 @@ class Trainer:
             self._interruptions.begin_step()
             log_due = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            activity.now(f"step {self.step + 1}: data")
             batches = [next(stream)]
             # an optimizer step does not reach into the next epoch
             while len(batches) < self.options.accumulate and not batches[-1].last:
                 batches.append(next(stream))
+            activity.now(f"step {self.step + 1}: train")
             lr = self.optimizer.param_groups[0]["lr"]
             norm = self._train_step(batches, timeline=log_due or timeline_due)
             if log_due:
@@ -205,6 +210,7 @@ class Trainer:
         if self.store is None:
             return
         if self._checkpoint[0] != self.step:
+            activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step)
             self._stats.gather()
             path = saving.save(
@@ -364,6 +370,7 @@ class Trainer:
                 self._stats.add(out.loss, out.count)
             if self.options.clip_norm is not None:
                 clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+            activity.now(f"step {self.step + 1}: optimizer")
             self.scaler.step(self.optimizer)
         self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
@@ -403,6 +410,7 @@ class Trainer:
         ):
             evaluates = self._is_due(options.eval_every, self.step)
             if evaluates or self._ends_epoch(options.eval_every_epochs):
+                activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
                     improved = self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)

@@ -115,12 +115,14 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         config.world.backend,
         config.world.timeout_s,
         config.world.engine,
+        config.world.stall_s or 0,
     )
     if (of_rank_0 := _agreed(config, world)) != config:
         config = of_rank_0
         options = _checked_options(config)
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
+    world.watch(directory.path / "stalls")
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     if writes:
         directory.check_writable()

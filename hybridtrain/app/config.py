@@ -58,6 +58,9 @@ class WorldConfig:
     the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
     timeout_s: float = 600.0
     """Seconds that a collective may take."""
+    stall_s: float | None = 300.0
+    """Seconds without progress after which the run is ended, with the name of the process that the
+    others wait for; null: never. The first steps may take four times as long, a save ten times."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
 
@@ -159,6 +162,8 @@ def check(config: Config) -> None:
     """
     if config.world.timeout_s < 1:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
+    if (config.world.stall_s or 0) < 0:
+        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
     checkpoint = config.checkpoint
     if (every := checkpoint.every_steps or 0) < 0:
         raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")

@@ -1,4 +1,4 @@
-"""The words of a command line: flags, commands, names of runs, sweeps, and what each mistake says."""
+"""The words of a command line: flags, commands, names of runs, sweeps, and their mistakes."""
 
 import csv
 import io
