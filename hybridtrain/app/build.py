@@ -92,7 +92,8 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     directory = RunDirectory(config)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    background = getattr(config.checkpoint, "async")  # a keyword of Python
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, background)
     world = World.from_env(
         config.pipeline.nb_part,
         config.world.devices,

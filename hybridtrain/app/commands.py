@@ -12,6 +12,7 @@ from hybridtrain.app.config import Config
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.init_from import init_from, parse_init_from
 from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 def train(config: Config, overrides: Sequence[str]) -> None:
     """Trains, or resumes training."""
+    initial_weights = parse_init_from(config.init_from)
     context = setup_run(config, create=True)
     directory, world, model = context.directory, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
@@ -50,6 +52,8 @@ def train(config: Config, overrides: Sequence[str]) -> None:
     checkpoint = checkpoint_to_resume(context)
     placement = _placement(model.plan, world)
     _log.info("run directory %s\n%s", directory.path, placement)
+    if checkpoint is None and initial_weights is not None:
+        init_from(model, **initial_weights)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)

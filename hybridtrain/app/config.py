@@ -10,7 +10,7 @@ a config is shown quickly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridtrain.errors import ConfigError
@@ -83,7 +83,9 @@ class TrainerConfig:
     there are classes."""
 
 
-@dataclass
+# The functions that `dataclass` would write have the fields' names as parameters, and `async` is a
+# keyword of Python.
+@dataclass(init=False, repr=False, eq=False)
 class CheckpointConfig:
     """The checkpoints of a run."""
 
@@ -91,6 +93,15 @@ class CheckpointConfig:
     """Steps between two checkpoints; null: only at the end; 0: none at all."""
     keep: int | None = 3
     """The newest checkpoints to keep; null: all."""
+    __annotations__["async"] = "bool"
+    vars()["async"] = False
+    """Write checkpoints in the background; a step waits for the copy to host memory only."""
+
+    def __init__(self, **values: Any) -> None:
+        for each in fields(self):
+            setattr(self, each.name, values.pop(each.name, each.default))
+        if values:
+            raise TypeError(f"CheckpointConfig has no {', '.join(values)}")
 
 
 @dataclass
@@ -117,6 +128,9 @@ class Config:
     """The seed of the initial weights, the data order and dropout."""
     resume: str | None = "auto"
     """`auto`: the newest checkpoint in the run directory, if any; a checkpoint's path; or null."""
+    init_from: Any = None
+    """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
+    of a checkpoint, a run or a folder of the Hub; or a mapping of `path`, `strict` and `best`."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as [my_project.models]."""
     model: dict[str, Any] = field(default_factory=dict)
