@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,13 +220,15 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
         except RuntimeError:  # of before PyTorch 1.6, or not a file of torch.save
             content = torch.load(path, **options)
     except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(path) and not _is_pickle(path):
+            raise CheckpointError(f"init_from={path} is not a file of torch.save") from None
         raise CheckpointError(
             f"init_from={path} holds more than tensors, which is not loaded because it could run "
-            f"code: save its state_dict() alone ({str(error).splitlines()[0]})"
+            f"code: save its state_dict() alone ({_first_line(error)})"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"init_from={path} is not a file of torch.save: {str(error).splitlines()[0]}"
+            f"init_from={path} is not a file of torch.save: {_first_line(error)}"
         ) from None
     for key in _KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -233,6 +236,15 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not any(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"init_from={path} holds no tensors by name")
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def _is_pickle(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def parse_init_from(setting: Any) -> dict[str, Any] | None:
