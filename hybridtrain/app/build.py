@@ -123,7 +123,8 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    background = getattr(config.checkpoint, "async")  # a keyword of Python
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, background)
     if writes:
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)
