@@ -132,6 +132,29 @@ def mean_square(output, _):
     return output.square().mean()
 
 
+def test_the_weight_of_another_batch_is_refused():
+    inputs, targets = batch()
+    model = HybridModel(net(), cpu_world(1), chunks=3)
+    weights = model.step_weights([(inputs[:2], targets[:2])], cross_entropy)
+    with pytest.raises(BatchError, match="weight= is one of another batch"):
+        model.train_step(inputs, targets, cross_entropy, weight=weights[0])
+
+
+def test_a_contrastive_loss_is_seen_whole_in_two_passes():
+    def contrastive(features):
+        features = F.normalize(features, dim=1)
+        return F.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
+
+    inputs, _ = batch()
+    model, reference = HybridModel(net(), cpu_world(2), chunks=4), net()
+    features = model(inputs).requires_grad_()
+    contrastive(features).backward()
+    parts = SumLoss(lambda output, gradient: (output * gradient).sum(), lambda *_: 1)
+    model.train_step(inputs, features.grad, parts, weight=1.0)
+    contrastive(reference(inputs)).backward()
+    assert_same_gradients(model, reference, **CLOSE)
+
+
 def test_a_step_in_which_nothing_counts_is_skipped_and_counted():
     ignored = torch.full((8,), -100)
     world = cpu_world(2)
@@ -207,7 +230,7 @@ def test_a_sum_without_a_count_is_refused(loss_fn):
 
 
 @pytest.mark.parametrize("count", [-1, float("nan")])
-def test_a_count_that_is_none_is_refused(count):
+def test_a_count_that_cannot_be_is_refused(count):
     model = HybridModel(net(), cpu_world(1))
     with pytest.raises(BatchError, match="count of a loss"):
         model.train_step(*batch(), SumLoss(summed, lambda *_: count))
