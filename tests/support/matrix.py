@@ -52,7 +52,10 @@ class Cell:
 
 
 AXES: list[list[Any]] = [
-    ["linear", "conv", "dropout", "u_net", "tied_gpt", "padded", "masked_lm", "weighted"],
+    [
+        *("linear", "conv", "dropout", "u_net", "tied_gpt"),
+        *("stateful", "padded", "masked_lm", "weighted"),
+    ],
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],

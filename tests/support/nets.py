@@ -126,6 +126,57 @@ def tied_gpt(
     return net
 
 
+# Layers that change themselves in their forward
+
+
+class Counting(TanhLinear):
+    """Its output depends on how often it has run, which a buffer and an attribute count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.runs += 1
+        return super().forward(x) * (1 + 0.1 * self.count)
+
+
+class Codebook(nn.Module):
+    """Vector quantization; the codes follow moving averages, and are changed through .data."""
+
+    codes: Tensor
+    sizes: Tensor
+
+    def __init__(self, codes: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(codes, WIDTH, generator=generator(7)))
+        self.register_buffer("sizes", torch.ones(codes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training:
+            chosen = F.one_hot(nearest, len(self.codes)).to(self.codes)
+            self.sizes.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            sums = chosen.T @ x.detach().to(self.codes)
+            self.codes.data.mul_(0.9).add_(sums / self.sizes[:, None], alpha=0.1)
+        return x + (quantized - x).detach() + 0.1 * (x - quantized)
+
+
+def stateful_net() -> nn.Sequential:
+    hook, parametrization = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(
+        hook(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Counting(), Codebook(),
+        parametrization(nn.Linear(WIDTH, WIDTH)), nn.LayerNorm(WIDTH), Counting(),
+        nn.Linear(WIDTH, CLASSES),
+    )  # fmt: skip
+
+
 # Values that skip layers
 
 
@@ -378,6 +429,7 @@ CASES = {
     "pytree": Case(pytree_net, _pytree),
     "transformer": Case(lambda: dropout_transformer(0.0, nlayers=2), _reviews),
     "dropout": Case(dropout_transformer, _reviews),
+    "stateful": Case(stateful_net),
     "u_net": Case(u_net, _planes, F.mse_loss),
     "padded": Case(_token_net, padded_tokens, losses.cross_entropy, valid_sum, valid_count),
     "masked_lm": Case(
