@@ -99,5 +99,8 @@ def evaluate(
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
     if count and not math.isfinite(result["loss"]) and world.is_main:
-        _log.warning("the evaluation's loss is %s: weights or data are not finite", result["loss"])
+        _log.warning(
+            "the evaluation's loss is %s: the model has diverged, or the data are not finite",
+            result["loss"],
+        )
     return result

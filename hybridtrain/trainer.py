@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -153,26 +153,7 @@ class Trainer:
         self.throughput = Throughput()
         try:
             with self._interruptions.listening(), saving.finishing(self.store, self.world):
-                if self.step > 0:
-                    self._evaluate_and_save_if_due()  # what an interruption has kept it from
-                while self.step < self.total_steps:
-                    self._interruptions.begin_step()
-                    log_due = self._is_due(self.options.log_every, self.step + 1)
-                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                    batches = [next(stream)]
-                    # an optimizer step does not reach into the next epoch
-                    while len(batches) < self.options.accumulate and not batches[-1].last:
-                        batches.append(next(stream))
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    norm = self._train_step(batches, timeline=log_due or timeline_due)
-                    if log_due:
-                        self._log(lr, norm)
-                    if timeline_due:
-                        self.monitor.timeline(self.step, *self._stats.timelines())
-                    wanted = self._interruptions.end_step()
-                    if "stop" in wanted:
-                        self._stop()
-                    self._evaluate_and_save_if_due(save="save" in wanted)
+                self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -180,6 +161,28 @@ class Trainer:
             stream.close()
             self.monitor.close()
         return self.summary()
+
+    def _train(self, stream: Iterator[Batch]) -> None:
+        if self.step > 0:
+            self._evaluate_and_save_if_due()  # what an interruption has kept it from
+        while self.step < self.total_steps:
+            self._interruptions.begin_step()
+            log_due = self._is_due(self.options.log_every, self.step + 1)
+            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            batches = [next(stream)]
+            # an optimizer step does not reach into the next epoch
+            while len(batches) < self.options.accumulate and not batches[-1].last:
+                batches.append(next(stream))
+            lr = self.optimizer.param_groups[0]["lr"]
+            norm = self._train_step(batches, timeline=log_due or timeline_due)
+            if log_due:
+                self._log(lr, norm)
+            if timeline_due:
+                self.monitor.timeline(self.step, *self._stats.timelines())
+            wanted = self._interruptions.end_step()
+            if "stop" in wanted:
+                self._stop()
+            self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its present weights; see `evaluate`."""
@@ -201,12 +204,11 @@ class Trainer:
         """
         if self.store is None:
             return
-        store, best = self.store, self._best
         if self._checkpoint[0] != self.step:
             self._finite.check_weights(self.step)
             self._stats.gather()
             path = saving.save(
-                store,
+                self.store,
                 self.step,
                 self.model,
                 self.optimizer,
@@ -214,11 +216,10 @@ class Trainer:
                 self.states,
                 required=required,
             )
-            if path is not None:
-                self._checkpoint = self.step, path
-        if best.step == self.step and best.value is not None:
-            value = best.value
-            self.world.on_main(lambda: store.mark_best(self.step, value))
+            if path is None:
+                return
+            self._checkpoint = self.step, path
+        self._best.mark(self.step, self.store, self.world)
         self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
@@ -240,8 +241,8 @@ class Trainer:
                     self.lr_schedule.step()
         self._resumed_from = path
         self._checkpoint = self.step, path
-        if self._best.step == self.step:
-            self.save()  # marks it, in case the run ended between the two
+        if self.store is not None:  # in case the run ended between the two
+            self._best.mark(self.step, self.store, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
@@ -409,8 +410,7 @@ class Trainer:
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
         if save and (last or improved or not self._finite.skipping):
-            with self.throughput.pause():
-                # without space for one on the way, the run goes on to its end
+            with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:

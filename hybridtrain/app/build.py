@@ -14,7 +14,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, OPEN_GROUPS, Config, check
+from hybridtrain.app.config import (
+    LOADER_KEYS,
+    LOADER_OPTIONS,
+    OPEN_GROUPS,
+    Config,
+    check,
+    checkpoint_options,
+)
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
@@ -179,7 +186,7 @@ def _checked_options(
     trainer_options = _options(
         TrainerOptions,
         {**vars(config.monitor), **vars(config.trainer)},
-        checkpoint_every=config.checkpoint.every_steps or None,
+        **checkpoint_options(config.checkpoint),
     )
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
