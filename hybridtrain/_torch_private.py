@@ -22,6 +22,7 @@ __all__ = [
     "GRAD_MODE_SETTER",
     "TorchDispatchMode",
     "ddp_check_reduced",
+    "ddp_close",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
     "ddp_reset",
@@ -92,6 +93,11 @@ def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tenso
 def ddp_reset(ddp: DistributedDataParallel) -> None:
     """Forgets a prepared backward that has failed."""
     ddp.reducer._reset_state()
+
+
+def ddp_close(ddp: DistributedDataParallel) -> None:
+    """Takes DDP's hooks off the parameters, which otherwise stay until it is collected."""
+    ddp._remove_autograd_hooks()
 
 
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:

@@ -49,6 +49,12 @@ class StageReducer:
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):
                 part.process_group = group  # the stage's, so that no other thread uses it
+        self.build()
+
+    def build(self) -> None:
+        """Averages the gradients of those parameters that require one now; a collective call."""
+        self.close()
+        module, names = self._module, self._names
         if not any(parameter.requires_grad for parameter in names.values()):
             self._broadcast([*module.parameters(), *module.buffers()])
             return
@@ -61,10 +67,16 @@ class StageReducer:
         private.ddp_ignore_parameters(module, tied)
         self._ddp = DistributedDataParallel(
             module,
-            process_group=group,
+            process_group=self._group,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=self._find_unused,
         )
+
+    def close(self) -> None:
+        """Stops averaging: the parameters may get another reducer."""
+        if self._ddp is not None:
+            private.ddp_close(self._ddp)
+            self._ddp = None
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
