@@ -25,7 +25,7 @@ from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.planning import Plan, Planner
+from hybridtrain.planning import Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
@@ -100,13 +100,13 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self.plan: Plan = plan
         self._use(Pipeline(net, plan, planner.layers_of(plan), world, options))
         self._device_type = world.devices[0].type
         self._example_inputs = None if is_chain(net) else example_inputs
 
     def _use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
+        self.plan = pipeline.plan
         self.stages = pipeline.stages
         self.rng = pipeline.rng
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.model_watch import Change, Kind
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.ties import remove_aliases
-from hybridtrain.planning import Plan, Planner
+from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -33,22 +34,22 @@ def follow(
     options: PipelineOptions,
     example_inputs: Any,
 ) -> Pipeline:
-    """Returns a pipeline of `net` as it is now, with the stages of the same plan.
+    """Returns a pipeline of `net` as it is now, whose stages begin where they did.
 
     New modules are moved to their stage's device, and get replica 0's values.
 
     Raises:
-        ConfigError: the layers are not those of the plan any more, or the replicas have not all
-            changed in the same way.
+        ConfigError: a layer that a stage begins with is gone, or the replicas have not all changed
+            in the same way.
     """
     _check_replicas(change, world)
     if change.kind is Kind.FROZEN:
         pipeline.follow_requires_grad()
         return pipeline
-    planned = pipeline.planned
+    plan, planned = pipeline.plan, pipeline.planned
     remove_aliases(net)
     if change.kind is Kind.REPLACED:
-        planned = _layers(change, pipeline.plan, net, options, example_inputs, world)
+        plan, planned = _planned(change, plan, net, options, example_inputs, world)
         if world.is_main:
             log.warning(
                 "the model was changed after HybridModel was made: %s. The stages follow; an "
@@ -57,27 +58,34 @@ def follow(
             )
     pipeline.close()
     step = pipeline.rng.step
-    pipeline = Pipeline(net, pipeline.plan, planned, world, options, pipeline.groups)
+    pipeline = Pipeline(net, plan, planned, world, options, pipeline.groups)
     pipeline.rng.step = step
     return pipeline
 
 
-def _layers(
+def _planned(
     change: Change,
     plan: Plan,
     net: nn.Module,
     options: PipelineOptions,
     example_inputs: Any,
     world: World,
-) -> Any:
-    # the plan has the split already; nothing is to be measured
-    planner = Planner(net, replace(options, split="uniform"), example_inputs, world.cluster)
+) -> tuple[Plan, PlannedLayers]:
+    """Returns the plan for the layers of now: the same, or with stages that begin where they did.
+
+    Nothing is measured again, so that all processes come to the same.
+    """
+    begins = [names[0] for names in plan.layer_names[1:]]
+    planner = Planner(net, replace(options, split=begins), example_inputs, world.cluster)
+    with suppress(SplitError):
+        return plan, planner.layers_of(plan)
     try:
-        return planner.layers_of(plan)
+        plan = planner.plan()
+        return plan, planner.layers_of(plan)
     except SplitError as error:
         raise ConfigError(
-            f"the model was changed after HybridModel was made ({change.text}), and its layers are "
-            f"not those of the plan any more: make a new HybridModel ({error})"
+            f"the model was changed after HybridModel was made ({change.text}), and its stages "
+            f"cannot begin at {', '.join(begins)} any more: make a new HybridModel ({error})"
         ) from error
 
 
