@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import LAST, assert_same_checkpoint, contents, fail, learned, succeed
+from safetensors.torch import load_file
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
@@ -51,7 +52,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
     assert summary["world"]["nb_part"] == 3
     last = Path("outputs/second/checkpoints") / LAST
     weights, expected = (
-        torch.load(p / "model.pt") for p in (last, finished / "checkpoints" / LAST)
+        load_file(p / "model.safetensors") for p in (last, finished / "checkpoints" / LAST)
     )
     assert list(weights) == list(expected)
     for name, tensor in expected.items():
@@ -102,7 +103,10 @@ def test_the_checkpoint_of_another_model_is_refused_and_no_file_changes(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(copied)
-    message = fail(capfd, *SMALL, "trainer.steps=8", "model.num_classes=11")
+    other = ["trainer.steps=8", "model.num_classes=11"]
+    message = fail(capfd, *SMALL, *other)
+    assert "outputs/digits is a run with model.num_classes=null, not 11" in message
+    message = fail(capfd, *SMALL, *other, "allow_changes=true")
     assert "fc2.weight is [10, 128] there and [11, 128] in the model" in message
     assert contents(copied) == before
 
@@ -116,10 +120,11 @@ def flip_a_byte(path: Path) -> None:
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     finished: Path, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flip_a_byte(copied / "checkpoints" / LAST / "model.pt")
+    flip_a_byte(copied / "checkpoints" / LAST / "model.safetensors")
     said = succeed(capfd, *SMALL)
     assert (
-        "skipping a damaged checkpoint: outputs/digits/checkpoints/step_00000006/model.pt" in said
+        "skipping a damaged checkpoint: outputs/digits/checkpoints/step_00000006/model.safetensors"
+        in said
     )
     assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
     assert_same_checkpoint(copied / "checkpoints" / LAST, finished / "checkpoints" / LAST)
@@ -130,7 +135,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (copied / "checkpoints").iterdir():
-        flip_a_byte(path / "model.pt")
+        flip_a_byte(path / "model.safetensors")
     before = contents(copied)
     assert "none of the checkpoints in outputs/digits/checkpoints is intact" in fail(capfd, *SMALL)
     assert contents(copied) == before
@@ -148,8 +153,8 @@ def test_a_run_resumed_with_another_split_ends_with_the_same_weights(
     assert Path("outputs/parts/plan.yaml").read_text() == plan  # it was not measured again
     succeed(capfd, *parts, "pipeline.split=[1,11]")
     assert Path("outputs/parts/plan.yaml").read_text() != plan
-    ours = torch.load(f"outputs/parts/checkpoints/{LAST}/model.pt")
-    theirs = torch.load(f"outputs/whole/checkpoints/{LAST}/model.pt")
+    ours = load_file(f"outputs/parts/checkpoints/{LAST}/model.safetensors")
+    theirs = load_file(f"outputs/whole/checkpoints/{LAST}/model.safetensors")
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
@@ -169,5 +174,6 @@ def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_
     run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=time", "pipeline.nb_part=2"]
     succeed(capfd, *run, "trainer.steps=2")
     said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
-    assert "is of another model" in said
-    assert "or set another run_name" in said
+    target = "model._target_=hybridtrain.models.basicnet, not hybridtrain.models.torchvision_model"
+    assert f"outputs/digits is a run with {target}: " in said
+    assert "set another run_name=" in said
