@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_close",
+    "ddp_find_buffers",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
     "ddp_reset",
@@ -110,6 +111,11 @@ def ddp_close(ddp: DistributedDataParallel) -> None:
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the prepared backward has not reduced every gradient."""
     ddp._check_reducer_finalized()
+
+
+def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
+    """Has DDP look up the module's buffers, which it otherwise does once, when it is made."""
+    ddp._assign_modules_buffers()
 
 
 def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:

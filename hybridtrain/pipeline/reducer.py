@@ -10,6 +10,8 @@ before that backward, as PyTorch's `torch.distributed.pipelining.stage` does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -55,6 +57,9 @@ class StageReducer:
         """Averages the gradients of those parameters that require one now; a collective call."""
         self.close()
         module, names = self._module, self._names
+        parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._tables = [part._buffers.values() for part in parts if part._buffers]
+        self._buffers = list(chain.from_iterable(self._tables))
         if not any(parameter.requires_grad for parameter in names.values()):
             self._broadcast([*module.parameters(), *module.buffers()])
             return
@@ -82,8 +87,12 @@ class StageReducer:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
         if self._ddp is None:
             self._broadcast(list(self._module.buffers()))
-        else:
-            private.ddp_sync_buffers(self._ddp)
+            return
+        now = list(chain.from_iterable(self._tables))
+        if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
+            self._buffers = now  # a forward has put others in their place
+            private.ddp_find_buffers(self._ddp)
+        private.ddp_sync_buffers(self._ddp)
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""

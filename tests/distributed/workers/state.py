@@ -90,6 +90,29 @@ def _frozen_buffers(world):
     assert net[1].running_mean.any()
 
 
+class MovingMean(nn.Linear):
+    """Puts a new tensor in the place of its buffer in each forward."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+@cells.add("buffers that a forward replaces are rank 0's at each step, also when recomputed")
+def _replaced_buffers(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(MovingMean(), nn.Tanh(), MovingMean())
+    model = hybrid(net, chunks=2, checkpoint="always")
+    for seed in (0, 1, 2):
+        replica_step(model, (floats(14, seed=seed), floats(14, seed=9)), ROWS, F.mse_loss)
+        model.sync_buffers()
+        assert_same_on_all_ranks(world, buffers(net), f"step {seed}")
+
+
 def deferred(checkpoint):
     def check(world):
         torch.manual_seed(0)
