@@ -34,6 +34,8 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",
     "ddp_check_reduced",
+    "ddp_close",
+    "ddp_find_buffers",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
     "ddp_reset",
@@ -109,9 +111,19 @@ def ddp_reset(ddp: DistributedDataParallel) -> None:
     ddp.reducer._reset_state()
 
 
+def ddp_close(ddp: DistributedDataParallel) -> None:
+    """Takes DDP's hooks off the parameters, which otherwise stay until it is collected."""
+    ddp._remove_autograd_hooks()
+
+
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the prepared backward has not reduced every gradient."""
     ddp._check_reducer_finalized()
+
+
+def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
+    """Has DDP look up the module's buffers, which it otherwise does once, when it is made."""
+    ddp._assign_modules_buffers()
 
 
 def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:

@@ -30,6 +30,8 @@ from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
 
@@ -107,6 +109,7 @@ class Trainer:
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
+        self._optimized: object = None  # the pipeline whose parameters the optimizer has
         self._finite = FiniteCheck(
             model,
             self.scaler,
@@ -205,6 +208,7 @@ class Trainer:
 
         Raises:
             DivergedError: the weights are not finite; nothing is written.
+            UserError: the replicas' weights are apart.
             CheckpointError: it cannot be written, or the one before in the background was not.
         """
         if self.store is None:
@@ -212,6 +216,7 @@ class Trainer:
         if self._checkpoint[0] != self.step:
             activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step)
+            check_replicas(self.model.net, self.world)
             self._stats.gather()
             path = saving.save(
                 self.store,
@@ -359,6 +364,8 @@ class Trainer:
             )
             outs.append(out)
         self._stats.record(out.timeline)
+        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
+            self._optimized = check_optimizer(self.model, self.optimizer)
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
