@@ -102,6 +102,8 @@ class ChainBuilder:
                 )
             if not self._try(export_tracer(self._signature, values, precision)):
                 self._signature = replace(self._signature, flat=True)
+            else:
+                self._try(partial(trace, self._signature, outlined_share=TOO_LARGE_SHARE))
 
     def _try(self, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
@@ -165,6 +167,7 @@ class ChainBuilder:
             TraceGuards(
                 ((graph.expanded, graph.modes) for _, graph in graphs),
                 any(graph.grad_matters for _, graph in graphs),
+                {change for _, graph in graphs for change in graph.changes},
             ),
         )
 

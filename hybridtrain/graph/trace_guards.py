@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,7 +22,12 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
     """
 
-    def __init__(self, traced: Iterable[Traced] = (), grad_matters: bool = False) -> None:
+    def __init__(
+        self,
+        traced: Iterable[Traced] = (),
+        grad_matters: bool = False,
+        changes: Collection[tuple[int, str]] = (),
+    ) -> None:
         self._traced = list(traced)
         self._grad_matters = grad_matters
         self._hooks = [
@@ -38,6 +43,7 @@ class TraceGuards:
             for name, module in modules.items()
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and type(value) in simple
+            if (id(module), key) not in changes
         ]
 
     def check(self) -> None:
