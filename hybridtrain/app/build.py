@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader
 from hybridtrain.app import instantiate
 from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import check_choice
-from hybridtrain.losses import LOSSES, METRICS
+from hybridtrain.loss_counts import has_class_targets
+from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
@@ -46,6 +48,7 @@ class RunContext:
     model: HybridModel
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
+    loss_fn: LossFn
     metrics: dict[str, Any]
 
     def train_loader(self) -> TrainLoader:
@@ -75,8 +78,8 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     """
     check(config)
     check_choice("world.engine", config.world.engine, ENGINES)
-    check_choice("trainer.loss", config.trainer.loss, LOSSES)
-    metrics = _metrics(config)
+    loss_fn = build_loss(config)
+    metrics = _metrics(config, loss_fn)
     pipeline_options = _options(
         PipelineOptions,
         {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},
@@ -116,9 +119,22 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
     model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
+    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
+        model.with_count(loss_fn)  # refuses what cannot be weighted
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.to(model.pipeline.output_device)
     loader_options = replace(loader_options, collate=data.collate)
     return RunContext(
-        config, directory, store, world, data, model, trainer_options, loader_options, metrics
+        config,
+        directory,
+        store,
+        world,
+        data,
+        model,
+        trainer_options,
+        loader_options,
+        loss_fn,
+        metrics,
     )
 
 
@@ -148,10 +164,10 @@ def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) ->
     return kind(**{name: settings[name] for name in names}, **others)
 
 
-def _metrics(config: Config) -> dict[str, Any]:
+def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
     chosen = config.trainer.metrics
     if chosen is None:
-        chosen = [] if config.trainer.loss == "mse" else ["accuracy"]
+        chosen = ["accuracy"] if has_class_targets(loss_fn) else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
     for metric in chosen.values():

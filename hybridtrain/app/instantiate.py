@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "optim": ("torch.optim",),
     "lr_schedule": ("torch.optim.lr_scheduler",),
     "trainer.metrics": ("torchmetrics",),
+    "trainer.loss": ("torch.nn", "hybridtrain.losses"),
     "data.tokenizer": ("torchtext.data",),
 }
 
