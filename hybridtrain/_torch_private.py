@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
 # Tensors with shapes and without data, as torch.export runs a forward on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -43,7 +43,6 @@ from hybridtrain.graph.traced_graph import (
     replaced,
 )
 
-
 # The submodule of an exported module that checks the sizes of its inputs.
 GUARDS = "_guards_fn"
 

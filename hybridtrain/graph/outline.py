@@ -1,7 +1,7 @@
 """Takes statements out of a forward, so that the rest of it can be traced.
 
-A statement whose course depends on data, or that changes the model, cannot be recorded. It becomes a
-function of its own, a *stretch*, which a graph calls as it calls a submodule:
+A statement whose course depends on data, or that changes the model, cannot be recorded. It becomes
+a function of its own, a *stretch*, which a graph calls as it calls a submodule:
 
     def forward(self, x):                 def forward(self, x):
         x = self.first(x)                     x = self.first(x)
@@ -19,18 +19,32 @@ import ast
 import copy
 import dis
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
+import torch
 from torch import nn
 
-from hybridtrain.graph.traced_graph import Untraceable
+from hybridtrain.graph.traced_graph import Untraceable, user_line
 
 _CALL = "_hybridtrain_stretch"
 _LISTS = ("body", "orelse", "finalbody", "handlers", "cases")
+# Objects that do not change in themselves, or whose changes are looked after elsewhere.
+_IMMUTABLE = (
+    type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, MethodType,
+    BuiltinFunctionType, nn.Module, torch.dtype, torch.device,
+)  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 # How a stretch may reach submodules that its code does not name.
 _REACHES_ALL = {
@@ -48,24 +62,28 @@ class StretchCode:
         function: takes the module and `inputs`; returns `outputs` as a tuple, or the forward's own
             result if `returns`.
         name: for the layer that it becomes.
+        reason: why it was taken out; "" if because of another one.
         inputs: the local variables that it reads.
         tensors: those of them that stand for parameters and buffers of the module: its own name of
             each, by the local one.
         outputs: the local variables that it sets and the rest of the forward reads.
         returns: whether it ends the forward.
         modules: the names of the module's own children that it may call.
-        changes: the names of the attributes, globals and nonlocals that it may set.
+        changes: the names of the attributes and globals that it may set.
+        uses: the names of those that it may read.
         in_place: whether it may change a tensor in place.
     """
 
     function: FunctionType
     name: str
+    reason: str
     inputs: tuple[str, ...]
     tensors: dict[str, str]
     outputs: tuple[str, ...]
     returns: bool
     modules: frozenset[str]
     changes: frozenset[str]
+    uses: frozenset[str]
     in_place: bool
 
     @property
@@ -84,7 +102,7 @@ class Outline:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._forward = _function(module)
-        self._lines: set[int] = set()
+        self._reasons: dict[int, str] = {}  # by the line
         self._codes = {self._forward.__code__} if self._forward else set()
         self.stretches: list[StretchCode] = []
 
@@ -97,12 +115,26 @@ class Outline:
             trace = trace.tb_next
         return None
 
-    def take_out(self, line: int | None) -> bool:
-        """Takes the statement at `line` out as well; returns whether that is possible and new."""
-        if self._forward is None or line is None or line in self._lines:
+    def take_out(self, error: BaseException) -> bool:
+        """Takes out the statement that `error` comes from; returns whether it is here, and new."""
+        line = self.line_of(error)
+        if self._forward is None or line is None or line in self._reasons:
             return False
-        self._lines.add(line)
+        self._reasons[line] = user_line(error)
         return True
+
+    def take_out_globals(self) -> bool:
+        """Takes out the statements that use a global that the forward sets; False if none is new.
+
+        A line that uses a global set elsewhere cannot be helped: what sets it would be traced.
+        """
+        if self._forward is None or not self._forward.__code__.co_names:
+            return False
+        tree = _parse(self._forward)
+        _, stores = _names(tree.body)
+        lines = {each.lineno for each in _reads(tree, "", frozenset(stores))} - set(self._reasons)
+        self._reasons |= dict.fromkeys(lines, "uses a global that the forward sets")
+        return bool(lines)
 
     @property
     def changes(self) -> frozenset[str]:
@@ -115,16 +147,16 @@ class Outline:
         Raises:
             Untraceable: a statement cannot be taken out.
         """
-        if self._forward is None or not self._lines:
+        if self._forward is None or not self._reasons:
             return None
         tree = _parse(self._forward)
         own = tree.args.posonlyargs + tree.args.args
         if not own:
             raise Untraceable("a forward without self cannot be taken apart")
-        blocks = _Blocks(tree, set(self._lines))
+        blocks = _Blocks(tree, set(self._reasons))
         while True:
             self.stretches = [self._compile(tree, block, k) for k, block in enumerate(blocks.found)]
-            touching = self._methods_that_touch(self.changes)
+            touching = self._names_that_touch(self.changes)
             lines = {n.lineno for n in _reads(tree, own[0].arg, touching)}
             if not blocks.add(lines):
                 break
@@ -140,7 +172,9 @@ class Outline:
         own = (tree.args.posonlyargs + tree.args.args)[0].arg
         variables = {*self._forward.__code__.co_varnames, *self._forward.__code__.co_cellvars}
         tensors = self._module._parameters.keys() | self._module._buffers.keys()
-        statements = [_Tensors(own, tensors).visit(copy.deepcopy(each)) for each in block.statements]
+        statements = [
+            _Tensors(own, tensors).visit(copy.deepcopy(each)) for each in block.statements
+        ]
         read = {f"{own}_{name}": name for name in sorted(tensors)}
         loads, stores = _names(statements)
         after = {n for each in ast.walk(tree) if each not in block.nodes for n in _loaded(each)}
@@ -150,6 +184,8 @@ class Outline:
         names = dict.fromkeys([*inputs, *held, *sorted(stores & variables)])
         names.pop(own, None)
         declared = [n for n in ast.walk(tree) if isinstance(n, ast.Global | ast.Nonlocal)]
+        if any(isinstance(each, ast.Nonlocal) for each in declared):
+            raise Untraceable("a forward with nonlocal variables cannot be taken apart")
         end = [] if block.returns else [_return(dict.fromkeys([*outputs, *inputs]))]
         definition = ast.parse(f"def _stretch({own}, {', '.join(f'{n}=None' for n in names)}): ...")
         stretch = definition.body[0]
@@ -157,8 +193,11 @@ class Outline:
         stretch.body = [*map(copy.deepcopy, declared), *statements, *end]
         ast.copy_location(stretch, block.first)
         function = _build(self._forward, stretch, None, defaults=(None,) * len(names))
+        first, last = block.lines
         uses_self_whole = _passes_self(statements, own)
         used, changes = self._reach(function.__code__)
+        called, _ = self._reach(function.__code__, only_called=True)
+        changes |= (set(_given_away(statements, own)) | called) & self._mutable()
         used_tensors = used & tensors
         if uses_self_whole or used & _REACHES_ALL:
             used |= self._module._modules.keys()
@@ -171,45 +210,64 @@ class Outline:
         return StretchCode(
             function,
             f"line{block.first.lineno}",
+            next((why for line, why in self._reasons.items() if first <= line <= last), ""),
             tuple(inputs),
             held,
             outputs,
             block.returns,
             frozenset(used & self._module._modules.keys()),
             frozenset(changes),
+            frozenset(used),
             _may_work_in_place(statements),
         )
 
-    def _reach(self, code: CodeType) -> tuple[set[str], set[str]]:
-        """Returns the names that `code` and the methods in it use, and the attributes they set."""
+    def _mutable(self) -> set[str]:
+        """Returns the names of attributes and globals whose objects may change in themselves."""
+        assert self._forward is not None
+        held = self._forward.__globals__
+        names = {name for name in self._forward.__code__.co_names if name in held}
+        values = {name: held[name] for name in names} | vars(self._module)
+        return {name for name, value in values.items() if not isinstance(value, _IMMUTABLE)}
+
+    def _reach(self, code: CodeType, only_called: bool = False) -> tuple[set[str], set[str]]:
+        """Returns the names that `code` and what it calls use, and those that they set.
+
+        What it calls are methods of the module and functions among the globals. With `only_called`,
+        `code` itself is left out.
+        """
+        assert self._forward is not None
         used: set[str] = set()
         changes: set[str] = set()
-        todo, seen = [code], {code}
+        todo, seen = [(code, self._forward.__globals__)], {code}
         while todo:
-            current = todo.pop()
-            names = set(current.co_names)
-            used |= names
+            current, held = todo.pop()
+            if not (only_called and current is code):
+                used |= set(current.co_names)
             changes |= {
-                str(each.argval) for each in dis.get_instructions(current) if "STORE_ATTR" in each.opname
+                str(each.argval)
+                for each in dis.get_instructions(current)
+                if each.opname in ("STORE_ATTR", "STORE_GLOBAL")
             }
-            methods = [getattr(type(self._module), name, None) for name in sorted(names)]
-            found = [f.__code__ for f in methods if isinstance(f, FunctionType)]
-            found += [each for each in current.co_consts if isinstance(each, CodeType)]
-            found = [each for each in found if each not in seen and "torch/nn/" not in each.co_filename]
-            seen.update(found)
-            todo += found
+            called = [getattr(type(self._module), name, None) for name in current.co_names]
+            called += [held.get(name) for name in current.co_names]
+            found = [
+                (each.__code__, each.__globals__) for each in map(_user_function, called) if each
+            ]
+            found += [(each, held) for each in current.co_consts if isinstance(each, CodeType)]
+            todo += [each for each in found if each[0] not in seen]
+            seen |= {each for each, _ in found}
         return used, changes
 
-    def _methods_that_touch(self, names: frozenset[str]) -> frozenset[str]:
-        """Returns `names`, and those of the module's methods and properties that use one."""
+    def _names_that_touch(self, names: frozenset[str]) -> frozenset[str]:
+        """Returns `names`, and the methods, properties and functions that use one of them."""
+        assert self._forward is not None
         touching = set(names)
-        for name in dir(type(self._module)) if names else ():
-            value = inspect.getattr_static(type(self._module), name, None)
-            value = value.fget if isinstance(value, property) else value
-            if isinstance(value, FunctionType) and name != "forward":
-                used, _ = self._reach(value.__code__)
-                if used & names and not value.__module__.startswith("torch."):
-                    touching.add(name)
+        kind, held = type(self._module), self._forward.__globals__
+        for name in (*dir(kind), *self._forward.__code__.co_names) if names else ():
+            value = inspect.getattr_static(kind, name, held.get(name))
+            function = _user_function(value.fget if isinstance(value, property) else value)
+            if function and name != "forward" and self._reach(function.__code__)[0] & names:
+                touching.add(name)
         return frozenset(touching)
 
 
@@ -217,18 +275,18 @@ class Outline:
 class _Block:
     """Consecutive statements of one list of the forward."""
 
-    list: list[ast.stmt]
+    siblings: list[ast.stmt]
     start: int
     end: int
     returns: bool
 
     @property
     def statements(self) -> list[ast.stmt]:
-        return self.list[self.start : self.end]
+        return self.siblings[self.start : self.end]
 
     @property
     def first(self) -> ast.stmt:
-        return self.list[self.start]
+        return self.siblings[self.start]
 
     @property
     def nodes(self) -> set[ast.AST]:
@@ -236,11 +294,11 @@ class _Block:
 
     @property
     def lines(self) -> tuple[int, int]:
-        last = self.list[self.end - 1]
+        last = self.siblings[self.end - 1]
         return self.first.lineno, last.end_lineno or last.lineno
 
     def replace_by(self, statement: ast.stmt) -> None:
-        self.list[self.start : self.end] = [statement]
+        self.siblings[self.start : self.end] = [statement]
 
 
 class _Blocks:
@@ -287,6 +345,15 @@ def _function(module: nn.Module) -> FunctionType | None:
     if hasattr(forward, "__wrapped__") or forward.__module__.startswith("torch."):
         return None
     return forward
+
+
+def _user_function(value: Any) -> FunctionType | None:
+    """Returns `value` if it is a function, and not PyTorch's or Python's."""
+    function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    if not isinstance(function, FunctionType):
+        return None
+    package = (function.__module__ or "").partition(".")[0]
+    return None if package == "torch" or package in sys.stdlib_module_names else function
 
 
 def _parse(forward: FunctionType) -> ast.FunctionDef:
@@ -351,9 +418,7 @@ def _return(names: Iterable[str]) -> ast.stmt:
     return ast.parse(f"return ({''.join(f'{name}, ' for name in names)})").body[0]
 
 
-def _path(
-    parent: Any, line: int
-) -> Iterator[tuple[list[ast.stmt], int, Any]]:
+def _path(parent: Any, line: int) -> Iterator[tuple[list[ast.stmt], int, Any]]:
     """Yields where the statement at `line` is, from the outside: list, index, its owner."""
     for field in _LISTS:
         for index, each in enumerate(getattr(parent, field, ())):
@@ -364,7 +429,8 @@ def _path(
             if first <= line <= last:
                 if isinstance(each, ast.stmt):
                     yield getattr(parent, field), index, parent
-                if not isinstance(each, _FUNCTIONS):
+                # the line of an `if` is not that of what it holds, though that may be on it
+                if not isinstance(each, _FUNCTIONS) and line > first:
                     yield from _path(each, line)
                 return
 
@@ -385,6 +451,10 @@ def _leaves(statement: ast.stmt) -> set[type]:
 
     visit(statement, False)
     return found
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _loaded(node: ast.AST) -> Iterator[str]:
@@ -412,18 +482,34 @@ def _names(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
 
 def _reads(tree: ast.FunctionDef, own: str, names: frozenset[str]) -> Iterator[ast.expr]:
     """Yields where the forward uses one of `names` as an attribute of its module or as a global."""
-    declared = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Global | ast.Nonlocal)
-        for name in node.names
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in names & declared:
-            yield node
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            if isinstance(node.value, ast.Name) and node.value.id == own:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in names:
+            if node.id in declared or node.id not in stored:
                 yield node
+        elif isinstance(node, ast.Attribute) and node.attr in names and _is(node.value, own):
+            yield node
+
+
+def _given_away(statements: Sequence[ast.stmt], own: str) -> Iterator[str]:
+    """Yields the attributes and globals that are called, given to a call, or set something of."""
+
+    def root(node: ast.AST) -> Iterator[str]:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
+            if isinstance(node, ast.Attribute) and _is(node.value, own):
+                yield node.attr
+            node = node.func if isinstance(node, ast.Call) else node.value
+        if isinstance(node, ast.Name):
+            yield node.id
+
+    for node in (node for each in statements for node in ast.walk(each)):
+        if isinstance(node, ast.Call):
+            for each in (node.func, *node.args, *(word.value for word in node.keywords)):
+                yield from root(each)
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield from root(node)
 
 
 def _passes_self(statements: Sequence[ast.stmt], own: str) -> bool:
@@ -456,9 +542,7 @@ class _Tensors(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Replaces one."""
         self.generic_visit(node)
-        if not (isinstance(node.value, ast.Name) and node.value.id == self._own):
-            return node
-        if node.attr not in self._names:
+        if not _is(node.value, self._own) or node.attr not in self._names:
             return node
         if not isinstance(node.ctx, ast.Load):
             raise Untraceable(f"sets its attribute {node.attr!r}, which a graph would not")

@@ -208,10 +208,10 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
     viewed = _viewed(traced)
-    stateful: dict[int, list[int]] = {}  # the segments of stretches that change a module
+    stateful: dict[int, list[int]] = {}  # the segments of stretches that share state
     for node, first in viewed.items():
         stretch = _stretch(node, traced.find)
-        if stretch is not None and stretch.changes:
+        if stretch is not None and stretch.touches:
             stateful.setdefault(id(stretch.owner[0]), []).append(segment_of[node])
         if not node.all_input_nodes:
             continue
@@ -257,6 +257,8 @@ def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
     """Returns whether the result of `node` may share the memory of its first argument."""
     if node.op == "call_module":
         module = find(str(node.target))
+        if isinstance(module, Stretch):
+            return True
         is_new = type(module).__module__ in _RETURN_NEW_TENSORS
         return not is_new and not any(True for _ in module.parameters())
     if node.op == "call_method":

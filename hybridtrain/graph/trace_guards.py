@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
+from hybridtrain.graph.frozen import globals_read
 
 # The modules whose code a graph stands for, by name, and the training flags, in the order of the
 # modules, with which the graph was traced; empty if they make no difference.
@@ -44,6 +45,13 @@ class TraceGuards:
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and type(value) in simple
             if (id(module), key) not in changes
+        ]
+        changed = {name for _, name in changes}
+        self._attributes += [
+            (f"the global {held.get('__name__')}", held, key, held[key])
+            for modules, _ in self._traced
+            for held, key in globals_read(modules.values())
+            if type(held[key]) in simple and key not in changed
         ]
 
     def check(self) -> None:

@@ -81,7 +81,8 @@ def first_difference(one: TracedGraph, other: TracedGraph) -> fx.Node | None:
     """Returns the first node in which two graphs of one forward differ; None if they are equal."""
     for traced, against in ((one, other), (other, one)):
         pairs = zip_longest(operations(traced, _Constant), operations(against, _Constant))
-        for node, (ours, theirs) in zip(traced.graph.nodes, pairs, strict=False):
+        nodes: list[fx.Node] = list(traced.graph.nodes)
+        for node, (ours, theirs) in zip(nodes, pairs, strict=False):
             if ours != theirs:
                 return node
     return None

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,7 +26,7 @@ from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.frozen import Generators, refused_calls
 from hybridtrain.graph.outline import Outline
-from hybridtrain.graph.stretch import Stretch, outputs, variables
+from hybridtrain.graph.stretch import Stretch, changes_container, outputs, variables
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -101,6 +101,8 @@ def trace(
             break
         path, place, reason = fault
         if not path:
+            if outlines is not None and outlines.of("").take_out_globals():
+                continue
             raise Untraceable(reason, place)
         kept[path] = f"{place}: {reason}"
     if tracer.asked_grad_mode:
@@ -134,8 +136,13 @@ class Outlines:
         module = self._module.get_submodule(name)
         if name and sum(p.numel() for p in module.parameters()) <= self._least:
             return False
-        outline = self._outlines.setdefault(name, Outline(module))
-        return outline.take_out(outline.line_of(error))
+        return self.of(name).take_out(error)
+
+    def of(self, name: str) -> Outline:
+        """Returns that of the module `name`, from which nothing may be taken yet."""
+        if name not in self._outlines:
+            self._outlines[name] = Outline(self._module.get_submodule(name))
+        return self._outlines[name]
 
 
 class _Tracer(fx.Tracer):
@@ -185,15 +192,17 @@ class _Tracer(fx.Tracer):
         finally:
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
-        found: dict[str, Any] = constants | self._stretches
+        held: dict[str, Any] = constants | self._stretches
         return TracedGraph(
             graph=graph,
             calls={node: self.calls[node] for node in graph.nodes if node in self.calls},
-            find=lambda name: found[name] if name in found else attrgetter(name)(module),
+            find=lambda name: held[name] if name in held else attrgetter(name)(module),
             expanded=self.expanded,
             unexpanded=self.unexpanded,
             changes=frozenset(
-                (id(each.owner[0]), name) for each in self._stretches.values() for name in each.changes
+                (id(each.owner[0]), name)
+                for each in self._stretches.values()
+                for name in each.touches
             ),
         )
 
@@ -264,6 +273,8 @@ class _Tracer(fx.Tracer):
         """Creates a node, unless an `autograd.Function` asks for it."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
         node = super().create_node(*args, **kwargs)
+        if node.op.startswith("call_") and node.op != "call_module" and changes_container(node):
+            raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
         self.places[node] = self._inside[-1], current_user_line()
         return node
 
@@ -298,7 +309,7 @@ class _Tracer(fx.Tracer):
         """Returns the forward of a module, without the statements that are taken out of it."""
         outline = self._outlines.find(name) if self._outlines is not None else None
         if outline is None:
-            return cast(Callable[..., Any], module.forward)
+            return module.forward
 
         def run_stretch(number: int, values: dict[str, Any]) -> Any:
             code = outline.stretches[number]
@@ -306,13 +317,15 @@ class _Tracer(fx.Tracer):
             layer = f"{name}.{code.name}".lstrip(".")
             count = self.num_calls[layer] = self.num_calls.get(layer, -1) + 1
             target = f"{layer}@{count}"
-            self._stretches[target] = Stretch(module, code, fixed, list(given))
+            if code.reason:
+                self.unexpanded[layer] = code.reason
+            self._stretches[target] = Stretch(module, code, fixed, list(given), outline.changes)
             result = self.create_proxy("call_module", target, tuple(given.values()), {})
             self.calls[result.node] = [(layer, count)]
             return outputs(code, values, result)
 
         function = outline.forward(run_stretch)
-        return cast(Callable[..., Any], module.forward if function is None else MethodType(function, module))
+        return module.forward if function is None else MethodType(function, module)
 
     @contextmanager
     def _outlined(self, name: str, module: nn.Module) -> Iterator[None]:
