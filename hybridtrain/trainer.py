@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LossFn
@@ -27,6 +27,7 @@ from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.run_stats import RunStats
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
     from torchmetrics import Metric
 
 
@@ -107,6 +108,9 @@ class Trainer:
         scaler: scales the loss, for fp16; a step whose gradients overflow is skipped by all
             replicas alike, since they share the averaged gradients.
         store: where checkpoints go; None: none are saved.
+        states: what else is saved and restored, by name: anything with `state_dict` and
+            `load_state_dict` of tensors and plain values, such as a moving average of the weights.
+            Rank 0's state counts; every process calls `state_dict`, so that one may gather.
         monitor: receives what is logged.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
@@ -133,6 +137,7 @@ class Trainer:
         lr_schedule: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
+        states: Mapping[str, Stateful] | None = None,
         monitor: Monitor | None = None,
         **settings: Any,
     ) -> None:
@@ -150,6 +155,9 @@ class Trainer:
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
+        self.states = dict(states or {})
+        if getattr(self.train, "has_state", False):
+            self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
         self.step = self.samples = self.epoch = self.batch = self.skipped_steps = 0
         self.throughput = Throughput()
@@ -183,21 +191,19 @@ class Trainer:
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
-            while self.step < self.total_steps:
-                log_due = self._is_due(self.options.log_every, self.step + 1)
-                timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                batches = [next(stream)]
-                # an optimizer step does not reach into the next epoch
-                while len(batches) < self.options.accumulate and not batches[-1].last:
-                    batches.append(next(stream))
-                lr = self.optimizer.param_groups[0]["lr"]
-                norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
-                if log_due:
-                    self._log(lr, norm)
-                if timeline_due:
-                    self.monitor.timeline(self.step, *self._stats.timelines())
-                self._evaluate_and_save_if_due()
-            self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
+            with saving.finishing(self.store, self.world):
+                while self.step < self.total_steps:
+                    log_due = self._is_due(self.options.log_every, self.step + 1)
+                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+                    batches = take(stream, self.options.accumulate)
+                    lr = self.optimizer.param_groups[0]["lr"]
+                    norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
+                    if log_due:
+                        self._log(lr, norm)
+                    if timeline_due:
+                        self.monitor.timeline(self.step, *self._stats.timelines())
+                    self._evaluate_and_save_if_due()
+                self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
         finally:
             stream.close()
             self.monitor.close()
@@ -211,14 +217,28 @@ class Trainer:
         self._evaluated = self.step, result
         return result
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed."""
+    def save(self, required: bool = True) -> None:
+        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed.
+
+        Args:
+            required: a full disk is an error, not a warning.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before in the background was not.
+        """
         if self.store is None or self._checkpoint[0] == self.step:
             return
-        store, files = self.store, state.writers(self.model, self.optimizer, {"trainer": self})
-        # the others wait in a group where a long wait is allowed
-        path = self.world.on_main(lambda: store.save(self.step, files))
-        self._checkpoint = self.step, path
+        path = saving.save(
+            self.store,
+            self.step,
+            self.model,
+            self.optimizer,
+            {"trainer": self},
+            self.states,
+            required=required,
+        )
+        if path is not None:
+            self._checkpoint = self.step, path
 
     def resume(self, path: Path) -> None:
         """Continues from the checkpoint at `path`, of any split and number of processes.
@@ -230,7 +250,7 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        state.restore(path, self.model, self.optimizer, {"trainer": self})
+        state.restore(path, self.model, self.optimizer, {"trainer": self}, self.states)
         if self.lr_schedule is not None:
             # stepped again from 0 instead of loaded: its parameters and length are this run's
             with warnings.catch_warnings():
@@ -252,7 +272,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; with another batch size, at the same sample or just before it."""
+        """Loads a `state_dict`; with another batch size, at the same sample or just before it.
+
+        Raises:
+            CheckpointError: a number is not of its type or out of bounds.
+            ConfigError: see `resume`.
+        """
+        check_progress(state_dict, self.total_steps)
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
@@ -374,5 +400,5 @@ class Trainer:
                     result = self.evaluate().items()
                     values = {f"eval/{name}": x for name, x in result if name != "samples"}
                     self.monitor.scalars(self.step, values)
-                if saves:
-                    self.save()
+                if saves:  # without space for one on the way, the run goes on to its end
+                    self.save(required=self.step == self.total_steps)

@@ -6,17 +6,15 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 
-from safetensors.torch import save
-
 from hybridtrain.app.build import build_monitor, build_scaler, setup_run
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
-from hybridtrain.files import write_atomically
 from hybridtrain.losses import LOSSES
 from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
@@ -117,12 +115,8 @@ def export(config: Config, overrides: Sequence[str]) -> None:
     state.restore(checkpoint, context.model)
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
     if context.world.is_main:
-        tensors = {
-            name: value.cpu().contiguous() for name, value in context.model.state_dict().items()
-        }
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Through bytes: only the owner may read the files that safetensors' own save_file makes.
-        write_atomically(path, save(tensors))
+        write_weights(path, context.model.state_dict())
         _log.info("wrote %s, of %s", path, checkpoint)
     context.world.close()
 

@@ -6,12 +6,12 @@ import itertools
 import pickle
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain.data.agreement import Piece, agreed, digest_of
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.batch import Batch, BatchSource
 from hybridtrain.data.faults import check_pair, name_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.microbatch import batch_size
@@ -103,7 +103,7 @@ class OwnLoader:
             check_pair(batch, loader)
             if digest is None:
                 digest = digest_of(batch)
-            state = pickle.dumps(loader.state_dict()) if hasattr(loader, "state_dict") else None
+            state = pickle.dumps(loader.state_dict()) if self.has_state else None
             yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
 
     def _check_digests(self, digests: list[int]) -> None:
@@ -113,11 +113,14 @@ class OwnLoader:
                 f"world.replica and world.replicas, as a DistributedSampler does"
             )
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Returns the loaders' states after the last batch; None if they have none; collective."""
-        if self._state is None:
-            return None
-        state = pickle.loads(self._state)
+    @property
+    def has_state(self) -> bool:
+        """Whether the loader has a state of its own."""
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the loaders' states after the last batch in use; a collective call."""
+        state = pickle.loads(self._state) if self._state is not None else None
         states = self._world.gather(state)[:: self._world.processes_per_replica]
         return {"epoch": self._position[0], "batch": self._position[1], "states": states}
 
@@ -135,6 +138,13 @@ class OwnLoader:
             )
         state = pickle.dumps(states[self._world.replica])
         self._loaded = {**state_dict, "state": state}
+
+
+def as_source(train: BatchSource | Iterable[Any], world: World) -> BatchSource:
+    """Returns what a trainer trains on: `train`, or the batches of a loader of the user's own."""
+    if hasattr(train, "stream"):
+        return cast(BatchSource, train)
+    return OwnLoader(train, world)
 
 
 def _check_batch_sampler(loader: DataLoader[Any], world: World) -> None:

@@ -192,13 +192,16 @@ class StreamLoader:
                 f"do so with a generator of its own, from a fixed seed and the epoch"
             )
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Returns where the data set stands after the last batch that was handed out, if it can.
+    @property
+    def has_state(self) -> bool:
+        """Whether the data set has a state of its own."""
+        return hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
-        None if the data set has no `state_dict`. A collective call if the data set divides itself.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the data set stands after the last batch in use.
+
+        A collective call if the data set divides itself.
         """
-        if not hasattr(self.dataset, "state_dict") or self._position == (0, 0):
-            return None
         own = {worker: pickle.loads(x) for worker, x in self._states.items() if x is not None}
         # the worker that made the last batch has read the furthest, as far as all have
         states: list[Any] = [own.get(self._next_worker - 1)]

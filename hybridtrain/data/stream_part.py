@@ -114,7 +114,7 @@ class StreamPart(IterableDataset[Any]):
         self, reader: _Reader, samples: list[Any], counts: int, total: int | None, worker: int
     ) -> Any:
         state = None
-        if hasattr(self._dataset, "state_dict"):
+        if hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict"):
             state = pickle.dumps(self._dataset.state_dict())
         what = f"{len(samples)} samples of {name_of(self._dataset)}, before sample {reader.read}"
         batch = collated(samples, self._collate, self._dataset, what)
