@@ -19,6 +19,7 @@ from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import LossFn
@@ -147,9 +148,7 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train: BatchSource = (
-            train if hasattr(train, "stream") else OwnLoader(train, self.world)
-        )
+        self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)

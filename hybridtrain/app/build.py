@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check
@@ -20,6 +19,7 @@ from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
+from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
 from hybridtrain.errors import check_choice
 from hybridtrain.losses import LOSSES, METRICS
 from hybridtrain.model import HybridModel
@@ -48,10 +48,11 @@ class RunContext:
     loader_options: LoaderOptions
     metrics: dict[str, Any]
 
-    def train_loader(self) -> TrainLoader:
+    def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
         size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
-        return TrainLoader(self.data.train, size, self.world, seed=seed, options=options)
+        kind = StreamLoader if is_stream(self.data.train) else TrainLoader
+        return kind(self.data.train, size, self.world, seed=seed, options=options)
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
@@ -114,7 +115,7 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
         "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
     )
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
-    example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
+    example = example_batch(data.train, share, data.collate)
     model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
     loader_options = replace(loader_options, collate=data.collate)
     return RunContext(

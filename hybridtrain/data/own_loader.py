@@ -21,7 +21,7 @@ from hybridtrain.world import World
 class OwnLoader:
     """The batches of `loader`, epoch after epoch: any iterable of `(inputs, targets)`.
 
-    Each replica's loader yields samples of its own, for example by a DistributedSampler or by
+    Each replica's loader yields its own samples, for example by a DistributedSampler or by
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
     samplers and its data set, where they have it. With `state_dict` and `load_state_dict`, as
     torchdata's StatefulDataLoader has, a resumed run continues where it was; otherwise it takes
@@ -44,8 +44,8 @@ class OwnLoader:
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise DataError(
-                f"{name_of(loader)} is no loader: pass an object whose __iter__ starts anew, and "
-                f"yields batches `(inputs, targets)`"
+                f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
+                f"and yields batches `(inputs, targets)`"
             )
         if world.replicas > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
@@ -54,7 +54,7 @@ class OwnLoader:
         self.loader = loader
         self._world = world
         self.batches_per_epoch: int | None = None
-        with suppress(TypeError):  # as it is for a DataLoader of a data set without length
+        with suppress(TypeError):  # a DataLoader of a data set without length
             self.batches_per_epoch = len(loader)  # type: ignore[arg-type]
         self._position = (0, 0)
         self._state: bytes | None = None
@@ -64,7 +64,7 @@ class OwnLoader:
         """Yields this replica's batches from `batch` of `epoch` on.
 
         Raises:
-            DataError: a batch is no pair, all replicas get the same samples, or there are none.
+            DataError: a batch is not a pair, all replicas get the same samples, or there are none.
         """
         loaded, self._loaded = self._loaded, None
         skip = batch
@@ -115,7 +115,7 @@ class OwnLoader:
 
     @property
     def has_state(self) -> bool:
-        """Whether the loader has a state of its own."""
+        """True if the loader can save and load its state."""
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 
     def state_dict(self) -> dict[str, Any]:
