@@ -40,13 +40,13 @@ __all__ = [
     "ddp_prepare_for_backward",
     "ddp_reset",
     "ddp_sync_buffers",
+    "end_loader",
     "get_default_store",
     "has_hooks",
     "hooks_of",
     "loader_workers",
     "operator_schema",
     "run_backward",
-    "wake_loader",
 ]
 
 # --- tracing
@@ -157,11 +157,21 @@ def loader_workers(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
 
 
-def wake_loader(iterator: Any) -> None:
-    """Ends another thread's wait for a batch of `iterator`, with an exception there.
+def end_loader(iterator: Any, kill: bool) -> None:
+    """Ends the worker processes of a DataLoader's iterator, and another thread's wait for a batch.
 
     `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
+    `_shutdown_workers`: otherwise called when the iterator is collected, which is late where a
+    traceback holds it, and may be in a process forked later, which waits for them in vain.
+
+    Args:
+        iterator: of a DataLoader.
+        kill: do not ask the workers first; one that hangs would not answer.
     """
-    queue = getattr(iterator, "_worker_result_queue", None)
-    if queue is not None:
-        queue.put(None)  # not a pair of a number and a batch
+    if not hasattr(iterator, "_shutdown_workers"):
+        return
+    if kill:
+        for worker in iterator._workers:
+            worker.kill()
+        iterator._worker_result_queue.put(None)  # not a pair of a number and a batch: raises there
+    iterator._shutdown_workers()

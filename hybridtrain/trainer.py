@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -19,9 +19,9 @@ from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import OwnLoader
+from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
 from hybridtrain.finite_check import FiniteCheck
@@ -96,15 +96,15 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train: BatchSource = (
-            train if hasattr(train, "stream") else OwnLoader(train, self.world)
-        )
+        self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
+        if getattr(self.train, "has_state", False):
+            self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
@@ -176,10 +176,7 @@ class Trainer:
             log_due = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
             activity.now(f"step {self.step + 1}: data")
-            batches = [next(stream)]
-            # an optimizer step does not reach into the next epoch
-            while len(batches) < self.options.accumulate and not batches[-1].last:
-                batches.append(next(stream))
+            batches = take(stream, self.options.accumulate)
             activity.now(f"step {self.step + 1}: train")
             lr = self.optimizer.param_groups[0]["lr"]
             norm = self._train_step(batches, timeline=log_due or timeline_due)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.config import (
@@ -32,6 +31,7 @@ from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
+from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
@@ -63,10 +63,11 @@ class RunContext:
     loss_fn: LossFn
     metrics: dict[str, Any]
 
-    def train_loader(self) -> TrainLoader:
+    def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
         size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
-        return TrainLoader(self.data.train, size, self.world, seed=seed, options=options)
+        kind = StreamLoader if is_stream(self.data.train) else TrainLoader
+        return kind(self.data.train, size, self.world, seed=seed, options=options)
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
@@ -150,7 +151,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
             share,
             share,
         )
-    example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
+    example = example_batch(data.train, share, data.collate)
     model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
     with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
         model.with_count(loss_fn)  # refuses what cannot be weighted
