@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Tensors with shapes and without data, as torch.export runs a forward on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_ignore_parameters",

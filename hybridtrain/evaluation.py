@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
+from hybridtrain.loss_counts import checked_loss
+from hybridtrain.loss_weights import batch_units
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
@@ -32,7 +34,7 @@ def evaluate(
     Args:
         model: its modules are left in the modes (train or eval) that they were in.
         data: the samples of this replica.
-        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
+        loss_fn: as in `HybridModel.train_step`; the loss is the mean over all that it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             and synchronises itself over all processes.
 
@@ -60,24 +62,29 @@ def evaluate(
     def measure(output: Any, targets: Any) -> Tensor:
         for metric in metrics.values():
             metric.update(main_output(output), targets)
-        return loss_fn(output, targets)
+        return checked_loss(loss_fn(output, targets))
 
-    loss_sum, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
+    loss = model.with_count(loss_fn)
     try:
         for inputs, targets in data:
             losses = model.map_outputs(inputs, targets, measure)
             if losses:  # else the last stage is in another process
-                samples = batch_size(inputs, targets)
-                count += samples
-                for loss, size in zip(losses, chunk_sizes(samples, len(losses)), strict=True):
-                    loss_sum.add_(loss, alpha=size)
+                size = batch_size(inputs, targets)
+                sizes = chunk_sizes(size, model.options.chunks)
+                units, divisor = batch_units(loss, inputs, targets, sizes)
+                count += divisor
+                samples += size
+                for value, unit in zip(losses, units, strict=True):
+                    if unit:  # the mean of nothing is not a number
+                        loss_sum.add_(value, alpha=unit)
     finally:
         for module, training in modes:
             module.training = training
         model.rng.redetect()
-    sums = torch.tensor([float(loss_sum), count], dtype=torch.float64)
-    total, samples = model.reduce_loss(sums).tolist()
-    result = {"loss": total / samples if samples else float("nan"), "samples": int(samples)}
+    sums = torch.tensor([float(loss_sum), count, samples], dtype=torch.float64)
+    total, count, samples = model.reduce_loss(sums).tolist()
+    result = {"loss": total / count if count else float("nan"), "samples": int(samples)}
     with warnings.catch_warnings():
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")

@@ -1,7 +1,10 @@
-"""Losses and metrics by name, for outputs with the classes in the last dimension or in dim 1.
+"""Losses with a count of what they average over, and losses and metrics by name.
 
-A loss is the mean over the samples of a micro-batch; the trainer weighs these means by samples.
+A plain `loss_fn(output, targets)` returns the mean over the samples of a micro-batch. `SumLoss` and
+`MeanLoss` say what else a loss averages over; see `hybridtrain.loss_counts` for the losses whose
+count is known.
 
+The losses that are chosen by name take outputs with the classes in the last dimension or in dim 1.
 Of an output with a field `logits` (a mapping, a named tuple, a dataclass), that field is used. The
 fields `aux_logits...` of a named tuple are those of auxiliary heads, whose losses are added with a
 smaller weight.
@@ -10,6 +13,7 @@ smaller weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,22 +25,99 @@ from hybridtrain.errors import ConfigError
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-LossFn = Callable[[Any, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
+
+# `count(inputs, targets)` of a batch or of one micro-batch: how many elements its loss counts.
+CountFn = Callable[[Any, Any], int | float | Tensor]
+
+
+@dataclass(frozen=True)
+class SumLoss:
+    """A loss that is a sum, and how many elements it sums.
+
+    A step is the sum over all micro-batches, batches and replicas divided by the sum of their
+    counts. Any callable with a method `count` is such a loss too.
+
+    >>> SumLoss(
+    ...     lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
+    ...     lambda inputs, targets: (targets != -100).sum(),
+    ... )  # doctest: +SKIP
+
+    Args:
+        loss_sum: `loss_sum(output, targets)` of one micro-batch, a 0-dim tensor.
+        count: `count(inputs, targets)` of one batch, before its forward: an int, a float (such as
+            a sum of weights) or a 0-dim tensor. The count of a batch must be the sum of the counts
+            of its samples.
+    """
+
+    loss_sum: LossFn
+    count: CountFn
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        """Returns the sum of one micro-batch."""
+        return self.loss_sum(output, targets)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A loss that is a mean over what `count` counts, such as the labels that are not ignored.
+
+    Each micro-batch is weighted by its count. A micro-batch that counts nothing contributes
+    nothing, and `loss_mean` is not called for it.
+
+    >>> MeanLoss(
+    ...     lambda output, _: output.loss,
+    ...     lambda inputs, _: (inputs["labels"] != -100).sum(),
+    ... )  # doctest: +SKIP
+
+    Args:
+        loss_mean: `loss_mean(output, targets)` of one micro-batch, a 0-dim tensor.
+        count: as in `SumLoss`, of one batch or one micro-batch.
+    """
+
+    loss_mean: LossFn
+    count: CountFn
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        """Returns the mean of one micro-batch."""
+        return self.loss_mean(output, targets)
 
 
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits with class indices: (N, C) with (N), (N, T, C) with (N, T)."""
+    """Cross-entropy of logits with class indices: (N, C) with (N), (N, T, C) with (N, T).
+
+    The mean over the targets that are not -100.
+    """
     return _over_heads(F.cross_entropy, outputs, targets)
 
 
 def nll(outputs: Any, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of log-probabilities, as `log_softmax` returns them."""
+    """Negative log-likelihood of log-probabilities, as `log_softmax` returns them.
+
+    The mean over the targets that are not -100.
+    """
     return _over_heads(F.nll_loss, outputs, targets)
 
 
 def mse(outputs: Any, targets: Tensor) -> Tensor:
     """Mean squared error; both of the same shape."""
     return F.mse_loss(main_output(outputs), targets)
+
+
+def model_output(output: Any, targets: Any) -> Tensor:
+    """The model's own loss, `output.loss`, for a model that is given its labels as an input.
+
+    What it averages over is known for models of transformers; see
+    `hybridtrain.loss_counts.count_of_output`.
+    """
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    loss = fields["loss"] if "loss" in fields else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"loss=model_output needs a model whose output has `loss`; this one gives a "
+            f"{type(output).__name__} without: are its labels among the inputs?"
+        )
+    return loss
 
 
 def accuracy() -> Metric:
@@ -46,7 +127,12 @@ def accuracy() -> Metric:
     return Accuracy()
 
 
-LOSSES: dict[str, LossFn] = {"cross_entropy": cross_entropy, "nll": nll, "mse": mse}
+LOSSES: dict[str, LossFn] = {
+    "cross_entropy": cross_entropy,
+    "nll": nll,
+    "mse": mse,
+    "model_output": model_output,
+}
 METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy}
 
 

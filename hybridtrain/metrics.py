@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from hybridtrain.loss_counts import IGNORED
 from hybridtrain.losses import classes_in_dim_1, main_output
 
 
 class Accuracy(Metric):
-    """The share of predictions that are right; NaN without any.
+    """The share of predictions that are right; NaN without any. Targets of -100 are left out.
 
     Unlike torchmetrics' own, it needs no number of classes and takes them in the last dimension
     too: (N, C) with (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
@@ -30,8 +31,8 @@ class Accuracy(Metric):
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Adds the predictions of a batch."""
         logits, targets = classes_in_dim_1(main_output(outputs), targets)
-        self.correct += (logits.argmax(1) == targets).sum()
-        self.total += targets.numel()
+        self.correct += (logits.argmax(1) == targets).sum()  # which -100 never is
+        self.total += (targets != IGNORED).sum()
 
     def compute(self) -> Tensor:
         """Returns the accuracy, 0-dim, float64."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,7 +13,9 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import LossFn
+from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
+from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_units, batch_weight
+from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.pipeline import Pipeline
@@ -31,15 +33,18 @@ class TrainStepResult:
     """Result of a training step.
 
     Attributes:
-        loss: the mean over the samples of this replica's batch, a 0-dim tensor on the last stage's
-            device; NaN in a process that does not have the last stage.
+        loss: the mean over what the loss counts in this replica's batch, or over its samples, a
+            0-dim tensor on the last stage's device; 0 if nothing counts, NaN in a process that
+            does not have the last stage.
         samples: the number of samples in this replica's batch.
+        count: what `loss` is a mean over: the samples, or what the loss function counts.
         timeline: the measured times of its actions, if they were asked for.
     """
 
     loss: Tensor
     samples: int
     timeline: Timeline | None = None
+    count: float = 0
 
 
 class HybridModel:
@@ -87,6 +92,7 @@ class HybridModel:
         self.net = net
         self.world = world
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
@@ -114,7 +120,7 @@ class HybridModel:
         targets: Any,
         loss_fn: LossFn,
         *,
-        weight: float = 1.0,
+        weight: float | BatchWeight | None = None,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         timeline: bool = False,
@@ -128,9 +134,12 @@ class HybridModel:
             inputs: a pytree of tensors with the batch in dim 0; what the first layer is given.
             targets: likewise; None if `loss_fn` needs none.
             loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
-                over its samples. Micro-batches are weighted by their samples.
-            weight: multiplies the gradient. A replica that has `n` of the `total` samples of a step
-                passes `n * replicas / total` when these differ among replicas.
+                over its samples. A mean over something else, such as the targets that are not
+                ignored, is a `SumLoss` or a `MeanLoss`; `cross_entropy` and `nll` of PyTorch and
+                of `hybridtrain.losses` need neither.
+            weight: one of `step_weights`, which weigh the batches of a step and of the replicas.
+                A number multiplies the gradient of the batch's mean. None: 1, or for a loss with
+                a count the weight of this batch among those of the replicas.
             sync: False to accumulate gradients without averaging them over the replicas yet; the
                 last `train_step` before the optimizer's must have it True.
             scale_loss: applied to the loss where the backward starts, such as `GradScaler.scale`.
@@ -145,14 +154,27 @@ class HybridModel:
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
+        loss = self.with_count(loss_fn)
+        if isinstance(weight, BatchWeight):
+            weights = weight
+            if len(weights.units) != len(sizes):
+                raise BatchError("weight= is one of another batch: pass step_weights in order")
+        elif weight is not None or self.world.replicas == 1 or not has_count(loss):
+            number = 1.0 if weight is None else weight
+            more = number != 1.0 or self.world.replicas > 1
+            weights = batch_weight(loss, inputs, targets, sizes, number, more)
+        else:
+            weights = self.step_weights([(inputs, targets)], loss_fn)[0]
+        is_mean = isinstance(loss, MeanLoss)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
-            loss = loss_fn(output, target_parts[microbatch])
-            if not isinstance(loss, Tensor) or loss.dim():
-                raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {loss!r}")
-            gradient = self._loss_gradient(weight * sizes[microbatch] / samples, loss)
-            root = loss if scale_loss is None else scale_loss(loss)
-            return HeadOutput(loss.detach(), root, gradient)
+            if is_mean and not weights.units[microbatch]:
+                value = zero_of(output)  # the mean of nothing is not a number
+            else:
+                value = checked_loss(loss_fn(output, target_parts[microbatch]))
+            gradient = self._loss_gradient(weights.share(microbatch), value)
+            root = value if scale_loss is None else scale_loss(value)
+            return HeadOutput(value.detach(), root, gradient)
 
         schedule = self.schedule(len(sizes))
         recorded = Timeline(schedule, self.world.devices) if timeline else None
@@ -164,7 +186,50 @@ class HybridModel:
                 reduce=sync,
                 timeline=recorded,
             )
-        return TrainStepResult(_weighted_mean(losses, sizes), samples, recorded)
+        return TrainStepResult(weights.mean(losses), samples, recorded, weights.count)
+
+    def step_weights(
+        self,
+        batches: Sequence[tuple[Any, Any]],
+        loss_fn: LossFn,
+        *,
+        samples: Sequence[int] | None = None,
+        total: int | None = None,
+    ) -> StepWeights:
+        """Returns the `weight` of each batch of an optimizer step, for `train_step`.
+
+        With them the gradients that are accumulated are those of the mean over all batches of all
+        replicas: over the samples, or over what `loss_fn` counts. With several replicas, all call
+        it together; it starts one all-reduce of a number, and the first backward waits for it.
+
+            weights = model.step_weights(batches, loss_fn)
+            for index, (inputs, targets) in enumerate(batches):
+                last = index + 1 == len(batches)
+                model.train_step(inputs, targets, loss_fn, weight=weights[index], sync=last)
+
+        Args:
+            batches: this replica's `(inputs, targets)`.
+            loss_fn: as in `train_step`.
+            samples: for each batch the samples that count, if it is not all of them: 0 for a batch
+                that only fills a place.
+            total: the samples of the step over all batches and replicas, if they are known; saves
+                the all-reduce for a loss without a count.
+        """
+        loss = self.with_count(loss_fn)
+        parts = []
+        for index, (inputs, targets) in enumerate(batches):
+            sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
+            more = len(batches) > 1 or self.world.replicas > 1
+            units, divisor = batch_units(loss, inputs, targets, sizes, more)
+            counts = samples is None or samples[index]
+            parts.append((units, divisor, divisor if counts else 0))
+        return StepWeights(parts, self.world, None if has_count(loss) else total)
+
+    def with_count(self, loss_fn: LossFn) -> Loss:
+        """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
+        if self._loss is None or self._loss[0] is not loss_fn:
+            self._loss = loss_fn, with_count(loss_fn, self.net)
+        return self._loss[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
@@ -299,14 +364,3 @@ def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return converted
-
-
-def _weighted_mean(losses: list[Tensor], sizes: list[int]) -> Tensor:
-    if not losses:
-        return torch.tensor(float("nan"))
-    if len(losses) == 1:
-        return losses[0]
-    stacked = torch.stack(losses)
-    stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-    weights = stacked.new_tensor([float(size) for size in sizes])
-    return (stacked * weights).sum() / sum(sizes)

@@ -25,13 +25,13 @@ class RunStats:
         self.bubble: float | None = None
         self._model = model
         self._losses: list[torch.Tensor] = []
-        self._samples: list[int] = []
+        self._samples: list[float] = []
         self._timeline: Timeline | None = None
         self._bubbles: list[float] = []
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
-    def add(self, loss: torch.Tensor, samples: int, timeline: Timeline | None) -> None:
-        """Adds a batch: its mean loss, its samples and, if recorded, its timeline."""
+    def add(self, loss: torch.Tensor, samples: float, timeline: Timeline | None) -> None:
+        """Adds a batch: its mean loss, over how many samples (or what counts), and its timeline."""
         self._losses.append(loss)
         self._samples.append(samples)
         if len(self._losses) == 1000:  # so that they do not pile up where nothing is logged
@@ -42,7 +42,7 @@ class RunStats:
         """Replaces what was added by its mean loss and number of samples."""
         losses, total = torch.stack(self._losses).double(), sum(self._samples)
         weights = torch.tensor(self._samples, dtype=torch.float64, device=losses.device)
-        self._losses, self._samples = [torch.dot(losses, weights) / max(total, 1)], [total]
+        self._losses, self._samples = [torch.dot(losses, weights) / (total or 1)], [total]
 
     def read_loss(self) -> float:
         """Returns the mean loss over all samples of all replicas since the last reading."""
@@ -50,7 +50,7 @@ class RunStats:
         mean, count = float(self._losses[0]), float(self._samples[0])
         sums = torch.tensor([mean * count, count], dtype=torch.float64)
         total, samples = self._model.reduce_loss(sums).tolist()
-        self.loss = total / samples
+        self.loss = total / samples if samples else float("nan")
         self._losses, self._samples = [], []
         return self.loss
 

@@ -13,7 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError
@@ -24,6 +25,7 @@ from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.run_stats import RunStats
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
     from torchmetrics import Metric
 
 
@@ -85,7 +87,7 @@ class Trainer:
     Args:
         model: the model to train.
         optimizer: over `model.parameters()`.
-        loss_fn: `loss_fn(output, targets)`, the mean over the samples of a micro-batch.
+        loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
         train: the training batches.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
@@ -94,6 +96,9 @@ class Trainer:
         scaler: scales the loss, for fp16; a step whose gradients overflow is skipped by all
             replicas alike, since they share the averaged gradients.
         store: where checkpoints go; None: none are saved.
+        states: what else is saved and restored, by name: anything with `state_dict` and
+            `load_state_dict` of tensors and plain values, such as a moving average of the weights.
+            Rank 0's state counts; every process calls `state_dict`, so that one may gather.
         monitor: receives what is logged.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
@@ -101,6 +106,7 @@ class Trainer:
         step: optimizer steps done.
         samples: samples trained on so far, over all replicas.
         epoch, batch: the next batch.
+        skipped_steps: steps without an optimizer step, since no target counted.
 
     Raises:
         ConfigError: see `TrainerOptions`.
@@ -119,6 +125,7 @@ class Trainer:
         lr_schedule: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
+        states: Mapping[str, Stateful] | None = None,
         monitor: Monitor | None = None,
         **settings: Any,
     ) -> None:
@@ -134,8 +141,9 @@ class Trainer:
         self.total_steps = self.options.total_steps(train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
+        self.states = dict(states or {})
         self.monitor = monitor or Monitor()
-        self.step = self.samples = self.epoch = self.batch = 0
+        self.step = self.samples = self.epoch = self.batch = self.skipped_steps = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
         # the last of each, and its step
@@ -167,20 +175,21 @@ class Trainer:
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
-            while self.step < self.total_steps:
-                log_due = self._is_due(self.options.log_every, self.step + 1)
-                timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                # an optimizer step does not reach into the next epoch
-                left = self.train.batches_per_epoch - self.batch
-                batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
-                lr = self.optimizer.param_groups[0]["lr"]
-                norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
-                if log_due:
-                    self._log(lr, norm)
-                if timeline_due:
-                    self.monitor.timeline(self.step, *self._stats.timelines())
-                self._evaluate_and_save_if_due()
-            self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
+            with saving.finishing(self.store, self.world):
+                while self.step < self.total_steps:
+                    log_due = self._is_due(self.options.log_every, self.step + 1)
+                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+                    # an optimizer step does not reach into the next epoch
+                    left = self.train.batches_per_epoch - self.batch
+                    batches = [next(stream) for _ in range(min(self.options.accumulate, left))]
+                    lr = self.optimizer.param_groups[0]["lr"]
+                    norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
+                    if log_due:
+                        self._log(lr, norm)
+                    if timeline_due:
+                        self.monitor.timeline(self.step, *self._stats.timelines())
+                    self._evaluate_and_save_if_due()
+                self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
         finally:
             stream.close()
             self.monitor.close()
@@ -194,14 +203,28 @@ class Trainer:
         self._evaluated = self.step, result
         return result
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed."""
+    def save(self, required: bool = True) -> None:
+        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed.
+
+        Args:
+            required: a full disk is an error, not a warning.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before in the background was not.
+        """
         if self.store is None or self._checkpoint[0] == self.step:
             return
-        store, files = self.store, state.writers(self.model, self.optimizer, {"trainer": self})
-        # the others wait in a group where a long wait is allowed
-        path = self.world.on_main(lambda: store.save(self.step, files))
-        self._checkpoint = self.step, path
+        path = saving.save(
+            self.store,
+            self.step,
+            self.model,
+            self.optimizer,
+            {"trainer": self},
+            self.states,
+            required=required,
+        )
+        if path is not None:
+            self._checkpoint = self.step, path
 
     def resume(self, path: Path) -> None:
         """Continues from the checkpoint at `path`, of any split and number of processes.
@@ -213,7 +236,7 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        state.restore(path, self.model, self.optimizer, {"trainer": self})
+        state.restore(path, self.model, self.optimizer, {"trainer": self}, self.states)
         if self.lr_schedule is not None:
             # stepped again from 0 instead of loaded: its parameters and length are this run's
             with warnings.catch_warnings():
@@ -235,7 +258,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; with another batch size, at the same sample or just before it."""
+        """Loads a `state_dict`; with another batch size, at the same sample or just before it.
+
+        Raises:
+            CheckpointError: a number is not of its type or out of bounds.
+            ConfigError: see `resume`.
+        """
+        check_progress(state_dict, self.total_steps)
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
@@ -258,6 +287,7 @@ class Trainer:
         return {
             "steps": self.step,
             "samples": self.samples,
+            "skipped_steps": self.skipped_steps,
             "train_loss": self._stats.loss,
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
@@ -287,25 +317,34 @@ class Trainer:
     ) -> torch.Tensor | None:
         """Trains on `batches`; returns the gradients' norm before clipping, if it was computed."""
         total = sum(batch.total for batch in batches)
+        weights = self.model.step_weights(
+            [(batch.inputs, batch.targets) for batch in batches],
+            self.loss_fn,
+            samples=[batch.samples for batch in batches],
+            total=total,
+        )
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
             out = self.model.train_step(
                 batch.inputs,
                 batch.targets,
                 self.loss_fn,
-                weight=batch.samples * self.world.replicas / total,
+                weight=weights[index],
                 sync=last,
                 scale_loss=self.scaler.scale,
                 timeline=timeline and last,
             )
-            self._stats.add(out.loss, batch.samples, out.timeline)
+            self._stats.add(out.loss, out.count, out.timeline)
         self.scaler.unscale_(self.optimizer)
         norm = None
         if self.options.clip_norm is not None:
             norm = self.model.clip_grad_norm_(self.options.clip_norm)
         elif norm_needed:
             norm = self.model.grad_norm()
-        self.scaler.step(self.optimizer)
+        if weights.total:  # else no target of any replica counts
+            self.scaler.step(self.optimizer)
+        else:
+            self.skipped_steps += 1
         self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
@@ -345,5 +384,5 @@ class Trainer:
                     result = self.evaluate().items()
                     values = {f"eval/{name}": x for name, x in result if name != "samples"}
                     self.monitor.scalars(self.step, values)
-                if saves:
-                    self.save()
+                if saves:  # without space for one on the way, the run goes on to its end
+                    self.save(required=self.step == self.total_steps)

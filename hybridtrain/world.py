@@ -27,6 +27,7 @@ from torch import Tensor
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import UserError, WorldError
 from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.meeting import meet
 
 T = TypeVar("T")
 
@@ -196,6 +197,21 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def begin_sum(self, values: Tensor) -> dist.Work | None:
+        """Starts `sum` and does not wait: `values` have it after `wait()` of the result, if any."""
+        return dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
+    def begin_max(self, values: Tensor) -> dist.Work:
+        """Begins to take the largest of every rank's `values`, on the CPU, in place.
+
+        The result is there after `wait()` of what it returns. Only with several processes.
+        """
+        assert self._object_group is not None
+        # Not dist.all_reduce, whose checks and logging cost 30 us, for each step.
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._object_group.allreduce([values], options)
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
@@ -298,20 +314,20 @@ def _join(
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     if not dist.is_initialized():
+        store = meet(launch, os.environ, timeout_s)
         try:
             dist.init_process_group(
                 # objects and CPU tensors always travel through gloo
                 backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
-                init_method=launch.init_method,
+                store=store,
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=timedelta(seconds=timeout_s),
             )
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                f"rank {launch.rank} could not join the {launch.size} processes that "
-                f"{launch.launcher} announced ({launch.init_method}) within timeout_s="
-                f"{timeout_s:g} s (under Slurm, start them with srun): {error}"
+                f"rank {launch.rank} could not connect to the other {launch.size - 1} processes: "
+                f"{error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
 

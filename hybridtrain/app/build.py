@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,18 +14,21 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, OPEN_GROUPS, Config, check
+from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_log import LogLines
 from hybridtrain.app.settings import Settings
+from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import ConfigError, check_choice
-from hybridtrain.losses import LOSSES, METRICS
+from hybridtrain.loss_counts import has_class_targets
+from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
@@ -51,6 +54,7 @@ class RunContext:
     model: HybridModel
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
+    loss_fn: LossFn
     metrics: dict[str, Any]
 
     def train_loader(self) -> TrainLoader:
@@ -96,8 +100,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     config = settings.config
-    for group in OPEN_GROUPS:
-        _leave_out_leftovers(group, settings)
+    leave_out_leftovers(settings)
     options = _checked_options(config)
     world = World.from_env(
         config.pipeline.nb_part,
@@ -106,10 +109,10 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         config.world.timeout_s,
         config.world.engine,
     )
-    if (of_rank_0 := _agreed(config, world)) != config:
+    if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
         options = _checked_options(config)
-    pipeline_options, trainer_options, loader_options, metrics = options
+    pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     if writes:
@@ -139,6 +142,10 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         )
     example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
     model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
+    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
+        model.with_count(loss_fn)  # refuses what cannot be weighted
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.to(model.pipeline.output_device)
     loader_options = replace(loader_options, collate=data.collate)
     return RunContext(
         settings,
@@ -150,18 +157,19 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         model,
         trainer_options,
         loader_options,
+        loss_fn,
         metrics,
     )
 
 
 def _checked_options(
     config: Config,
-) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, dict[str, Any]]:
+) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, LossFn, dict[str, Any]]:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
     check(config)
     check_choice("world.engine", config.world.engine, ENGINES)
-    check_choice("trainer.loss", config.trainer.loss, LOSSES)
-    metrics = _metrics(config)
+    loss_fn = build_loss(config)
+    metrics = _metrics(config, loss_fn)
     pipeline_options = _options(
         PipelineOptions,
         {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},
@@ -176,45 +184,7 @@ def _checked_options(
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
-    return pipeline_options, trainer_options, loader_options, metrics
-
-
-def _leave_out_leftovers(group: str, settings: Settings) -> None:
-    config = settings.config
-    values: dict[str, Any] = getattr(config, group)
-    before = dict(values)
-    leftovers = settings.leftovers.get(group, [])
-    if group == "data":
-        leftovers = [name for name in leftovers if name not in LOADER_KEYS]
-    if group == "lr_schedule":
-        leftovers = [name for name in leftovers if name != "warmup_steps"]
-    for key in instantiate.leave_out_leftovers(group, values, leftovers, config.allow_targets):
-        settings.notes.append(
-            f"{key}={before[key.rpartition('.')[2]]} is left out: {values['_target_']} does not "
-            f"take it"
-        )
-
-
-def _agreed(config: Config, world: World) -> Config:
-    """Returns rank 0's config, which has seen the run directory; a collective call.
-
-    Raises:
-        ConfigError: a setting that was needed to join the processes is another one here or there.
-    """
-    configs = world.gather(config)
-    for rank, other in enumerate(configs):
-        one, two = (
-            {"pipeline.nb_part": c.pipeline.nb_part}
-            | {f"world.{key}": value for key, value in asdict(c.world).items()}
-            for c in (configs[0], other)
-        )
-        for key in one:
-            if one[key] != two[key]:
-                raise ConfigError(
-                    f"{key} is {one[key]} on rank 0 and {two[key]} on rank {rank}, which does not "
-                    f"see the run directory: say {key}= on the command line"
-                )
-    return configs[0]
+    return pipeline_options, trainer_options, loader_options, loss_fn, metrics
 
 
 def build_scaler(config: Config, world: World) -> GradScaler | None:
@@ -244,10 +214,10 @@ def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) ->
     return kind(**{name: settings[name] for name in names}, **others)
 
 
-def _metrics(config: Config) -> dict[str, Any]:
+def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
     chosen = config.trainer.metrics
     if chosen is None:
-        chosen = [] if config.trainer.loss == "mse" else ["accuracy"]
+        chosen = ["accuracy"] if has_class_targets(loss_fn) else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
     if "_target_" in chosen:

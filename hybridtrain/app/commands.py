@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from safetensors.torch import save
-
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
@@ -18,10 +16,9 @@ from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.settings import Settings, in_words
 from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
-from hybridtrain.files import write_atomically
-from hybridtrain.losses import LOSSES
 from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
@@ -46,7 +43,7 @@ def train(settings: Settings) -> Result:
     trainer = Trainer(
         model,
         optimizer,
-        LOSSES[config.trainer.loss],
+        context.loss_fn,
         loader,
         options,
         evaluation=context.eval_loader(),
@@ -126,7 +123,7 @@ def evaluate(settings: Settings) -> Result:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(context)
     step = state.restore(checkpoint, context.model)["step"]
-    values = evaluate_model(context.model, loader, LOSSES[config.trainer.loss], context.metrics)
+    values = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
     if context.world.is_main:
         result = {"checkpoint": str(checkpoint), "step": step, **values}
@@ -148,12 +145,8 @@ def export(settings: Settings) -> Result:
     state.restore(checkpoint, context.model)
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
     if context.world.is_main:
-        tensors = {
-            name: value.cpu().contiguous() for name, value in context.model.state_dict().items()
-        }
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Through bytes: only the owner may read the files that safetensors' own save_file makes.
-        write_atomically(path, save(tensors))
+        write_weights(path, context.model.state_dict())
         _log.info("wrote %s, of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
     context.world.close()

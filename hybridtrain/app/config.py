@@ -79,7 +79,7 @@ class TrainerConfig:
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
     """Let GPUs multiply fp32 matrices in TF32."""
-    loss: str = "cross_entropy"
+    loss: Any = "cross_entropy"
     """`cross_entropy`, `nll` or `mse`."""
     metrics: Any = None
     """Names of metrics, or a mapping of names to torchmetrics `_target_`s; null: accuracy, where

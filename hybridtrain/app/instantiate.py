@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "optim": ("torch.optim",),
     "lr_schedule": ("torch.optim.lr_scheduler",),
     "trainer.metrics": ("torchmetrics",),
+    "trainer.loss": ("torch.nn", "hybridtrain.losses"),
     "data.tokenizer": ("torchtext.data",),
 }
 
@@ -119,7 +120,7 @@ def build(
 def leave_out_leftovers(
     key: str, config: dict[str, Any], leftovers: Sequence[str], allow: Sequence[str] = ()
 ) -> list[str]:
-    """Removes those `leftovers` from `config` that its target does not take; returns their keys.
+    """Removes those `leftovers` from `config` that its target does not take; returns their names.
 
     A group's option has keys for its own `_target_`; with another one they are nobody's wish.
     """
@@ -129,7 +130,7 @@ def leave_out_leftovers(
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
     names = [name for name in leftovers if name not in (*parameters, "_target_")]
-    return [f"{key}.{name}" for name in names if config.pop(name, None) is not None]
+    return [name for name in names if config.pop(name, None) is not None]
 
 
 def _own_packages(key: str) -> tuple[str, ...]:

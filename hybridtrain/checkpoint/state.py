@@ -1,72 +1,137 @@
 """The content of a checkpoint, under the user's own names, so that any split can load it.
 
     step_00000100/
-        model.pt       net.state_dict(), on the CPU; net.load_state_dict(torch.load(...)) takes it
-        optimizer.pt   the optimizer's state by parameter name, not by number
-        state.json     the progress of the run: step, epoch, sample, random state, loss scale
-        manifest.json  sizes and checksums of the above (see `store`)
+        model.safetensors       the parameters and buffers of `net.state_dict()`; in shards if large
+        model_extra.json        what get_extra_state() returned, unless that is a tensor
+        optimizer.json          the optimizer's state by parameter name, not by number,
+        optimizer.safetensors   and its tensors
+        ema.json, ...           the same for each of a trainer's `states`
+        state.json              the progress of the run: step, epoch, sample, random state, scale
+        manifest.json           sizes and checksums of the above (see `store`)
 
 Only rank 0 reads and writes. The other processes receive the state over the process group, so the
 file system need not be shared. A state is loaded tensor by tensor from a memory-mapped file, so
 there is never a second copy of the model or of the optimizer's state.
+
+Checkpoints of format 1 (`model.pt` and `optimizer.pt`, of `torch.save`) are read as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import KeyPath, MappingKey, tree_map_only, tree_map_with_path
 
-from hybridtrain.checkpoint.store import verify
+from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.manifest import verify
+from hybridtrain.checkpoint.optimizer_state import (
+    check_groups,
+    load_optimizer_by_name,
+    optimizer_by_name,
+)
+from hybridtrain.checkpoint.progress import read_progress
+from hybridtrain.checkpoint.tensor_files import (
+    SHARD_BYTES,
+    Writer,
+    check_storable,
+    read_tensors,
+    tensor_writers,
+)
+from hybridtrain.checkpoint.trees import broadcast_tree, pack, unpack
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
-from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-Writer = Callable[[BinaryIO], object]
+_NONE: Mapping[str, Any] = MappingProxyType({})
+# the last part of the name that torch gives to get_extra_state()
+_EXTRA_STATE = "_extra_state"
+_OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
+
+_log = logging.getLogger(__name__)
 
 
 def writers(
-    model: HybridModel, optimizer: Optimizer, states: Mapping[str, Stateful]
+    model: HybridModel,
+    optimizer: Optimizer,
+    progress: Mapping[str, Stateful],
+    states: Mapping[str, Mapping[str, Any]] = _NONE,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    copies: HostCopies | None = None,
 ) -> dict[str, Writer]:
     """Returns the names of a checkpoint's files, each with the function that writes it.
 
     Args:
         model: whose parameters, buffers and random state are saved.
         optimizer: over the parameters of `model`.
-        states: what else is saved in `state.json`: JSON's types, under keys that no other has.
+        progress: what else is saved in `state.json`: JSON's types, under keys that no other has.
+        states: state dicts by name, such as `{"ema": ema.state_dict()}`: tensors and plain values,
+            each in files with that name.
+        shard_bytes: the tensors of a file, at most; the others go into further files.
+        copies: copy all tensors to host memory now, so that training may go on while they are
+            written; None: they are read when they are written.
 
     Raises:
-        ValueError: two of `states` use the same key.
+        CheckpointError: a value is of a type that is not saved; names its place.
+        ValueError: two of `progress` use the same key, or a name in `states` cannot be that of a
+            file.
     """
     # `draws_step` is what the random numbers of layers such as dropout are drawn for
     saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
-    for name, entry in states.items():
+    for name, entry in progress.items():
         own = entry.state_dict()
         if own.keys() & saved.keys():
             raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
         saved |= own
-    return {
-        "model.pt": lambda file: torch.save(_on_cpu(model.state_dict()), file),
-        "optimizer.pt": lambda file: torch.save(_on_cpu(optimizer_by_name(model, optimizer)), file),
-        "state.json": lambda file: file.write(json.dumps(saved, indent=1).encode()),
+
+    weights = dict(model.state_dict())
+    extra = {name: weights.pop(name) for name in list(weights) if not _is_tensor(weights[name])}
+    trees = {
+        **({"model_extra": extra} if extra else {}),
+        "optimizer": optimizer_by_name(model, optimizer),
+        **states,
     }
+    tensors: dict[str, dict[str, Tensor]] = {"model": weights}
+    documents: dict[str, Any] = {"state": saved}
+    for name, tree in trees.items():
+        if name in states and (name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name)):
+            raise ValueError(
+                f"states= has the name {name!r}: use letters, digits, - and _, and none of "
+                f"{', '.join(_OWN_FILES)}"
+            )
+        documents[name], tensors[name] = pack(name, tree)
+    files: dict[str, Writer] = {}
+    for name, own_tensors in tensors.items():
+        check_storable(own_tensors)
+        if copies is not None:
+            own_tensors = copies.take(name, own_tensors)
+        if own_tensors or name == "model":
+            files |= tensor_writers(name, own_tensors, shard_bytes)
+    if copies is not None:
+        copies.wait()
+    for name, document in documents.items():
+        # rendered now: training goes on while it is written in the background
+        rendered = json.dumps(document, indent=1, allow_nan=name == "state").encode()
+        files[f"{name}.json"] = _writer_of(rendered)
+    return files
 
 
 def restore(
     path: Path,
     model: HybridModel,
     optimizer: Optimizer | None = None,
-    states: Mapping[str, Stateful] = MappingProxyType({}),
+    progress: Mapping[str, Stateful] = _NONE,
+    states: Mapping[str, Stateful] = _NONE,
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path` into what is given; a collective call.
 
@@ -78,28 +143,59 @@ def restore(
     """
     world = model.world
 
-    def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-        verify(path)
-        weights = _mapped(path / "model.pt")
-        check_fits(path, weights, model.state_dict())
-        moments = {}
+    def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Any]]:
+        manifest = verify(path)
+        files = manifest["files"]
+        weights, extra = read_weights(path, files)
+        check_fits(path, weights | extra, model.state_dict())
+        trees = {"extra": extra}
         if optimizer is not None:
-            moments = _mapped(path / "optimizer.pt")
-            check_groups(path, model, optimizer, moments)
-        return weights, moments, json.loads((path / "state.json").read_text())
+            trees["optimizer"] = _read_tree(path, "optimizer", files)
+            check_groups(path, model, optimizer, trees["optimizer"])
+        for name in states:
+            if f"{name}.json" not in files:
+                raise CheckpointError(
+                    f"{path} has no state {name!r}: it was saved without it. Leave {name!r} out of "
+                    f"states=, or resume a checkpoint that has it"
+                )
+            trees[name] = _read_tree(path, name, files)
+        if optimizer is not None:
+            known = {f"{name}.json" for name in (*_OWN_FILES, *states)}
+            for name in files:
+                if name.endswith(".json") and ".safetensors" not in name and name not in known:
+                    _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
+        return weights, extra, trees, read_progress(path, manifest)
 
-    weights, moments, saved = world.on_main(read) or ({}, {}, {})
+    weights, extra, trees, saved = world.on_main(read) or ({}, {}, {}, {})
     saved = world.broadcast(saved)
-    _load_weights(model, weights)
-    if optimizer is not None:
-        load_optimizer_by_name(model, optimizer, moments)
-    for entry in states.values():
+    for entry in progress.values():  # first, because it refuses a run of another kind
         entry.load_state_dict(saved)
+    _load_weights(model, weights, extra)
+    if optimizer is not None:
+        load_optimizer_by_name(model, optimizer, trees.get("optimizer", {}))
+    for name, entry in states.items():
+        entry.load_state_dict(broadcast_tree(world, trees.get(name), lambda _, value: value))
     model.rng.step = saved["draws_step"]
     return saved
 
 
-def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the model's tensors and its other state in the checkpoint at `path`, memory-mapped.
+
+    Args:
+        path: its directory, verified.
+        files: of its manifest.
+    """
+    if "model.pt" in files:  # format 1
+        weights = dict(_mapped(path / "model.pt"))
+        extra = {name: weights.pop(name) for name in list(weights) if not _is_tensor(weights[name])}
+        return weights, extra
+    has_extra = "model_extra.json" in files
+    extra = _read_tree(path, "model_extra", files) if has_extra else {}
+    return read_tensors(path, "model", files), extra
+
+
+def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Checks that `weights` fit the model whose state is `own`.
 
     Raises:
@@ -110,7 +206,10 @@ def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tens
     problems += [
         f"{name} is {list(weights[name].shape)} there and {list(own[name].shape)} in the model"
         for name in own
-        if name in weights and weights[name].shape != own[name].shape
+        if name in weights
+        and _shape(weights[name]) != _shape(own[name])
+        # a module's extra state may be of any shape
+        and not name.endswith(_EXTRA_STATE)
     ]
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
@@ -120,73 +219,31 @@ def check_fits(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tens
         )
 
 
-def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
-    names = parameter_names(model, optimizer)
-    state = optimizer.state_dict()
-    return {
-        "state": {names[number]: entry for number, entry in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+def _read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
+    """Returns what `pack` was given under `name`; its tensors are memory-mapped."""
+    if name == "optimizer" and "optimizer.pt" in files:  # format 1
+        return _mapped(path / "optimizer.pt")
+    has_tensors = {f"{name}.safetensors", f"{name}.safetensors.index.json"} & files.keys()
+    tensors = read_tensors(path, name, files) if has_tensors else {}
+    file = path / f"{name}.json"
+    try:
+        if file.name not in files:
+            raise ValueError("it is not in the manifest")
+        return unpack(json.loads(file.read_bytes()), tensors)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
-def check_groups(
-    path: Path, model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Checks that `state`, from `optimizer_by_name`, has the parameter groups of `optimizer`.
-
-    Raises:
-        CheckpointError: it has others.
-    """
-    numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
-    own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    saved = [[numbers.get(name, -1) for name in group["params"]] for group in state["param_groups"]]
-    if saved != own:
-        raise CheckpointError(
-            f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
-            f"the same groups as before, or start a new run"
-        )
+def _writer_of(content: bytes) -> Writer:
+    return lambda file: file.write(content)
 
 
-def load_optimizer_by_name(
-    model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Loads rank 0's `state`, from `optimizer_by_name`, on every rank; a collective call.
-
-    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
-    present run's settings are what the user wants now.
-    """
-    parameters = dict(model.named_parameters())
-
-    def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
-        name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
-        # where PyTorch keeps it, so that `load_state_dict` does not copy it
-        return value if kind == "step" else value.to(parameters[name].device)
-
-    moments = _from_main(model.world, state.get("state"), to_param_device)
-    optimizer.load_state_dict(
-        {
-            "state": {
-                number: moments[name]
-                for number, name in enumerate(parameter_names(model, optimizer))
-                if name in moments
-            },
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
-    """Returns the name of each parameter of `optimizer`, in the numbering of its state."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _on_cpu(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
 
 
 def _mapped(path: Path) -> Any:
@@ -195,34 +252,23 @@ def _mapped(path: Path) -> Any:
 
 
 @torch.no_grad()
-def _load_weights(model: HybridModel, weights: Mapping[str, Tensor]) -> None:
-    """Loads `weights` on rank 0, then copies its state to the other ranks."""
+def _load_weights(
+    model: HybridModel, weights: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> None:
+    """Loads rank 0's `weights` and other state on every rank; a collective call."""
     world = model.world
-    world.on_main(lambda: model.load_state_dict(weights))
+    others = {name: value for name, value in weights.items() if name.endswith(_EXTRA_STATE)}
+    # copies, since a module may keep what it is given
+    received = broadcast_tree(world, {**extra, **others}, lambda _, value: value)
+    world.on_main(lambda: model.load_state_dict({**weights, **received}))
     if world.size == 1:
         return
-    for tensor in model.state_dict().values():
+    for name, tensor in model.state_dict().items():
+        if name in received or not isinstance(tensor, Tensor):
+            continue
         sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
         world.broadcast_tensor(sent)
         if sent is not tensor and not world.is_main:
             tensor.copy_(sent)
     if not world.is_main:
-        model.load_state_dict(model.state_dict())  # for modules with load hooks
-
-
-def _from_main(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Tensor]) -> Any:
-    """Broadcasts rank 0's pytree; its tensors are copied one by one, then `move`d."""
-    kinds = world.broadcast(
-        tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), tree)
-    )
-
-    def receive(path: KeyPath, kind: Any, *mains: Any) -> Any:
-        if not isinstance(kind, Tensor):
-            return kind
-        value = torch.empty_like(kind, device="cpu")
-        if world.is_main:
-            value.copy_(*mains)
-        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # in memory order
-        return move(path, value)
-
-    return tree_map_with_path(receive, kinds, *([tree] if world.is_main else []))
+        model.load_state_dict({**model.state_dict(), **received})  # for modules with load hooks

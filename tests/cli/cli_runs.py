@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybridtrain.app.cli import main
 
@@ -50,11 +51,11 @@ def learned(run: Path) -> list[dict[str, Any]]:
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Bitwise equal weights and optimizer states, and the same place in the run."""
-    for name in ("model.pt", "optimizer.pt"):
-        assert_same(torch.load(one / name), torch.load(other / name))
-    assert json.loads((one / "state.json").read_text()) == json.loads(
-        (other / "state.json").read_text()
-    )
+    for name in ("model", "optimizer"):
+        weights = [load_file(path / f"{name}.safetensors") for path in (one, other)]
+        assert_same(*weights)
+    for name in ("optimizer.json", "state.json"):
+        assert json.loads((one / name).read_text()) == json.loads((other / name).read_text())
 
 
 def assert_same(one: Any, other: Any) -> None:

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from cli_runs import LAST, assert_same, contents, fail, metrics, succeed
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -38,7 +37,7 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     said = succeed(capfd, "export", *SMALL)
     written = copied / "export" / f"{LAST}.safetensors"
     assert str(written.relative_to(Path.cwd())) in said
-    expected = torch.load(copied / "checkpoints" / LAST / "model.pt")
+    expected = load_file(copied / "checkpoints" / LAST / "model.safetensors")
     net = models.basicnet(num_classes=10, image_size=8, channels=1)
     net.load_state_dict(load_file(written))
     assert_same(dict(net.state_dict()), dict(expected))

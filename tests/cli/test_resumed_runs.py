@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import LAST, assert_same_checkpoint, contents, fail, learned, succeed
+from safetensors.torch import load_file
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
@@ -51,7 +52,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
     assert summary["world"]["nb_part"] == 3
     last = Path("outputs/second/checkpoints") / LAST
     weights, expected = (
-        torch.load(p / "model.pt") for p in (last, finished / "checkpoints" / LAST)
+        load_file(p / "model.safetensors") for p in (last, finished / "checkpoints" / LAST)
     )
     assert list(weights) == list(expected)
     for name, tensor in expected.items():
@@ -119,10 +120,11 @@ def flip_a_byte(path: Path) -> None:
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     finished: Path, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flip_a_byte(copied / "checkpoints" / LAST / "model.pt")
+    flip_a_byte(copied / "checkpoints" / LAST / "model.safetensors")
     said = succeed(capfd, *SMALL)
     assert (
-        "skipping a damaged checkpoint: outputs/digits/checkpoints/step_00000006/model.pt" in said
+        "skipping a damaged checkpoint: outputs/digits/checkpoints/step_00000006/model.safetensors"
+        in said
     )
     assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
     assert_same_checkpoint(copied / "checkpoints" / LAST, finished / "checkpoints" / LAST)
@@ -133,7 +135,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (copied / "checkpoints").iterdir():
-        flip_a_byte(path / "model.pt")
+        flip_a_byte(path / "model.safetensors")
     before = contents(copied)
     assert "none of the checkpoints in outputs/digits/checkpoints is intact" in fail(capfd, *SMALL)
     assert contents(copied) == before
@@ -151,8 +153,8 @@ def test_a_run_resumed_with_another_split_ends_with_the_same_weights(
     assert Path("outputs/parts/plan.yaml").read_text() == plan  # it was not measured again
     succeed(capfd, *parts, "pipeline.split=[1,11]")
     assert Path("outputs/parts/plan.yaml").read_text() != plan
-    ours = torch.load(f"outputs/parts/checkpoints/{LAST}/model.pt")
-    theirs = torch.load(f"outputs/whole/checkpoints/{LAST}/model.pt")
+    ours = load_file(f"outputs/parts/checkpoints/{LAST}/model.safetensors")
+    theirs = load_file(f"outputs/whole/checkpoints/{LAST}/model.safetensors")
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 

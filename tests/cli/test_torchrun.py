@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from safetensors.torch import load_file
 from support.launch import SMALL, environment, torchrun
 
 from hybridtrain.app.cli import main
@@ -125,7 +125,7 @@ def test_processes_that_srun_starts_train_together() -> None:
         "rank_000.log",
         "rank_001.log",
     ]
-    weights = torch.load("outputs/digits/checkpoints/step_00000004/model.pt")
+    weights = load_file("outputs/digits/checkpoints/step_00000004/model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 

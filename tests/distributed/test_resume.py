@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.checkpoint_files import optimizer_in
 from support.launch import torchrun_script
 
 SCRIPT = Path(__file__).parent / "workers" / "resume.py"
@@ -34,8 +36,8 @@ def folder(tmp_path_factory):
 def load(folder, run, step=worker.STEPS):
     path = folder / run / f"step_{step:08d}"
     return (
-        torch.load(path / "model.pt", weights_only=True),
-        torch.load(path / "optimizer.pt", weights_only=True),
+        load_file(path / "model.safetensors"),
+        optimizer_in(path),
         json.loads((path / "state.json").read_text()),
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.checkpoint_files import content_of, writers
 
+from hybridtrain.checkpoint import manifest as manifest_module
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify
 from hybridtrain.errors import CheckpointError
@@ -91,7 +92,7 @@ def power(root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Po
 
         return watched
 
-    write = store_module._HashingFile.write
+    write = manifest_module.HashingFile.write
 
     def watched_write(self: Any, data: Any, /) -> int:
         line.tick()
@@ -101,7 +102,7 @@ def power(root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Po
         return count
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module._HashingFile, "write", watched_write)
+        patch.setattr(manifest_module.HashingFile, "write", watched_write)
         patch.setattr(os, "fsync", watch("fsync", line.synchronised))
         patch.setattr(os, "rename", watch("rename", line.renamed))
         patch.setattr(os, "mkdir", watch("mkdir", line.made))

@@ -1,8 +1,9 @@
 """Small checkpoints for the tests of the store."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def writers(content: str, size: int = 300) -> dict[str, Callable[[BinaryIO], None]]:
@@ -21,3 +22,16 @@ def content_of(path: Path) -> str:
     contents = {(path / name).read_text()[:5] for name in ("model.pt", "state.json")}
     assert len(contents) == 1
     return contents.pop()
+
+
+def optimizer_in(path: Path) -> dict[str, Any]:
+    """Returns the optimizer's state in a checkpoint, read with safetensors and json alone."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path / "optimizer.safetensors")
+    content: dict[str, Any] = json.loads((path / "optimizer.json").read_text())
+    for entry in content["state"].values():
+        for key, value in entry.items():
+            if isinstance(value, dict):
+                entry[key] = tensors[value["$tensor"]]
+    return content

@@ -1,0 +1,210 @@
+"""The manifest of a checkpoint: which files it has, and the size and checksum of each.
+
+Files are hashed while they are written, and compared with the manifest before they are read. Only
+regular files count: whatever a link points to was not saved.
+"""
+
+import io
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from hybridtrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+READABLE_FORMATS = (1, 2)
+"""1 has the files of `torch.save`, 2 those of safetensors."""
+
+PUBLISHED = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+"""The name of a published checkpoint: its step, and the generation of a step saved again."""
+
+_PIECE_BYTES = 4 << 20
+
+
+def check_file_name(name: str) -> None:
+    """Checks that `name` can be the name of a file in a checkpoint.
+
+    Raises:
+        ValueError: it would be hidden, outside of the checkpoint, or its manifest.
+    """
+    if not name or name.startswith(".") or "/" in name or "\0" in name or name == MANIFEST:
+        raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Checks that every file in the manifest of a checkpoint equals what was saved.
+
+    Returns:
+        the manifest: `format`, `step`, and `files` by name.
+
+    Raises:
+        CheckpointError: names the first file that is missing, cut short, altered or a link.
+    """
+    manifest = read_manifest(path)
+    named = PUBLISHED.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(
+            f"{path} is named for step {int(named[1])} but holds step {manifest['step']}: "
+            "rename it back"
+        )
+    for name, expected in manifest["files"].items():
+        file = path / name
+        try:
+            found = _fingerprint(file)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        size, crc32 = expected["size"], expected["crc32"]
+        if found["size"] != size:
+            raise CheckpointError(f"{file} has {found['size']:,} bytes; {size:,} were saved")
+        if found["crc32"] != crc32:
+            altered = f"its crc32 is {found['crc32']}, not {crc32}"
+            raise CheckpointError(f"{file} was altered after it was saved: {altered}")
+    return manifest
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of the checkpoint at `path`, whatever the name of its directory.
+
+    Raises:
+        CheckpointError: there is no intact manifest.
+    """
+    return int(read_manifest(path)["step"])
+
+
+class HashingFile(io.RawIOBase):
+    """An append-only file that computes the size and the crc32 of what is written.
+
+    crc32 detects every flipped bit and every burst of up to 32 bits, misses other damage once in 4
+    billion, and takes half the time of sha256. The base class refuses to seek, so no writer can
+    bypass the hash.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Appends `data`, a buffer of bytes; returns its size."""
+        view = memoryview(data).cast("B")
+        try:
+            # in pieces that are still in the processor's cache when they are hashed
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
+                self._file.write(piece)
+                self.crc32 = zlib.crc32(piece, self.crc32)
+        except OSError as error:
+            # torch.save turns this into a RuntimeError about file positions
+            self.error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, Any]:
+    """Writes one file and waits until it is on disk; returns its entry in the manifest."""
+    # opened like any other file, so that its mode follows the umask
+    with open(path, "xb") as file:
+        hashing = HashingFile(file)
+        try:
+            write(cast(BinaryIO, hashing))
+        finally:
+            if hashing.error is not None:
+                raise hashing.error from None
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": hashing.size, "crc32": f"{hashing.crc32:08x}"}
+
+
+def render_manifest(content: Mapping[str, Any]) -> bytes:
+    """Returns the canonical bytes of a manifest, with a hash of itself."""
+    crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return (json.dumps({**content, "crc32": f"{crc32:08x}"}, indent=2) + "\n").encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads the manifest of the checkpoint at `path`; does not look at the files in it.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or of a version that is not known.
+    """
+    file = path / MANIFEST
+    try:
+        with _open_regular(file) as opened:
+            raw = opened.read()
+    except FileNotFoundError:
+        found = "it has no manifest.json" if path.is_dir() else "there is no such directory"
+        raise CheckpointError(f"{path} is not a checkpoint: {found}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    try:
+        content = json.loads(raw)
+        found_crc32 = content.pop("crc32")
+        version = content["format"]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}") from None
+    # compared as bytes: there is only one way to write it, so every flipped bit shows
+    if render_manifest(content) != raw:
+        raise CheckpointError(
+            f"{file} was altered after it was saved: its crc32 of {found_crc32!r} is wrong"
+        )
+    if version not in READABLE_FORMATS:
+        known = " and ".join(map(str, READABLE_FORMATS))
+        raise CheckpointError(
+            f"{file} has format {version}; this version of hybridtrain reads formats {known}"
+        )
+    _check_entries(file, content)
+    return cast(dict[str, Any], content)
+
+
+def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
+    """Checks the types in a manifest, whose checksum anybody can make to fit."""
+    step, files = content.get("step"), content.get("files")
+    if type(step) is not int or step < 0 or not isinstance(files, dict):
+        raise CheckpointError(f"{file} is damaged: step {step!r} and files {type(files).__name__}")
+    for name, entry in files.items():
+        try:
+            check_file_name(name)
+        except ValueError as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+        if not isinstance(entry, dict) or {"size", "crc32"} - entry.keys():
+            raise CheckpointError(f"{file} is damaged: {name} has no size and crc32")
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Computes the manifest's entry for a file on disk."""
+    size = crc32 = 0
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    with _open_regular(path) as file:
+        while count := file.readinto(buffer):
+            size += count
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return {"size": size, "crc32": f"{crc32:08x}"}
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Opens a regular file for reading.
+
+    Raises:
+        CheckpointError: it is a link, a device, a pipe or a directory.
+    """
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "symbolic link" if stat.S_ISLNK(mode) else "special file or a directory"
+        raise CheckpointError(
+            f"{path} is a {kind}: a checkpoint holds regular files only, so copy the file itself"
+        )
+    return open(path, "rb", buffering=0)

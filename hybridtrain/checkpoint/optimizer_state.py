@@ -1,0 +1,86 @@
+"""The optimizer's state under the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import KeyPath, MappingKey
+
+from hybridtrain.checkpoint.trees import broadcast_tree
+from hybridtrain.errors import CheckpointError
+from hybridtrain.model import HybridModel
+
+
+def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
+    names = parameter_names(model, optimizer)
+    state = optimizer.state_dict()
+    return {
+        "state": {names[number]: entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def check_groups(
+    path: Path, model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Checks that `state`, from `optimizer_by_name`, has the parameter groups of `optimizer`.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
+    own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    saved = [[numbers.get(name, -1) for name in group["params"]] for group in state["param_groups"]]
+    if saved != own:
+        raise CheckpointError(
+            f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
+            f"the same groups as before, or start a new run"
+        )
+
+
+def load_optimizer_by_name(
+    model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Loads rank 0's `state`, from `optimizer_by_name`, on every rank; a collective call.
+
+    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
+    present run's settings are what the user wants now.
+    """
+    parameters = dict(model.named_parameters())
+
+    def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
+        name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
+        parameter = parameters[name]
+        if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
+            return value
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            # in the parameter's memory format, as the optimizer had made it
+            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        return value.to(parameter.device)
+
+    moments = broadcast_tree(model.world, state.get("state"), to_param_device)
+    optimizer.load_state_dict(
+        {
+            "state": {
+                number: moments[name]
+                for number, name in enumerate(parameter_names(model, optimizer))
+                if name in moments
+            },
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+
+
+def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
+    """Returns the name of each parameter of `optimizer`, in the numbering of its state."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,104 @@
+"""Saving by all processes of a run: rank 0 writes, and what fails ends the run everywhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.state import writers
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
+from hybridtrain.errors import CheckpointError, Interrupted
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+_log = logging.getLogger(__name__)
+
+
+def save(
+    store: CheckpointStore,
+    step: int,
+    model: HybridModel,
+    optimizer: Optimizer,
+    progress: Mapping[str, Stateful],
+    states: Mapping[str, Stateful] = _NONE,
+    *,
+    required: bool = True,
+) -> Path | None:
+    """Saves a checkpoint on rank 0; a collective call.
+
+    If the store saves in the background, this returns when the state is copied to host memory.
+
+    Args:
+        store: where it goes; used on rank 0 only.
+        step: the optimizer steps done.
+        model, optimizer, progress: see `writers`.
+        states: what else is saved, by name; see `writers`. Every process asks them for their
+            `state_dict`, which may communicate; rank 0's is saved.
+        required: a full disk is an error; otherwise it is a warning, and a later save may succeed.
+
+    Returns:
+        the directory of the checkpoint, on every rank; None if the disk is full.
+
+    Raises:
+        CheckpointError: this save, or the one before in the background, has failed.
+    """
+    dicts = {name: entry.state_dict() for name, entry in states.items()}
+
+    def save_on_main() -> Path | None:
+        try:
+            # the earlier save's copies are used again
+            store.wait()
+        except NoSpaceError as error:
+            # this save is newer than the one that has failed
+            _log.warning("the last checkpoint was not saved: %s", error)
+        if store.background and store.host_copies is None:
+            store.host_copies = HostCopies()
+        files = writers(model, optimizer, progress, dicts, copies=store.host_copies)
+        try:
+            return store.save(step, files)
+        except NoSpaceError as error:
+            if required:
+                raise
+            _log.warning("no checkpoint of step %d; training goes on: %s", step, error)
+            return None
+
+    # the others wait in a group where a long wait is allowed
+    return model.world.broadcast(model.world.on_main(save_on_main))
+
+
+@contextmanager
+def finishing(store: CheckpointStore | None, world: World) -> Iterator[None]:
+    """Waits at the end of the block for a save in the background; a collective call.
+
+    Raises:
+        CheckpointError: the save has failed. After an exception in the block this is logged
+            instead, unless that is `Interrupted`, which promises a checkpoint.
+    """
+    if store is None:
+        yield
+        return
+    try:
+        yield
+    except Interrupted:
+        world.on_main(store.wait)
+        raise
+    except BaseException:
+        # the other processes may be gone: nothing is sent to them
+        try:
+            store.wait()
+        except CheckpointError as error:
+            _log.error("%s", error)
+        raise
+    world.on_main(store.wait)

@@ -1,0 +1,255 @@
+"""Tensors as safetensors files, in shards with an index as on the Hugging Face Hub.
+
+    model.safetensors                        all of them, up to the shard size
+    model-00001-of-00002.safetensors         more than that
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json             {"weight_map": {"encoder.weight": "model-00001-..."}}
+
+safetensors' own `save_file` wants a path and `save` a second copy of everything in memory, so the
+files are written here, tensor by tensor (https://github.com/huggingface/safetensors#format). They
+are read by the library, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hybridtrain.errors import CheckpointError
+from hybridtrain.files import atomic_file
+
+SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
+
+_log = logging.getLogger(__name__)
+
+Writer = Callable[[BinaryIO], object]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+}
+# The entry of a file's metadata for tensors of any other dtype, which are stored as bytes.
+_AS_BYTES = "hybridtrain.as_bytes"
+
+
+def tensor_writers(
+    stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+) -> dict[str, Writer]:
+    """Returns the files that hold `tensors`, each with the function that writes it.
+
+    A tensor under several names is stored once, under its first name; the file's metadata has the
+    others, as `safetensors.torch.save_model` writes it. Tensors on a device are copied to the CPU
+    one at a time, when they are written.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored: it is sparse, quantized, or has no values.
+    """
+    check_storable(tensors)
+    kept, others = without_aliases(tensors)
+    shards = _shards(kept, shard_bytes)
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": partial(_write, shards[0], others)}
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
+        "weight_map": {key: file for file, s in zip(names, shards, strict=True) for key in s},
+    }
+    rendered = (json.dumps(index, indent=2) + "\n").encode()
+    files: dict[str, Writer] = {
+        file: partial(_write, shard, others) for file, shard in zip(names, shards, strict=True)
+    }
+    return {**files, f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
+
+
+def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes the tensors of a module's state dict as one safetensors file, which appears whole.
+
+    What `get_extra_state` returned is left out with a warning, unless it is a tensor.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored, or the file cannot be written.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if left_out := ", ".join(name for name in state if name not in tensors):
+        _log.warning("%s has no %s: a safetensors file holds tensors only", path, left_out)
+    (write,) = tensor_writers(path.stem, tensors, shard_bytes=sys.maxsize).values()
+    try:
+        with atomic_file(path) as file:
+            write(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def read_tensors(folder: Path, stem: str, files: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of `tensor_writers`, or of a folder of the Hub, by name.
+
+    They are memory-mapped, read when they are used, and changes do not reach the file.
+
+    Args:
+        folder: where the files are.
+        stem: the beginning of their names, such as `model`.
+        files: the only names of files that may be read; None: any in the folder.
+
+    Raises:
+        CheckpointError: a file is missing, or is not what it should be.
+    """
+    allowed = None if files is None else set(files)
+    index = f"{stem}.safetensors.index.json"
+    if not ((folder / index).is_file() if allowed is None else index in allowed):
+        names = [f"{stem}.safetensors"]
+    else:
+        try:
+            weight_map = json.loads((folder / index).read_bytes())["weight_map"]
+            names = list(dict.fromkeys(weight_map.values()))
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("the weight_map does not name files")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{folder / index} cannot be read: {error!r}") from None
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        # a plain name of this folder: nothing elsewhere is read
+        if "/" in name or name.startswith(".") or (allowed is not None and name not in allowed):
+            raise CheckpointError(f"{folder} has no file {name!r} of tensors that may be read")
+        tensors |= open_tensors(folder / name)
+    return tensors
+
+
+def open_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one safetensors file by name, memory-mapped.
+
+    Raises:
+        CheckpointError: it is missing, or not a safetensors file.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            as_bytes = json.loads(metadata.pop(_AS_BYTES, "{}"))
+            for name in file.keys():  # noqa: SIM118, it is not a mapping
+                tensor = file.get_tensor(name)
+                if name in as_bytes:
+                    dtype, shape = as_bytes[name]
+                    tensor = tensor.view(getattr(torch, dtype)).reshape(shape)
+                tensors[name] = tensor
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+    for other, name in metadata.items():
+        if other not in tensors and name in tensors:
+            tensors[other] = tensors[name]
+    return tensors
+
+
+def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns each tensor once, under its first name, and the first name for every other one.
+
+    Tensors that only overlap in memory are different ones.
+    """
+    first: dict[Any, str] = {}
+    kept, others = {}, {}
+    for name, tensor in tensors.items():
+        key: Any = id(tensor)
+        if tensor.numel() > 0:
+            layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
+        if (same := first.setdefault(key, name)) == name:
+            kept[name] = tensor
+        else:
+            others[name] = same
+    return kept, others
+
+
+def check_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Checks that each tensor has its values in plain memory.
+
+    Raises:
+        CheckpointError: names the first that has not.
+    """
+    for name, tensor in tensors.items():
+        problem = None
+        if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+            problem = "has no values yet (device meta, or a lazy module): give it its values first"
+        elif tensor.layout != torch.strided:
+            problem = f"has the layout {tensor.layout}: store its to_dense()"
+        elif tensor.is_quantized:
+            problem = "is quantized: store its int_repr(), scale and zero point"
+        elif is_traceable_wrapper_subclass(tensor):
+            problem = f"is a {type(tensor).__name__}, which wraps other tensors: store those"
+        if problem:
+            raise CheckpointError(
+                f"cannot save {name}: a checkpoint holds plain tensors, and it {problem}"
+            )
+
+
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Fills shards in the order of the names."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and used + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    return shards
+
+
+def _write(tensors: Mapping[str, Tensor], others: Mapping[str, str], file: BinaryIO) -> None:
+    """Writes one safetensors file: the length of the header, the header as JSON, the values."""
+    # the widest first, so that each begins where its dtype is aligned, as the library does it
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries: dict[str, Any] = {}
+    as_bytes = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        dtype, shape = _DTYPES.get(tensor.dtype), list(tensor.shape)
+        begin, end = end, end + tensor.nbytes
+        if dtype is None:
+            as_bytes[name] = str(tensor.dtype).removeprefix("torch."), shape
+            dtype, shape = "U8", [tensor.nbytes]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    metadata = {"format": "pt", **{o: name for o, name in others.items() if name in tensors}}
+    if as_bytes:
+        metadata[_AS_BYTES] = json.dumps(as_bytes)
+    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for name in order:
+        # an empty tensor has no memory to look at
+        if tensors[name].numel() > 0:
+            file.write(_memory(tensors[name]))
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Returns the values in C order, as bytes; a copy only if they do not lie so on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # read by another thread while autograd runs in this one: only memory is looked at
+    return plain.reshape(-1).view(torch.uint8).numpy().data

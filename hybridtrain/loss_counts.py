@@ -1,0 +1,197 @@
+"""Counts of what losses average over: the known ones of PyTorch, and those that say it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridtrain import losses
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.microbatch import leaves_of, split
+from hybridtrain.output_loss import count_of_output
+
+IGNORED = -100
+
+Loss = SumLoss | MeanLoss | LossFn
+
+
+@dataclass(frozen=True)
+class TargetCount:
+    """The denominator of PyTorch's cross-entropy and nll with `reduction="mean"`.
+
+    That is the number of targets other than `ignore_index`, or the sum of their class weights. For
+    targets that are probabilities, which cannot be ignored, it is the number of samples.
+
+    Args:
+        ignore_index: the target that does not count.
+        weight: a weight for each class, of shape (C); None: 1 each.
+    """
+
+    ignore_index: int = IGNORED
+    weight: Tensor | None = None
+    _weights: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor | int:
+        """Returns the count of a batch, a 0-dim tensor unless all targets count."""
+        if not isinstance(targets, Tensor):
+            raise BatchError(
+                f"cross_entropy and nll need targets= that are a tensor, not "
+                f"{type(targets).__name__}"
+            )
+        if targets.is_floating_point():
+            return targets.numel() // targets.shape[1]
+        valid = targets != self.ignore_index
+        if self.weight is None:
+            return valid.sum()
+        counted = targets.masked_fill(~valid, 0)
+        weights = self._weight_on(targets).index_select(0, counted.flatten())
+        return (weights * valid.flatten()).sum()
+
+    def of_parts(self, targets: Any, sizes: Sequence[int]) -> list[Any]:
+        """Returns the count of each micro-batch of `targets`."""
+        if (
+            isinstance(targets, Tensor)
+            and not targets.is_floating_point()
+            and targets.is_cpu
+            and targets.dim()
+            and self.weight is None
+            and self.ignore_index < 0
+            and int(targets.min()) >= 0  # all count: one pass in place of one for each part
+        ):
+            each = targets.numel() // len(targets)
+            return [size * each for size in sizes]
+        return [self(None, part) for part in split(targets, sizes)]
+
+    def _weight_on(self, targets: Tensor) -> Tensor:
+        """Returns the class weights beside the targets, copied again only when they change."""
+        weight = self.weight
+        assert weight is not None
+        if weight.device == targets.device:
+            return weight.detach().double()
+        version = weight._version
+        if version not in self._weights:
+            self._weights.clear()
+            self._weights[version] = weight.detach().double().to(targets.device)
+        return self._weights[version]
+
+
+_BY_TARGETS = (F.cross_entropy, F.nll_loss, losses.cross_entropy, losses.nll)
+
+
+def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
+    """Returns `loss_fn` as a `SumLoss` or a `MeanLoss` if its count is known, else unchanged.
+
+    Known are losses with a method `count`, `cross_entropy` and `nll` of PyTorch and of
+    `hybridtrain.losses`, also in a `functools.partial`, and `nn.CrossEntropyLoss` and `nn.NLLLoss`.
+    `losses.model_output` is counted as `net`, a model of transformers, computes it.
+
+    Raises:
+        ConfigError: a loss of PyTorch with `reduction="sum"` or `"none"`, or `model_output` of a
+            model whose rule is unknown.
+    """
+    if isinstance(loss_fn, SumLoss | MeanLoss):
+        return loss_fn
+    if callable(getattr(loss_fn, "count", None)):
+        return SumLoss(loss_fn, loss_fn.count)
+    if loss_fn is losses.model_output and net is not None:
+        return MeanLoss(loss_fn, count_of_output(net))
+    settings: dict[str, Any] = {}
+    function: Any = loss_fn
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        function, settings = loss_fn.func, loss_fn.keywords
+    elif type(loss_fn).__module__ == "torch.nn.modules.loss":
+        settings = vars(loss_fn) | dict(loss_fn.named_buffers())
+        if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+            function = F.cross_entropy
+    if settings.get("reduction") in ("sum", "none"):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f'loss_fn={name} with reduction="{settings["reduction"]}": leave it at "mean", or say '
+            f"what the sum is divided by: SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
+        )
+    if any(function is known for known in _BY_TARGETS):
+        return MeanLoss(
+            loss_fn, TargetCount(settings.get("ignore_index", IGNORED), settings.get("weight"))
+        )
+    plain: LossFn = loss_fn
+    return plain
+
+
+def has_count(loss: Loss) -> bool:
+    """Returns whether `loss`, a result of `with_count`, has a count."""
+    return isinstance(loss, (SumLoss, MeanLoss))
+
+
+def has_class_targets(loss_fn: LossFn) -> bool:
+    """Returns whether `loss_fn` is a cross-entropy or nll, whose targets are classes."""
+    loss = with_count(loss_fn)
+    return isinstance(loss, MeanLoss) and isinstance(loss.count, TargetCount)
+
+
+_WITHOUT_IGNORED = ("torch.nn.functional", "torch.nn.modules.loss", "hybridtrain.losses")
+
+
+def refuse_ignored(loss_fn: LossFn, inputs: Any, targets: Any) -> None:
+    """Refuses labels of -100 for a loss that does not say what it averages over.
+
+    Looks at integer targets, or without targets at `inputs["labels"]`; on the CPU alone, so that
+    no step waits for a GPU.
+
+    Raises:
+        BatchError: there are such labels, and `loss_fn` would be weighted by samples.
+    """
+    labels = targets
+    if targets is None and isinstance(inputs, Mapping):
+        labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.is_cpu:
+        return
+    if not labels.numel() or int(labels.min()) != IGNORED:
+        return
+    kind: Any = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
+    if getattr(kind, "__module__", "") in _WITHOUT_IGNORED:
+        return  # of PyTorch or ours, where -100 is a number like others
+    name = getattr(kind, "__name__", kind)
+    raise BatchError(
+        f"the labels contain {IGNORED}, and loss_fn={name} does not say what it averages over: its "
+        f"micro-batches, batches and replicas would be weighted by their samples. Pass PyTorch's "
+        f"cross_entropy or nll_loss, losses.model_output for output.loss of transformers, or "
+        f"MeanLoss(loss_fn, count) with count(inputs, targets)=(targets != {IGNORED}).sum(), or "
+        f"len(targets) for a mean over samples"
+    )
+
+
+def checked_loss(loss: object) -> Tensor:
+    """Returns `loss`, the result of a loss function.
+
+    Raises:
+        BatchError: it is not a 0-dim tensor.
+    """
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    if isinstance(loss, tuple) and len(loss) == 2:
+        raise BatchError(
+            "loss_fn must return a 0-dim tensor, not a tuple: the count has to be known before "
+            "the backward, so pass SumLoss(loss_sum, count) with loss_sum(output, targets) and "
+            "count(inputs, targets)"
+        )
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {shown}")
+
+
+def zero_of(output: Any) -> Tensor:
+    """Returns 0, from which a backward gives zeros to all that `output` was computed from."""
+    tensors = [
+        leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    # without an output's own loss, whose backward may divide by 0
+    tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
+    if not tensors:
+        return torch.zeros(())
+    return torch.stack([t.reshape(-1)[:0].sum().float() for t in tensors]).sum()

@@ -1,0 +1,326 @@
+"""Kills, interrupts and stops runs at random, and checks that what they end with is exact.
+
+A run that nobody disturbs is the reference. Then the same run is started over and over, and each
+time something happens to it after a random delay:
+
+    kill-rank      SIGKILL to one process
+    kill-launcher  SIGKILL to torchrun; its processes must not train on without it
+    kill-all       SIGKILL to torchrun and all processes, as when a node is lost
+    terminate      SIGTERM to torchrun, as a scheduler does before it takes the node away
+    interrupt      SIGINT to all, as Ctrl-C in a terminal does
+    preempt        SIGUSR1 to one process, as Slurm's `--signal=USR1@60` does
+    stop           SIGSTOP to one process: it neither works nor ends
+    restart        SIGKILL to one process under `torchrun --max-restarts`: torchrun starts again
+
+When it has reached its last step, its weights must be those of the reference, bit for bit, with the
+same lines in metrics.jsonl, and no process may be left. The exit status is 1 otherwise.
+
+    python -m scripts.soak                  # 10 faults, some minutes
+    python -m scripts.soak --faults 200     # the table of docs/reliability.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+FAULTS = (
+    "kill-rank",
+    "kill-launcher",
+    "kill-all",
+    "terminate",
+    "interrupt",
+    "preempt",
+    "stop",
+    "restart",
+)
+# With these, torchrun or the run itself must save before it ends.
+SAVES = ("terminate", "interrupt", "preempt")
+
+STALL_S = 8
+# A run without a fault takes a fraction of this; longer means that it hangs.
+LIMIT_S = 150.0
+
+OVERRIDES = [
+    "recipe=digits",
+    "run_name=run",
+    "world.devices=cpu",
+    f"world.stall_s={STALL_S}",
+    "monitor.progress=false",
+    "monitor.tensorboard=false",
+    "trainer.log_every=1",
+    "checkpoint.every_steps=20",
+]
+
+
+@dataclass
+class Outcome:
+    """One fault: its kind and what came of it.
+
+    Attributes:
+        kind: one of `FAULTS`; `none` for a start that was left alone.
+        code: the exit code of torchrun.
+        seconds: from the fault to the end of the last process.
+        lost: steps that had been logged and had to be done again; None until the next start.
+        problem: a violated promise.
+    """
+
+    kind: str
+    code: int
+    seconds: float
+    lost: int | None = None
+    problem: str | None = None
+
+
+@dataclass
+class Run:
+    """A run that is disturbed again and again, in its own directory."""
+
+    folder: Path
+    processes: int
+    steps: int
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.folder / "outputs" / "run"
+
+    def start(self, kind: str, delay_s: float, rng: random.Random) -> Outcome:
+        """Starts the run, does `kind` to it `delay_s` after its first step, and waits for its end.
+
+        Raises:
+            TimeoutError: it hangs; all its processes are killed first.
+        """
+        logged = self.logged()
+        log = (self.folder / "log.txt").open("ab")
+        launcher = psutil.Popen(
+            self._command(restarts=3 if kind == "restart" else 0),
+            cwd=self.folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while launcher.poll() is None and self.logged() == logged:
+            time.sleep(0.02)
+            if time.monotonic() > deadline:
+                _kill_all(launcher)
+                raise TimeoutError(f"no step within {LIMIT_S:g} s; see {log.name}")
+        time.sleep(delay_s)
+        everybody = [launcher, *launcher.children(recursive=True)] if _alive(launcher) else []
+        before = self.logged()
+        began = time.monotonic()
+        if everybody:
+            self._disturb(kind, launcher, everybody, rng)
+        else:
+            kind = "none"  # it was done before the fault
+        _, left = psutil.wait_procs(everybody, timeout=max(0.0, deadline - time.monotonic()))
+        for process in psutil.process_iter(["cwd"]):  # those of a restart
+            if process.info["cwd"] == str(self.folder) and process.pid != os.getpid():
+                left.append(process)
+        outcome = Outcome(kind, launcher.wait(), time.monotonic() - began)
+        if left:
+            outcome.problem = f"{len(left)} processes were left"
+            for process in left:
+                process.kill()
+        elif kind in SAVES and self.newest() < min(before, self.steps):
+            outcome.problem = f"logged step {before}, saved step {self.newest()}"
+        outcome.lost = before - self.newest()
+        self.outcomes.append(outcome)
+        return outcome
+
+    def logged(self) -> int:
+        """Returns the last step in metrics.jsonl, 0 without any."""
+        try:
+            lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+            return int(json.loads(lines[-1])["step"])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def newest(self) -> int:
+        """Returns the step of the newest checkpoint, 0 without any."""
+        found = (self.directory / "checkpoints").glob("step_*")
+        return max((int(re.split(r"[_.]", path.name)[1]) for path in found), default=0)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights of the last step."""
+        (path,) = (self.directory / "checkpoints").glob(f"step_{self.steps:08d}*")
+        return load_file(path / "model.safetensors")
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Returns losses and evaluations by step, without what depends on the clock."""
+        lines: dict[int, dict[str, float]] = {}
+        for line in (self.directory / "metrics.jsonl").read_text().splitlines():
+            values = json.loads(line)
+            chosen = {
+                name: value
+                for name, value in values.items()
+                if name in ("train/loss", "train/lr") or name.startswith("eval/")
+            }
+            lines.setdefault(values["step"], {}).update(chosen)
+        return lines
+
+    def _command(self, restarts: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.processes), "--max-restarts", str(restarts)),
+            *("-m", "hybridtrain", *OVERRIDES),
+            *("trainer.epochs=null", f"trainer.steps={self.steps}"),
+        ]
+
+    def _disturb(
+        self,
+        kind: str,
+        launcher: psutil.Process,
+        everybody: Sequence[psutil.Process],
+        rng: random.Random,
+    ) -> None:
+        ranks = sorted(launcher.children(), key=lambda process: process.pid)[-self.processes :]
+        victim = rng.choice(ranks) if ranks else launcher
+        if kind in ("kill-rank", "restart"):
+            _signal([victim], signal.SIGKILL)
+        elif kind == "kill-launcher":
+            _signal([launcher], signal.SIGKILL)
+        elif kind == "kill-all":
+            _signal(everybody, signal.SIGKILL)
+        elif kind == "terminate":
+            _signal([launcher], signal.SIGTERM)
+        elif kind == "interrupt":
+            _signal(everybody, signal.SIGINT)
+        elif kind == "preempt":
+            _signal([victim], signal.SIGUSR1)
+        elif kind == "stop":
+            _signal([victim], signal.SIGSTOP)
+
+
+def soak(faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str]) -> int:
+    """Does `faults` faults, prints a line for each and a table; returns the exit status."""
+    rng = random.Random(seed)
+    problems: list[str] = []
+    outcomes: list[Outcome] = []
+    complete = 0
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        root = Path(name)
+        reference = _new_run(root / "reference", processes, steps)
+        if reference.start("none", 0.0, rng).code:
+            print((reference.folder / "log.txt").read_text())
+            return 1
+        number = 0
+        while sum(outcome.kind != "none" for outcome in outcomes) < faults:
+            run = _new_run(root / f"run{number}", processes, steps)
+            number += 1
+            while run.newest() < steps:
+                done = sum(outcome.kind != "none" for outcome in outcomes)
+                kind = "none" if done >= faults else rng.choice(list(kinds))
+                try:
+                    outcome = run.start(kind, rng.uniform(0.0, 2.0), rng)
+                except TimeoutError as error:
+                    problems.append(f"{kind}: {error}")
+                    print((run.folder / "log.txt").read_text()[-4000:])
+                    break
+                outcomes.append(outcome)
+                if outcome.problem:
+                    problems.append(f"{outcome.kind}: {outcome.problem}")
+                print(
+                    f"{len(outcomes):4d} {outcome.kind:14s} exit code {outcome.code:4d} after "
+                    f"{outcome.seconds:5.1f} s, step {run.newest()} of {steps} "
+                    f"{outcome.problem or ''}",
+                    flush=True,
+                )
+            else:
+                problems += _differences(run, reference)
+                complete += 1
+    print(
+        f"\n{_table(outcomes)}\n\n{complete} runs reached step {steps}; problems: {len(problems)}"
+    )
+    print(*problems, sep="\n")
+    return 1 if problems else 0
+
+
+def _new_run(folder: Path, processes: int, steps: int) -> Run:
+    folder.mkdir()
+    return Run(folder, processes, steps)
+
+
+def _differences(run: Run, reference: Run) -> list[str]:
+    found = []
+    expected, got = reference.weights(), run.weights()
+    if not all(torch.equal(expected[name], got[name]) for name in expected.keys() | got.keys()):
+        found.append(f"{run.folder.name}: the weights are not those of the undisturbed run")
+    expected_lines, lines = reference.metrics(), run.metrics()
+    differing = [step for step in expected_lines if lines.get(step) != expected_lines[step]]
+    if differing or lines.keys() != expected_lines.keys():
+        found.append(f"{run.folder.name}: metrics.jsonl differs at steps {differing[:5]}")
+    return found
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    lines = [
+        "| fault | times | exit codes | median s to the end | longest | steps done again, median |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
+    for kind in FAULTS:
+        own = [outcome for outcome in outcomes if outcome.kind == kind]
+        if not own:
+            continue
+        seconds = [outcome.seconds for outcome in own]
+        codes = ", ".join(str(code) for code in sorted({outcome.code for outcome in own}))
+        # a restarted run goes on within the same start
+        lost = [outcome.lost for outcome in own if outcome.lost is not None and kind != "restart"]
+        again = f"{statistics.median(lost):g}" if lost else "-"
+        lines.append(
+            f"| {kind} | {len(own)} | {codes} | {statistics.median(seconds):.1f} | "
+            f"{max(seconds):.1f} | {again} |"
+        )
+    return "\n".join(lines)
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _kill_all(launcher: psutil.Process) -> None:
+    processes = [launcher, *launcher.children(recursive=True)]
+    _signal(processes, signal.SIGKILL)
+    psutil.wait_procs(processes, timeout=10)
+
+
+def main() -> int:
+    """Reads the arguments and soaks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=FAULTS, choices=FAULTS)
+    options = parser.parse_args()
+    return soak(options.faults, options.processes, options.steps, options.seed, options.kinds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
