@@ -343,13 +343,17 @@ class HybridModel:
         )
 
     def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:
-        """Returns the gradient of a micro-batch's loss, made once for each share and dtype."""
+        """Returns the gradient of a micro-batch's loss, which is its share of the samples.
+
+        It is NaN if the loss is not finite, also where the derivative would be finite: then all
+        replicas see it in the averaged gradients, and skip the step together.
+        """
         key = share, loss.dtype, loss.device
         if key not in self._loss_gradients:
             if len(self._loss_gradients) == 64:  # shares that change from step to step
                 self._loss_gradients.clear()
             self._loss_gradients[key] = torch.full_like(loss, share, requires_grad=False)
-        return self._loss_gradients[key]
+        return torch.add(self._loss_gradients[key], loss.detach(), alpha=0)
 
 
 def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:

@@ -16,7 +16,7 @@ from typing import Any
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import LoaderOptions, PipelineOptions
 
-LOADER_OPTIONS = ("workers", "drop_last", "timeout_s")
+LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
 
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
@@ -132,7 +132,7 @@ class Config:
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )
     """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
-    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`."""
+    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`, `divided`."""
     optim: dict[str, Any] = field(default_factory=dict)
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
