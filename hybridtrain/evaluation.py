@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.loss_counts import checked_loss
-from hybridtrain.loss_weights import batch_units
+from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
@@ -79,10 +79,10 @@ def evaluate(
             if losses:  # else the last stage is in another process
                 size = batch_size(inputs, targets)
                 sizes = chunk_sizes(size, model.options.chunks)
-                units, divisor = batch_units(loss, inputs, targets, sizes)
-                count += divisor
+                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
+                count += weight.divisor
                 samples += size
-                for value, unit in zip(losses, units, strict=True):
+                for value, unit in zip(losses, weight.units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
             if stop is not None and stop():

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -19,16 +19,19 @@ from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import OwnLoader
+from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
 from hybridtrain.finite_check import FiniteCheck
 from hybridtrain.interruption import Interruptions
+from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
 
@@ -93,19 +96,20 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train: BatchSource = (
-            train if hasattr(train, "stream") else OwnLoader(train, self.world)
-        )
+        self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
+        if getattr(self.train, "has_state", False):
+            self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
+        self._optimized: object = None  # the pipeline whose parameters the optimizer has
         self._finite = FiniteCheck(
             model,
             self.scaler,
@@ -151,6 +155,7 @@ class Trainer:
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
+        phase_before = activity.phase
         try:
             with self._interruptions.listening(), saving.finishing(self.store, self.world):
                 self._train(stream)
@@ -160,6 +165,7 @@ class Trainer:
         finally:
             stream.close()
             self.monitor.close()
+            activity.now(phase_before)
         return self.summary()
 
     def _train(self, stream: Iterator[Batch]) -> None:
@@ -169,10 +175,9 @@ class Trainer:
             self._interruptions.begin_step()
             log_due = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-            batches = [next(stream)]
-            # an optimizer step does not reach into the next epoch
-            while len(batches) < self.options.accumulate and not batches[-1].last:
-                batches.append(next(stream))
+            activity.now(f"step {self.step + 1}: data")
+            batches = take(stream, self.options.accumulate)
+            activity.now(f"step {self.step + 1}: train")
             lr = self.optimizer.param_groups[0]["lr"]
             norm = self._train_step(batches, timeline=log_due or timeline_due)
             if log_due:
@@ -200,12 +205,15 @@ class Trainer:
 
         Raises:
             DivergedError: the weights are not finite; nothing is written.
+            UserError: the replicas' weights are apart.
             CheckpointError: it cannot be written, or the one before in the background was not.
         """
         if self.store is None:
             return
         if self._checkpoint[0] != self.step:
+            activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step)
+            check_replicas(self.model.net, self.world)
             self._stats.gather()
             path = saving.save(
                 self.store,
@@ -312,6 +320,12 @@ class Trainer:
         }
 
     @property
+    def finished(self) -> bool:
+        """True if all steps are done, and the evaluation after the last one too."""
+        evaluated = self.evaluation is None or self._evaluated[0] == self.step
+        return self.step >= self.total_steps and evaluated
+
+    @property
     def skipped_steps(self) -> int:
         """Steps without an optimizer step: the loss was not finite, or no target counted."""
         return self._finite.skipped
@@ -352,6 +366,8 @@ class Trainer:
             )
             outs.append(out)
         self._stats.record(out.timeline)
+        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
+            self._optimized = check_optimizer(self.model, self.optimizer)
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
@@ -363,6 +379,7 @@ class Trainer:
                 self._stats.add(out.loss, out.count)
             if self.options.clip_norm is not None:
                 clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+            activity.now(f"step {self.step + 1}: optimizer")
             self.scaler.step(self.optimizer)
         self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
@@ -401,6 +418,7 @@ class Trainer:
         ):
             evaluates = self._is_due(options.eval_every, self.step)
             if evaluates or self._ends_epoch(options.eval_every_epochs):
+                activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
                     save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)

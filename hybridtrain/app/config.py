@@ -10,7 +10,7 @@ a config is shown quickly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridtrain.errors import ConfigError
@@ -58,6 +58,9 @@ class WorldConfig:
     the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
     timeout_s: float = 600.0
     """Seconds that a collective may take."""
+    stall_s: float | None = 300.0
+    """Seconds without progress after which the run is ended, with the name of the process that the
+    others wait for; null: never. The first steps may take four times as long, a save ten times."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
 
@@ -89,7 +92,9 @@ class TrainerConfig:
     there are classes."""
 
 
-@dataclass
+# The functions that `dataclass` would write have the fields' names as parameters, and `async` is a
+# keyword of Python.
+@dataclass(init=False, repr=False, eq=False)
 class CheckpointConfig:
     """The checkpoints of a run. See `TrainerOptions` for the keys `best` and `best_mode`."""
 
@@ -103,6 +108,18 @@ class CheckpointConfig:
     best_mode: str = "min"
     keep: int | None = 3
     """The newest checkpoints to keep; null: all."""
+    __annotations__["async"] = "bool"
+    vars()["async"] = False
+    """Write checkpoints in the background; a step waits for the copy to host memory only."""
+
+    def __init__(self, **values: Any) -> None:
+        for each in fields(self):
+            setattr(self, each.name, values.pop(each.name, each.default))
+        if values:
+            raise TypeError(f"CheckpointConfig has no {', '.join(values)}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointConfig) and vars(self) == vars(other)
 
 
 @dataclass
@@ -134,6 +151,9 @@ class Config:
     exist; `best`; the path of a checkpoint or of a run directory; or null: none."""
     allow_changes: bool = False
     """Go on with a run with another model, other data or another seed than it has."""
+    init_from: Any = None
+    """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
+    of a checkpoint, a run or a folder of the Hub; or a mapping of `path`, `strict` and `best`."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as [my_project.models]."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -159,6 +179,8 @@ def check(config: Config) -> None:
     """
     if config.world.timeout_s < 1:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
+    if (config.world.stall_s or 0) < 0:
+        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
     checkpoint = config.checkpoint
     if (every := checkpoint.every_steps or 0) < 0:
         raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
