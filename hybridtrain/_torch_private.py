@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Tensors with shapes and without data, as torch.export runs a forward on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "ddp_check_reduced",
     "ddp_ignore_parameters",
@@ -28,8 +33,10 @@ __all__ = [
     "ddp_sync_buffers",
     "has_hooks",
     "hooks_of",
+    "loader_workers",
     "operator_schema",
     "run_backward",
+    "wake_loader",
 ]
 
 # --- tracing
@@ -103,3 +110,25 @@ def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
     """Copies rank 0's buffers to the other ranks; a collective call."""
     if ddp.modules_buffers:
         ddp._sync_buffers()
+
+
+# --- worker processes of a DataLoader
+
+
+def loader_workers(iterator: Any) -> list[Any]:
+    """Returns the processes of a DataLoader's iterator; none where it has none.
+
+    `_workers`: the public DataLoader says that a worker has ended only by a signal handler that
+    raises in the main thread, or after its timeout, and never with what exit code.
+    """
+    return list(getattr(iterator, "_workers", ()))
+
+
+def wake_loader(iterator: Any) -> None:
+    """Ends another thread's wait for a batch of `iterator`, with an exception there.
+
+    `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
+    """
+    queue = getattr(iterator, "_worker_result_queue", None)
+    if queue is not None:
+        queue.put(None)  # not a pair of a number and a batch

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 
 from hybridtrain.errors import BatchError
-from hybridtrain.loss_counts import Loss, TargetCount
+from hybridtrain.loss_counts import Loss, TargetCount, refuse_ignored
 from hybridtrain.losses import MeanLoss, SumLoss
-from hybridtrain.microbatch import batch_size, chunk_sizes, split
+from hybridtrain.microbatch import split
 from hybridtrain.world import World
 
 
@@ -79,9 +79,12 @@ class StepWeights(Sequence[BatchWeight]):
         if total is None:
             # every process of a replica has its batch
             own = sum(w.count for w in self._weights) if world.pipeline_rank == 0 else 0
-            self._sum = torch.tensor(own, dtype=torch.float64)
-            # the forward goes on meanwhile
-            self._work = world.begin_sum(self._sum)
+            if world.replicas == 1:
+                self._total = own
+            else:
+                self._sum = torch.tensor(own, dtype=torch.float64)
+                # the forward goes on meanwhile
+                self._work = world.begin_sum(self._sum)
 
     @property
     def total(self) -> float:
@@ -109,31 +112,48 @@ class StepWeights(Sequence[BatchWeight]):
 
 
 def batch_units(
-    loss: Loss, inputs: Any, targets: Any, chunks: int
+    loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int], more: bool = True
 ) -> tuple[Sequence[float], float]:
-    """Returns the `units` and the `divisor` of a `BatchWeight`.
+    """Returns the `units` and the `divisor` of a `BatchWeight`, for micro-batches of these sizes.
+
+    Args:
+        loss: the result of `with_count`.
+        inputs: of a batch.
+        targets: of a batch.
+        sizes: of its micro-batches.
+        more: whether other batches or replicas take part in the mean.
 
     Raises:
-        BatchError: a count is negative or not a number.
+        BatchError: a count is negative or not a number, or a loss without a count is given labels
+            to ignore.
     """
-    samples = batch_size(inputs, targets)
-    sizes = chunk_sizes(samples, chunks)
     if isinstance(loss, SumLoss):
         return [1] * len(sizes), _checked(_numbers([loss.count(inputs, targets)]))[0]
     if not isinstance(loss, MeanLoss):
-        return sizes, samples
-    target_parts = split(targets, sizes)
+        if more or len(sizes) > 1:
+            refuse_ignored(loss, inputs, targets)
+        return sizes, sum(sizes)
     if isinstance(loss.count, TargetCount):
-        counts = loss.count.of_parts(targets, target_parts, sizes)
+        counts = loss.count.of_parts(targets, sizes)
     else:
-        parts = zip(split(inputs, sizes), target_parts, strict=True)
+        parts = zip(split(inputs, sizes), split(targets, sizes), strict=True)
         counts = [loss.count(*part) for part in parts]
     units = _checked(_numbers(counts))
     return units, sum(units)
 
 
+def batch_weight(
+    loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int], weight: float, more: bool
+) -> BatchWeight:
+    """Returns a `BatchWeight` with a given `weight`; the other arguments are of `batch_units`."""
+    units, divisor = batch_units(loss, inputs, targets, sizes, more)
+    return BatchWeight(units, divisor, divisor, float(weight))
+
+
 def _numbers(counts: Sequence[int | float | Tensor]) -> Sequence[float]:
     tensors = [count for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        return cast(Sequence[float], counts)
     if len(tensors) < len(counts) or not all(count.dim() == 0 for count in tensors):
         return [float(count) for count in counts]
     # Waits for the device if the targets are on one: the weights are needed before the first

@@ -27,6 +27,7 @@ from torch import Tensor
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import UserError, WorldError
 from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.meeting import meet
 
 T = TypeVar("T")
 
@@ -313,20 +314,20 @@ def _join(
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     if not dist.is_initialized():
+        store = meet(launch, os.environ, timeout_s)
         try:
             dist.init_process_group(
                 # objects and CPU tensors always travel through gloo
                 backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
-                init_method=launch.init_method,
+                store=store,
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=timedelta(seconds=timeout_s),
             )
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                f"rank {launch.rank} could not join the {launch.size} processes that "
-                f"{launch.launcher} announced ({launch.init_method}) within timeout_s="
-                f"{timeout_s:g} s (under Slurm, start them with srun): {error}"
+                f"rank {launch.rank} could not connect to the other {launch.size - 1} processes: "
+                f"{error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
 

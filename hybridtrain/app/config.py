@@ -16,8 +16,11 @@ from typing import Any
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import LoaderOptions, PipelineOptions
 
-LOADER_OPTIONS = ("workers", "drop_last", "timeout_s")
+LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
+
+OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
+"""The groups whose keys are the arguments of a `_target_`."""
 
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
@@ -76,7 +79,7 @@ class TrainerConfig:
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
     """Let GPUs multiply fp32 matrices in TF32."""
-    loss: str = "cross_entropy"
+    loss: Any = "cross_entropy"
     """`cross_entropy`, `nll` or `mse`."""
     metrics: Any = None
     """Names of metrics, or a mapping of names to torchmetrics `_target_`s; null: accuracy, where
@@ -103,6 +106,11 @@ class CheckpointConfig:
         if values:
             raise TypeError(f"CheckpointConfig has no {', '.join(values)}")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointConfig) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dataclass that can be changed
+
 
 @dataclass
 class MonitorConfig:
@@ -120,14 +128,19 @@ class MonitorConfig:
 class Config:
     """A whole run."""
 
+    recipe: str | None = None
+    """A recipe of the package by its name, or any by the path of its file."""
     run_name: str | None = None
-    """The folder of the run in `output_dir`; null: the recipe's name."""
+    """The folder of the run in `output_dir`; null: the name of the recipe, or of its path."""
     output_dir: str = "outputs"
     """The folder of all runs."""
     seed: int = PipelineOptions.seed
     """The seed of the initial weights, the data order and dropout."""
     resume: str | None = "auto"
-    """`auto`: the newest checkpoint in the run directory, if any; a checkpoint's path; or null."""
+    """`auto`: the newest checkpoint in the run directory, if any; `last`: the newest, which must
+    exist; `best`; the path of a checkpoint or of a run directory; or null: none."""
+    allow_changes: bool = False
+    """Go on with a run with another model, other data or another seed than it has."""
     init_from: Any = None
     """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
     of a checkpoint, a run or a folder of the Hub; or a mapping of `path`, `strict` and `best`."""
@@ -138,7 +151,7 @@ class Config:
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )
     """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
-    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`."""
+    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`, `divided`."""
     optim: dict[str, Any] = field(default_factory=dict)
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

@@ -162,7 +162,10 @@ class ChainBuilder:
             [(number, inside) for number, unit in enumerate(units) for inside in range(len(unit))],
             frozenset(no_cut_before),
             unexpanded,
-            TraceGuards((graph.expanded, graph.modes) for _, graph in graphs),
+            TraceGuards(
+                ((graph.expanded, graph.modes) for _, graph in graphs),
+                any(graph.grad_matters for _, graph in graphs),
+            ),
         )
 
     def one_layer(self) -> Chain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from hybridtrain._torch_private import hooks_of
@@ -21,8 +22,9 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
     """
 
-    def __init__(self, traced: Iterable[Traced] = ()) -> None:
+    def __init__(self, traced: Iterable[Traced] = (), grad_matters: bool = False) -> None:
         self._traced = list(traced)
+        self._grad_matters = grad_matters
         self._hooks = [
             (name, hooks)
             for modules, _ in self._traced
@@ -44,6 +46,8 @@ class TraceGuards:
         Raises:
             ConfigError: a module has changed; names it, and what has changed.
         """
+        if self._grad_matters:
+            self._check_grad_mode()
         for name, hooks in self._hooks:
             if hooks:
                 raise ConfigError(
@@ -69,3 +73,13 @@ class TraceGuards:
                     f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "
                     f"use it in a submodule without submodules, which is called and not traced"
                 )
+
+    def _check_grad_mode(self) -> None:
+        root = next(iter(self._traced[0][0].values()))
+        if torch.is_grad_enabled() != root.training:
+            usual = "training with gradients, and evaluation without"
+            now = "without" if root.training else "with"
+            raise ConfigError(
+                f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
+                f"it cannot run in {'train' if root.training else 'eval'}() mode {now} them"
+            )

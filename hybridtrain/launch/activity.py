@@ -25,7 +25,7 @@ class Lane:
 
 
 class Activity:
-    """What a process is doing.
+    """The phase and the lanes of a process.
 
     Attributes:
         phase: what the training loop does, such as "step 12: data" or "evaluate"; None outside of
