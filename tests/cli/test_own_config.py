@@ -61,10 +61,12 @@ def test_the_same_command_again_says_nothing(begun: Path) -> None:
     again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
     assert settle("train", again).notes == []
     again += ["+model.width=3", "~optim.eps", "~model.pad_index", "monitor=default"]
+    again += ["lr_schedule=linear", "lr_schedule.end_factor=0.5"]
     write_config(begun, again)
     settings = settle("train", again)
     assert settings.notes == []
     assert settings.config.model["width"] == 3
+    assert settings.config.lr_schedule["warmup_steps"] == 200  # the recipe's
 
 
 def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
