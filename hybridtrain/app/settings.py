@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = (
     "trainer.eval_every",
     "trainer.compile",
     "trainer.max_time",
+    "trainer.max_skipped",
 )
 _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
 _PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
