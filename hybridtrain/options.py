@@ -126,14 +126,18 @@ class LoaderOptions:
     """Leave out a last training batch that is not full."""
     timeout_s: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
+    divided: bool = False
+    """An iterable data set gives each replica and each worker its own samples; False: it gives all
+    of them the same, and the loader divides them."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples; None: torch's `default_collate`."""
 
     def __post_init__(self) -> None:
         if type(self.workers) is not int or self.workers < 0:
             raise ConfigError(f"workers={self.workers} must be a number of processes, 0 or more")
-        if type(self.drop_last) is not bool:
-            raise ConfigError(f"drop_last={self.drop_last} must be true or false")
+        for name in ("drop_last", "divided"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}={getattr(self, name)} must be true or false")
         if type(self.timeout_s) not in (int, float) or self.timeout_s <= 0:
             raise ConfigError(f"timeout_s={self.timeout_s} must be a positive number of seconds")
 

@@ -9,46 +9,20 @@ steps, whatever the length of the data set.
 from __future__ import annotations
 
 import itertools
-import traceback
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.data.batch import Batch, share_of
+from hybridtrain.data.faults import name_of
+from hybridtrain.data.fetch import fetch
+from hybridtrain.data.stream import StreamLoader, is_stream
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
 __all__ = ["Batch", "EvalLoader", "LoaderOptions", "TrainLoader", "permutation", "share_of"]
-
-T = TypeVar("T")
-
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One replica's share of a global batch.
-
-    Attributes:
-        inputs: a pytree of tensors with the samples in dim 0.
-        targets: likewise.
-        samples: the samples of the share that count. 0 where a global batch has fewer samples than
-            there are replicas: the share is then one sample that counts for nothing, because every
-            replica has to take part in the step.
-        total: the samples of the global batch.
-    """
-
-    inputs: Any
-    targets: Any
-    samples: int
-    total: int
 
 
 class TrainLoader:
@@ -62,21 +36,26 @@ class TrainLoader:
         options: how batches are loaded.
 
     Raises:
-        DataError: the data set has less than one batch.
+        DataError: the data set has less than one batch, or can only be iterated over.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         world: World,
         *,
         seed: int = 0,
         options: LoaderOptions | None = None,
     ) -> None:
+        if is_stream(dataset):
+            raise DataError(
+                f"{name_of(dataset)} has no samples by number (`__getitem__` and `__len__`): pass "
+                f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
+            )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.samples = len(dataset)  # type: ignore[arg-type]
+        self.samples = len(dataset)
         self._world = world
         self._seed = seed
         self._options = options or LoaderOptions()
@@ -95,7 +74,8 @@ class TrainLoader:
         try:
             for (inputs, targets), start in zip(fetched, starts, strict=False):
                 share, total = self._share(start)
-                yield Batch(inputs, targets, share.stop - share.start, total)
+                last = start + self.batch_size >= self.batches_per_epoch * self.batch_size
+                yield Batch(inputs, targets, share.stop - share.start, total, last)
         finally:
             fetched.close()
 
@@ -121,11 +101,18 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Every sample of `dataset` once over all replicas, in order; shares may differ in length."""
+    """Every sample of `dataset` once over all replicas; shares may differ in length.
+
+    Args:
+        dataset: map-style, each replica takes a stretch of it; or iterable, see `StreamLoader`.
+        batch_size: samples over all replicas.
+        world: tells which replica this process belongs to.
+        options: how batches are loaded.
+    """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         world: World,
         *,
@@ -137,7 +124,11 @@ class EvalLoader:
         self._options = options or LoaderOptions()
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        total: int = len(self._dataset)  # type: ignore[arg-type]
+        if is_stream(self._dataset):
+            size, options = self._batch_size * self._world.replicas, self._options
+            yield from StreamLoader(self._dataset, size, self._world, options=options).once()
+            return
+        total: int = len(self._dataset)
         mine = range(total)[share_of(total, self._world.replica, self._world.replicas)]
         batches = [
             list(mine[start : start + self._batch_size])
@@ -146,69 +137,9 @@ class EvalLoader:
         yield from fetch(self._dataset, batches, self._options, self._world)
 
 
-def share_of(total: int, replica: int, replicas: int) -> slice:
-    """Returns the part of `total` samples that `replica` takes; shares differ by 1 at most."""
-    small, larger = divmod(total, replicas)
-    start = replica * small + min(replica, larger)
-    return slice(start, start + small + (replica < larger))
-
-
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Returns the order of an epoch, a function of the arguments alone."""
     generator = torch.Generator()
     # An odd multiplier keeps neighbouring seeds from sharing orders of neighbouring epochs.
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & 0x7FFF_FFFF_FFFF_FFFF)
     return torch.randperm(samples, generator=generator)
-
-
-def fetch(
-    dataset: Dataset[Any], batches: Iterable[list[int]], options: LoaderOptions, world: World
-) -> Generator[Any, None, None]:
-    """Yields the batches of `dataset` whose sample indices `batches` lists, fetched ahead."""
-    device = world.devices[0]
-    if isinstance(dataset, InMemoryDataset) and dataset.prepare is None and device.type == "cpu":
-        # In less time than a thread needs to hand a batch over.
-        return (dataset.__getitems__(indices) for indices in batches)
-    # The workers' seeds come from here, not from the default generator.
-    generator = torch.Generator()
-    generator.manual_seed(world.replica)
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=options.workers,
-        timeout=options.timeout_s if options.workers else 0,
-        collate_fn=options.collate,
-        generator=generator,
-        pin_memory=device.type == "cuda",
-    )
-    return prefetch((batch for batch in loader), device=device)
-
-
-def prefetch(
-    source: Iterator[T], depth: int = 2, device: torch.device = _CPU
-) -> Generator[T, None, None]:
-    """Yields from `source`, which a thread runs up to `depth` items ahead.
-
-    An exception of `source` is raised where its item would have been. `device` is where the items
-    go: to pin memory for a GPU, the thread must have it as its current device.
-    """
-
-    def fetch_next() -> T | None:
-        try:
-            return next(source, None)
-        except BaseException as error:
-            # torch re-raises a worker's exception in a reference cycle, which would keep the
-            # workers until a collection, and then end them the slow way.
-            traceback.clear_frames(error.__traceback__)
-            raise
-
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    thread = ThreadPoolExecutor(1, "prefetch", prepare)
-    try:
-        ready = deque(thread.submit(fetch_next) for _ in range(depth))
-        while (item := ready.popleft().result()) is not None:
-            ready.append(thread.submit(fetch_next))
-            yield item
-            del item  # or this frame would keep it while it waits for the next one
-    finally:
-        thread.shutdown(cancel_futures=True)

@@ -5,15 +5,16 @@ import itertools
 import multiprocessing
 import threading
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.loaders import world_of
 from torch.utils.data import Dataset
 
-from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, prefetch, share_of
+from hybridtrain.data.fetch import prefetch
+from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
 
@@ -35,11 +36,6 @@ class Numbers(Dataset):
         if index == self.bad:
             raise OSError(f"sample {index} cannot be read")
         return torch.tensor(index), torch.tensor(10 * index)
-
-
-def world_of(replica, replicas):
-    """Returns the part of a World that a loader reads."""
-    return SimpleNamespace(replica=replica, replicas=replicas, devices=(torch.device("cpu"),))
 
 
 def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
@@ -182,11 +178,11 @@ def test_an_exception_of_the_data_set_is_raised_after_the_batches_before_it(work
     options = LoaderOptions(workers=workers)
     stream = TrainLoader(data, 4, world_of(0, 1), options=options).stream()
     assert next(stream).inputs.tolist() == order[:4]
-    with pytest.raises(OSError, match=f"sample {order[7]} cannot be read"):
+    with pytest.raises(DataError, match=f"^sample {order[7]} of Numbers cannot be read: OSError"):
         next(stream)
     evaluation = iter(EvalLoader(Numbers(12, bad=5), 4, world_of(0, 1), options=options))
     assert next(evaluation)[0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(OSError, match="sample 5 cannot be read"):
+    with pytest.raises(DataError, match=r"^sample 5 of Numbers cannot be read: OSError"):
         next(evaluation)
 
 
@@ -202,7 +198,7 @@ def test_worker_processes_end_with_their_stream(how):
         next(stream)
         assert len(multiprocessing.active_children()) == 2
         if how == "exception":
-            with suppress(OSError):
+            with suppress(DataError):
                 next(stream)
         elif how == "close":
             stream.close()
@@ -281,8 +277,11 @@ def test_prefetching_stays_within_its_depth():
 
 
 def test_batches_are_made_by_the_given_collate_function():
-    batch = take(loader(6, 3, collate=lambda items: (len(items), [y for _, y in items])), 1)[0]
-    assert batch.inputs == 3
+    def collate(items):
+        return torch.tensor([len(items)] * len(items)), [y for _, y in items]
+
+    batch = take(loader(6, 3, collate=collate), 1)[0]
+    assert batch.inputs.tolist() == [3, 3, 3]
     assert len(batch.targets) == 3
 
 

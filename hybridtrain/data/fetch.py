@@ -1,0 +1,263 @@
+"""Batches made ahead of time: by a thread, and by worker processes that are watched."""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from hybridtrain import _torch_private as private
+from hybridtrain.data.faults import (
+    Failure,
+    check_pair,
+    is_timeout,
+    name_of,
+    worker_ended,
+    worker_hangs,
+)
+from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.errors import DataError
+from hybridtrain.options import LoaderOptions
+from hybridtrain.world import World
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+# how often a wait for a batch looks whether the workers are alive
+_LOOK_S = 0.5
+
+
+def fetch(
+    dataset: Dataset[Any], batches: Iterable[list[int]], options: LoaderOptions, world: World
+) -> Generator[Any, None, None]:
+    """Yields the batches of `dataset` whose sample indices `batches` lists, fetched ahead.
+
+    Raises:
+        DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
+    """
+    device = world.devices[0]
+    if isinstance(dataset, InMemoryDataset) and dataset.prepare is None and device.type == "cpu":
+        # In less time than a thread needs to hand a batch over.
+        return (dataset.__getitems__(indices) for indices in batches)
+    asked: deque[Sequence[int]] = deque()
+
+    def noted() -> Iterator[list[int]]:
+        for indices in batches:
+            if options.workers:
+                asked.append(indices)
+            yield indices
+
+    # The workers' seeds come from here, not from the default generator.
+    generator = torch.Generator()
+    generator.manual_seed(world.replica)
+    loader: DataLoader[Any] = DataLoader(
+        _Batches(dataset, options.collate or default_collate),
+        batch_sampler=noted(),
+        num_workers=options.workers,
+        timeout=options.timeout_s if options.workers else 0,
+        collate_fn=_as_it_is,
+        generator=generator,
+        pin_memory=device.type == "cuda",
+    )
+
+    def reading(worker: int) -> str:
+        """Returns what a worker makes: the first of its batches that has not come."""
+        turn = (worker - watched.received) % options.workers
+        return samples_of(dataset, asked[turn] if turn < len(asked) else ())
+
+    watched = Watched(loader, options, reading, lambda: asked and asked.popleft())
+    return prefetch(watched.batches(), device=device, look=watched.look)
+
+
+class Watched:
+    """The batches of a DataLoader whose worker processes may die or hang.
+
+    torch's own handler of SIGCHLD would raise in the main thread, wherever that is. It is set only
+    where the workers are started by the main thread, which is why `batches` runs in another one;
+    the main thread calls `look` while it waits.
+
+    Args:
+        loader: makes batches, or a Failure.
+        options: its timeout and number of workers.
+        reading: says what a worker is making at present.
+        received: called when a batch has come.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        options: LoaderOptions,
+        reading: Callable[[int], str],
+        received: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.received = 0
+        self._loader = loader
+        self._options = options
+        self._reading = reading
+        self._on_batch = received
+        self._iterator: Any = None
+
+    def batches(self) -> Iterator[Any]:
+        """Yields the loader's batches; for a thread that is not the main one."""
+        self.received = 0
+        iterator = self._iterator = iter(self._loader)
+        try:
+            while True:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                except RuntimeError as error:
+                    self.look()
+                    if is_timeout(error):
+                        worker = self.received % self._options.workers
+                        reading = self._reading(worker)
+                        self.close(kill=True)
+                        raise worker_hangs(worker, self._options.timeout_s, reading) from None
+                    raise
+                unless_failed(batch)
+                self.received += 1
+                self._on_batch()
+                yield batch
+                del batch
+        finally:
+            if not self._loader.persistent_workers:
+                self.close()
+
+    def look(self) -> None:
+        """Raises a DataError if a worker process has ended that should not have."""
+        for number, worker in enumerate(private.loader_workers(self._iterator)):
+            if worker.exitcode is not None:
+                error = worker_ended(number, worker.pid, worker.exitcode, self._reading(number))
+                self.close(kill=True)
+                raise error
+
+    def close(self, kill: bool = False) -> None:
+        """Ends the worker processes; with `kill` without asking them."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            private.end_loader(iterator, kill)
+
+
+class _Batches(Dataset[Any]):
+    """A data set whose items are whole batches, or Failures; runs in the worker processes."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        dataset: Any = self._dataset
+        index: Any = None
+        try:
+            if getattr(dataset, "__getitems__", None):
+                items = dataset.__getitems__(indices)
+            else:
+                items = []
+                for index in indices:
+                    items.append(dataset[index])
+        except Exception as error:
+            where = f"sample {index}" if index is not None else _listed(indices)
+            return Failure.of(f"{where} of {name_of(dataset)} cannot be read", error)
+        return collated(items, self._collate, dataset, samples_of(dataset, indices))
+
+
+def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str) -> Any:
+    """Returns the batch `(inputs, targets)` of `items`, or a Failure that names `what`."""
+    try:
+        batch = collate(items)
+    except Exception as error:
+        return Failure.of(
+            f"no batch can be made of {what} (return tensors of equal shape and the same keys for "
+            f"every sample, or pass a collate= that pads)",
+            error,
+        )
+    try:
+        return check_pair(batch, dataset)
+    except DataError as error:
+        return Failure(str(error))
+
+
+def whole_batch(
+    dataset: Any, indices: Sequence[int], collate: Callable[[Any], Any] | None = None
+) -> Any:
+    """Returns the batch `(inputs, targets)` of some samples.
+
+    Raises:
+        DataError: a sample cannot be read, or they make no batch.
+    """
+    return unless_failed(_Batches(dataset, collate or default_collate).__getitems__(indices))
+
+
+def unless_failed(batch: Any) -> Any:
+    """Returns `batch`; raises it as a DataError if it is a Failure."""
+    if isinstance(batch, Failure):
+        batch.raise_()
+    return batch
+
+
+def samples_of(dataset: Any, indices: Sequence[int]) -> str:
+    """Returns "samples 3, 1, 4 of Reviews"."""
+    return f"{_listed(indices)} of {name_of(dataset)}"
+
+
+def _listed(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    return f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def prefetch(
+    source: Iterator[T],
+    depth: int = 2,
+    device: torch.device = _CPU,
+    look: Callable[[], object] | None = None,
+) -> Generator[T, None, None]:
+    """Yields from `source`, which a thread runs up to `depth` items ahead.
+
+    An exception of `source` is raised where its item would have been. `device` is where the items
+    go: to pin memory for a GPU, the thread must have it as its current device. `look` is called
+    now and then during a wait, and may raise.
+    """
+
+    def fetch_next() -> T | None:
+        try:
+            return next(source, None)
+        except BaseException as error:
+            # torch re-raises a worker's exception in a reference cycle, which would keep the
+            # workers until a collection, and then end them the slow way.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    thread = ThreadPoolExecutor(1, "prefetch", prepare)
+    try:
+        ready = deque(thread.submit(fetch_next) for _ in range(depth))
+        while (item := _result(ready.popleft(), look)) is not None:
+            ready.append(thread.submit(fetch_next))
+            yield item
+            del item  # or this frame would keep it while it waits for the next one
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def _result(future: Future[T], look: Callable[[], object] | None) -> T:
+    while True:
+        try:
+            return future.result(_LOOK_S if look is not None else None)
+        except NotYet:
+            if future.done():  # the source's own TimeoutError, or it came just now
+                return future.result()
+            if look is not None:
+                look()

@@ -1,0 +1,138 @@
+"""A data set that fails, ends its process or hangs: one line that names sample and place."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from support.loaders import world_of
+from torch.utils.data import Dataset, TensorDataset
+
+from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.errors import DataError
+from hybridtrain.options import LoaderOptions
+
+INPUTS = torch.arange(12.0).view(12, 1)
+
+
+class Failing(Dataset):
+    """12 samples; sample 7 does something."""
+
+    def __init__(self, happens):
+        self.happens = happens
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 7:
+            return self.happens()
+        return INPUTS[index], index
+
+
+def evaluation(dataset, **options):
+    return iter(EvalLoader(dataset, 4, world_of(0, 1), options=LoaderOptions(**options)))
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended():
+    os._exit(3)
+
+
+def hangs():
+    time.sleep(60)
+
+
+def raises():
+    return {}["label"]
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        (killed, r"worker process 1 \(pid \d+\) was killed by SIGKILL while it made samples "
+                 r"4, 5, 6, 7 of Failing; if the machine ran out of memory, lower workers="),
+        (ended, r"worker process 1 \(pid \d+\) exited with code 3 while it made samples 4, 5, 6, 7 "
+                r"of Failing"),
+        (hangs, r"worker process 1 has not made samples 4, 5, 6, 7 of Failing in timeout_s=1 sec"),
+        (raises, r"sample 7 of Failing cannot be read: KeyError: 'label' "
+                 r"\(.*test_data_faults.py:\d+, in raises\), in worker process 1$"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_fails_is_one_line_and_no_hang(happens, message):
+    batches = evaluation(Failing(happens), workers=2, timeout_s=1 if happens is hangs else 60)
+    assert next(batches)[1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(DataError, match=message) as caught:
+        next(batches)
+    assert "\n" not in str(caught.value)
+    for name in ("DataLoader", "Traceback"):
+        assert name not in str(caught.value)
+
+
+def test_without_workers_the_error_keeps_its_cause():
+    batches = evaluation(Failing(raises))
+    next(batches)
+    with pytest.raises(DataError, match=r"sample 7 of Failing cannot be read: KeyError") as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ((torch.zeros(2), 0), r"no batch can be made of samples 4, 5, 6, 7 of Failing \(.*"
+                              r"collate= that pads\): RuntimeError: .*\[1\] at entry 0 and \[2\]"),
+        (None, "no batch can be made of samples 4, 5, 6, 7 of Failing .*: TypeError"),
+    ],
+)  # fmt: skip
+def test_an_item_of_another_form_is_one_line_that_names_the_batch(item, message, workers):
+    batches = evaluation(Failing(lambda: item), workers=workers)
+    next(batches)
+    with pytest.raises(DataError, match=message) as caught:
+        next(batches)
+    assert "\n" not in str(caught.value)
+
+
+class Items(Dataset):
+    def __init__(self, item):
+        self.item = item
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.item
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"input_ids": torch.arange(5), "labels": 1},
+         r"Items must give pairs `\(inputs, target\)`, and gave a dict {'input_ids': a tensor of "
+         r"shape \[3, 5\], 'labels': a tensor of shape \[3\]}; for a model that takes the whole "
+         r"dict .*return `\(item, item\['labels'\]\)`"),
+        ({"text": "good", "label": "pos"}, r"Items must give pairs .*'text': a list of 3"),
+        ((1, 2, 3), r"Items must give pairs .* and gave a list of 3: \(a tensor of shape \[3\]"),
+        (("a text", "pos"), r"a batch of Items has no tensor with samples in dim 0: it is a list "
+                            r"of 2.*Return tensors or numbers"),
+    ],
+)  # fmt: skip
+def test_items_that_are_no_pairs_of_tensors_are_told_what_to_return(item, message):
+    with pytest.raises(DataError, match=message):
+        next(evaluation(Items(item)))
+    loader = TrainLoader(Items(item), 3, world_of(0, 1))
+    with pytest.raises(DataError, match=message):
+        next(loader.stream())
+
+
+def test_fewer_samples_than_replicas_and_more_in_a_batch_than_there_are():
+    data = TensorDataset(INPUTS[:2], INPUTS[:2])
+    shares = [next(TrainLoader(data, 8, world_of(r, 4)).stream()) for r in range(4)]
+    assert [share.samples for share in shares] == [1, 1, 0, 0]
+    assert {share.total for share in shares} == {2}
+    assert all(share.last for share in shares)
