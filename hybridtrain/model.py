@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.graph.layer import is_chain
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
-from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_units, batch_weight
+from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
@@ -179,12 +179,13 @@ class HybridModel:
         loss = self.with_count(loss_fn)
         if isinstance(weight, BatchWeight):
             weights = weight
-            if len(weights.units) != len(sizes):
+            if weights.microbatches != len(sizes):
                 raise BatchError("weight= is one of another batch: pass step_weights in order")
         elif weight is not None or self.world.replicas == 1 or not has_count(loss):
             number = 1.0 if weight is None else weight
             more = number != 1.0 or self.world.replicas > 1
-            weights = batch_weight(loss, inputs, targets, sizes, number, more)
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            weights = BatchWeight(*counts, True, float(number))
         else:
             weights = self.step_weights([(inputs, targets)], loss_fn)[0]
         is_mean = isinstance(loss, MeanLoss)
@@ -242,9 +243,9 @@ class HybridModel:
         for index, (inputs, targets) in enumerate(batches):
             sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
             more = len(batches) > 1 or self.world.replicas > 1
-            units, divisor = batch_units(loss, inputs, targets, sizes, more)
-            counts = samples is None or samples[index]
-            parts.append((units, divisor, divisor if counts else 0))
+            fills_a_place = samples is not None and not samples[index]
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            parts.append((*counts, not fills_a_place))
         return StepWeights(parts, self.world, None if has_count(loss) else total)
 
     def with_count(self, loss_fn: LossFn) -> Loss:

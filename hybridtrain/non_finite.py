@@ -94,10 +94,12 @@ def _origin_in_forward(
     ends: list[_Origin] = []
 
     def measure(output: Any, targets: Any) -> None:
-        if loss_fn is not None and _bad(loss := loss_fn(output, targets)):
-            targets_too = " (the targets are not finite)" * bool(_bad(targets))
-            text = f"stage {last - 1}, the loss: it {_bad(loss)}, of a finite output{targets_too}"
-            ends.append((last, watch.batch, 0, text))
+        if loss_fn is None or _bad(output) or not (bad := _bad(loss_fn(output, targets))):
+            return  # of an output that is not finite, a layer is the cause
+        layer = model.stages[-1].layers[-1].name
+        text = f"stage {last - 1}, the loss after layer {layer!r}: it {bad}, of a finite output"
+        text += " and targets that are not finite" * bool(_bad(targets))
+        ends.append((last, watch.batch, 0, text))
 
     snapshot = BufferSnapshot(model.net)
     snapshot.take()

@@ -16,6 +16,7 @@ from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.settings import Settings, in_words
 from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.init_from import init_from, parse_init_from
 from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
@@ -32,6 +33,7 @@ Result: TypeAlias = dict[str, Any]
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
+    initial_weights = parse_init_from(settings.config.init_from)
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
@@ -54,16 +56,20 @@ def train(settings: Settings) -> Result:
         monitor=build_monitor(config, context.directory) if world.is_main else None,
     )
     with context.writing():
-        return _train(context, trainer)
+        return _train(context, trainer, initial_weights)
 
 
-def _train(context: RunContext, trainer: Trainer) -> Result:
+def _train(
+    context: RunContext, trainer: Trainer, initial_weights: Mapping[str, Any] | None
+) -> Result:
     """Trains from the newest checkpoint, or from none; only one process does so in a directory."""
     settings, config, world = context.settings, context.config, context.world
     directory, plan, total_steps = context.directory, context.model.plan, trainer.total_steps
     checkpoint = checkpoint_to_resume(context)
     placement = _placement(plan, world)
     _log.info("run directory %s\n%s", directory.path, placement)
+    if checkpoint is None and initial_weights is not None:
+        init_from(context.model, **initial_weights)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)

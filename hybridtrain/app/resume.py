@@ -70,17 +70,12 @@ def _is_path(resume: str | None) -> bool:
     return resume not in (None, "auto", "last", "best")
 
 
-def _best(store: CheckpointStore) -> Path | None:
-    best: Path | None = getattr(store, "best", lambda: None)()
-    return best
-
-
 def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
     """Returns the checkpoint that `resume` names; None: `auto` finds none."""
     if resume == "auto":
         return store.newest()
     if resume in ("last", "best"):
-        found = store.newest() if resume == "last" else _best(store)
+        found = store.newest() if resume == "last" else store.best()
         if found is None:
             raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
         return found
