@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+# torch.distributed has these without saying so, and only where it is available.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+# Tensors with shapes and without data, as torch.export runs a forward on.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,13 +27,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
     "TorchDispatchMode",
     "ddp_check_reduced",
+    "ddp_close",
+    "ddp_find_buffers",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
     "ddp_reset",
     "ddp_sync_buffers",
     "end_loader",
+    "get_default_store",
     "has_hooks",
     "hooks_of",
     "loader_workers",
@@ -96,15 +111,38 @@ def ddp_reset(ddp: DistributedDataParallel) -> None:
     ddp.reducer._reset_state()
 
 
+def ddp_close(ddp: DistributedDataParallel) -> None:
+    """Takes DDP's hooks off the parameters, which otherwise stay until it is collected."""
+    ddp._remove_autograd_hooks()
+
+
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the prepared backward has not reduced every gradient."""
     ddp._check_reducer_finalized()
+
+
+def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
+    """Has DDP look up the module's buffers, which it otherwise does once, when it is made."""
+    ddp._assign_modules_buffers()
 
 
 def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
     """Copies rank 0's buffers to the other ranks; a collective call."""
     if ddp.modules_buffers:
         ddp._sync_buffers()
+
+
+# --- processes
+
+
+def get_default_store() -> Store:
+    """Returns the store of the default process group, which may be of the user's making.
+
+    `torch.distributed.distributed_c10d._get_default_store`: `init_process_group` gives no other way
+    to what it has made.
+    """
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 # --- worker processes of a DataLoader

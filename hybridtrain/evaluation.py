@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +13,15 @@ from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.loss_counts import checked_loss
-from hybridtrain.loss_weights import batch_units
+from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
-from hybridtrain.microbatch import batch_size
+from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+_log = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -25,6 +29,7 @@ def evaluate(
     data: EvalLoader,
     loss_fn: LossFn,
     metrics: Mapping[str, Metric],
+    stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Returns the mean loss and the metrics over all samples of `data`; a collective call.
 
@@ -37,6 +42,8 @@ def evaluate(
         loss_fn: as in `HybridModel.train_step`; the loss is the mean over all that it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             and synchronises itself over all processes.
+        stop: asked after each batch; once it is true, the result is of the samples so far. Each
+            process is free in that.
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
@@ -70,12 +77,16 @@ def evaluate(
         for inputs, targets in data:
             losses = model.map_outputs(inputs, targets, measure)
             if losses:  # else the last stage is in another process
-                units, divisor = batch_units(loss, inputs, targets, model.options.chunks)
-                count += divisor
-                samples += batch_size(inputs, targets)
-                for value, unit in zip(losses, units, strict=True):
+                size = batch_size(inputs, targets)
+                sizes = chunk_sizes(size, model.options.chunks)
+                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
+                count += weight.divisor
+                samples += size
+                for value, unit in zip(losses, weight.units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
+            if stop is not None and stop():
+                break
     finally:
         for module, training in modes:
             module.training = training
@@ -87,4 +98,9 @@ def evaluate(
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
+    if count and not math.isfinite(result["loss"]) and world.is_main:
+        _log.warning(
+            "the evaluation's loss is %s: the model has diverged, or the data are not finite",
+            result["loss"],
+        )
     return result

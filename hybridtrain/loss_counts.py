@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hybridtrain import losses
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses import LossFn, MeanLoss, SumLoss
-from hybridtrain.microbatch import leaves_of
+from hybridtrain.microbatch import leaves_of, split
+from hybridtrain.output_loss import count_of_output
 
 IGNORED = -100
 
@@ -53,8 +54,8 @@ class TargetCount:
         weights = self._weight_on(targets).index_select(0, counted.flatten())
         return (weights * valid.flatten()).sum()
 
-    def of_parts(self, targets: Any, parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """Returns the count of each micro-batch of `targets`, which `sizes` cut into `parts`."""
+    def of_parts(self, targets: Any, sizes: Sequence[int]) -> list[Any]:
+        """Returns the count of each micro-batch of `targets`."""
         if (
             isinstance(targets, Tensor)
             and not targets.is_floating_point()
@@ -66,7 +67,7 @@ class TargetCount:
         ):
             each = targets.numel() // len(targets)
             return [size * each for size in sizes]
-        return [self(None, part) for part in parts]
+        return [self(None, part) for part in split(targets, sizes)]
 
     def _weight_on(self, targets: Tensor) -> Tensor:
         """Returns the class weights beside the targets, copied again only when they change."""
@@ -84,19 +85,23 @@ class TargetCount:
 _BY_TARGETS = (F.cross_entropy, F.nll_loss, losses.cross_entropy, losses.nll)
 
 
-def with_count(loss_fn: Any) -> Loss:
+def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
     """Returns `loss_fn` as a `SumLoss` or a `MeanLoss` if its count is known, else unchanged.
 
     Known are losses with a method `count`, `cross_entropy` and `nll` of PyTorch and of
     `hybridtrain.losses`, also in a `functools.partial`, and `nn.CrossEntropyLoss` and `nn.NLLLoss`.
+    `losses.model_output` is counted as `net`, a model of transformers, computes it.
 
     Raises:
-        ConfigError: a loss of PyTorch with `reduction="sum"` or `"none"`.
+        ConfigError: a loss of PyTorch with `reduction="sum"` or `"none"`, or `model_output` of a
+            model whose rule is unknown.
     """
     if isinstance(loss_fn, SumLoss | MeanLoss):
         return loss_fn
     if callable(getattr(loss_fn, "count", None)):
         return SumLoss(loss_fn, loss_fn.count)
+    if loss_fn is losses.model_output and net is not None:
+        return MeanLoss(loss_fn, count_of_output(net))
     settings: dict[str, Any] = {}
     function: Any = loss_fn
     if isinstance(loss_fn, functools.partial) and not loss_fn.args:
@@ -117,6 +122,49 @@ def with_count(loss_fn: Any) -> Loss:
         )
     plain: LossFn = loss_fn
     return plain
+
+
+def has_count(loss: Loss) -> bool:
+    """Returns whether `loss`, a result of `with_count`, has a count."""
+    return isinstance(loss, (SumLoss, MeanLoss))
+
+
+def has_class_targets(loss_fn: LossFn) -> bool:
+    """Returns whether `loss_fn` is a cross-entropy or nll, whose targets are classes."""
+    loss = with_count(loss_fn)
+    return isinstance(loss, MeanLoss) and isinstance(loss.count, TargetCount)
+
+
+_WITHOUT_IGNORED = ("torch.nn.functional", "torch.nn.modules.loss", "hybridtrain.losses")
+
+
+def refuse_ignored(loss_fn: LossFn, inputs: Any, targets: Any) -> None:
+    """Refuses labels of -100 for a loss that does not say what it averages over.
+
+    Looks at integer targets, or without targets at `inputs["labels"]`; on the CPU alone, so that
+    no step waits for a GPU.
+
+    Raises:
+        BatchError: there are such labels, and `loss_fn` would be weighted by samples.
+    """
+    labels = targets
+    if targets is None and isinstance(inputs, Mapping):
+        labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.is_cpu:
+        return
+    if not labels.numel() or int(labels.min()) != IGNORED:
+        return
+    kind: Any = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
+    if getattr(kind, "__module__", "") in _WITHOUT_IGNORED:
+        return  # of PyTorch or ours, where -100 is a number like others
+    name = getattr(kind, "__name__", kind)
+    raise BatchError(
+        f"the labels contain {IGNORED}, and loss_fn={name} does not say what it averages over: its "
+        f"micro-batches, batches and replicas would be weighted by their samples. Pass PyTorch's "
+        f"cross_entropy or nll_loss, losses.model_output for output.loss of transformers, or "
+        f"MeanLoss(loss_fn, count) with count(inputs, targets)=(targets != {IGNORED}).sum(), or "
+        f"len(targets) for a mean over samples"
+    )
 
 
 def checked_loss(loss: object) -> Tensor:

@@ -13,16 +13,19 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.loss_counts import Loss, checked_loss, with_count, zero_of
-from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_units
-from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.graph.layer import is_chain
+from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
+from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
+from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
+from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.planning import Plan, Planner
+from hybridtrain.planning import Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
@@ -97,11 +100,25 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self.plan: Plan = plan
-        self.pipeline = Pipeline(net, plan, planner.layers_of(plan), world, options)
-        self.stages = self.pipeline.stages
+        self._use(Pipeline(net, plan, planner.layers_of(plan), world, options))
         self._device_type = world.devices[0].type
-        self.rng = self.pipeline.rng
+        self._example_inputs = None if is_chain(net) else example_inputs
+
+    def _use(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.plan = pipeline.plan
+        self.stages = pipeline.stages
+        self.rng = pipeline.rng
+
+    def _follow_changes(self, trains: bool) -> None:
+        """Follows changes of the modules and parameters of `net` since the last step."""
+        change = self.pipeline.change()
+        # a forward is the same for frozen parameters, and one replica may run it alone
+        if change is not None and (trains or change.kind is not Kind.FROZEN):
+            if self.options.sync_batch_norm:
+                _with_sync_batch_norm(self.net, self.world)
+            pipeline, net, given = self.pipeline, self.net, self._example_inputs
+            self._use(follow(change, pipeline, net, self.world, self.options, given))
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -150,23 +167,33 @@ class HybridModel:
             Exception: an exception of a layer or of `loss_fn`, with a note that names the layer,
                 the stage and the micro-batch. Gradients are incomplete then.
         """
+        self._follow_changes(trains=True)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
-        weights = self._batch_weight(inputs, targets, loss_fn, weight)
-        if len(weights.units) != len(sizes):
-            raise BatchError("weight= is one of another batch: pass step_weights in their order")
-        is_mean = isinstance(self.with_count(loss_fn), MeanLoss)
+        loss = self.with_count(loss_fn)
+        if isinstance(weight, BatchWeight):
+            weights = weight
+            if weights.microbatches != len(sizes):
+                raise BatchError("weight= is one of another batch: pass step_weights in order")
+        elif weight is not None or self.world.replicas == 1 or not has_count(loss):
+            number = 1.0 if weight is None else weight
+            more = number != 1.0 or self.world.replicas > 1
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            weights = BatchWeight(*counts, True, float(number))
+        else:
+            weights = self.step_weights([(inputs, targets)], loss_fn)[0]
+        is_mean = isinstance(loss, MeanLoss)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if is_mean and not weights.units[microbatch]:
-                loss = zero_of(output)  # the mean of nothing is not a number
+                value = zero_of(output)  # the mean of nothing is not a number
             else:
-                loss = checked_loss(loss_fn(output, target_parts[microbatch]))
-            gradient = self._loss_gradient(weights.share(microbatch), loss)
-            root = loss if scale_loss is None else scale_loss(loss)
-            return HeadOutput(loss.detach(), root, gradient)
+                value = checked_loss(loss_fn(output, target_parts[microbatch]))
+            gradient = self._loss_gradient(weights.share(microbatch), value)
+            root = value if scale_loss is None else scale_loss(value)
+            return HeadOutput(value.detach(), root, gradient)
 
         schedule = self.schedule(len(sizes))
         recorded = Timeline(schedule, self.world.devices) if timeline else None
@@ -210,29 +237,18 @@ class HybridModel:
         loss = self.with_count(loss_fn)
         parts = []
         for index, (inputs, targets) in enumerate(batches):
-            units, divisor = batch_units(loss, inputs, targets, self.options.chunks)
-            counts = samples is None or samples[index]
-            parts.append((units, divisor, divisor if counts else 0))
-        return StepWeights(
-            parts, self.world, None if isinstance(loss, SumLoss | MeanLoss) else total
-        )
+            sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
+            more = len(batches) > 1 or self.world.replicas > 1
+            fills_a_place = samples is not None and not samples[index]
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            parts.append((*counts, not fills_a_place))
+        return StepWeights(parts, self.world, None if has_count(loss) else total)
 
     def with_count(self, loss_fn: LossFn) -> Loss:
         """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
         if self._loss is None or self._loss[0] is not loss_fn:
-            self._loss = loss_fn, with_count(loss_fn)
+            self._loss = loss_fn, with_count(loss_fn, self.net)
         return self._loss[1]
-
-    def _batch_weight(
-        self, inputs: Any, targets: Any, loss_fn: LossFn, weight: float | BatchWeight | None
-    ) -> BatchWeight:
-        if isinstance(weight, BatchWeight):
-            return weight
-        loss = self.with_count(loss_fn)
-        if weight is None and isinstance(loss, SumLoss | MeanLoss):
-            return self.step_weights([(inputs, targets)], loss_fn)[0]
-        units, divisor = batch_units(loss, inputs, targets, self.options.chunks)
-        return BatchWeight(units, divisor, divisor, 1.0 if weight is None else float(weight))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
@@ -260,6 +276,7 @@ class HybridModel:
         Returns:
             the results by micro-batch; an empty list in a process without the last stage.
         """
+        self._follow_changes(trains=False)
         sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
@@ -346,13 +363,17 @@ class HybridModel:
         )
 
     def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:
-        """Returns the gradient of a micro-batch's loss, made once for each share and dtype."""
+        """Returns the gradient of a micro-batch's loss, which is its share of the samples.
+
+        It is NaN if the loss is not finite, also where the derivative would be finite: then all
+        replicas see it in the averaged gradients, and skip the step together.
+        """
         key = share, loss.dtype, loss.device
         if key not in self._loss_gradients:
             if len(self._loss_gradients) == 64:  # shares that change from step to step
                 self._loss_gradients.clear()
             self._loss_gradients[key] = torch.full_like(loss, share, requires_grad=False)
-        return self._loss_gradients[key]
+        return torch.add(self._loss_gradients[key], loss.detach(), alpha=0)
 
 
 def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:

@@ -4,93 +4,42 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import as_source
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
+from hybridtrain.finite_check import FiniteCheck
+from hybridtrain.interruption import Interruptions
+from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
+from hybridtrain.trainer_options import TrainerOptions
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torchmetrics import Metric
 
-
-@dataclass(frozen=True)
-class TrainerOptions:
-    """The length of a training run, and the steps at which to log, evaluate and save.
-
-    Each `..._every` also takes place at the last step.
-
-    Raises:
-        ConfigError: a value is out of its range; the message names the argument.
-    """
-
-    steps: int | None = None
-    """Optimizer steps in total; give this or `epochs`."""
-    epochs: int | None = None
-    """Passes over the data in total."""
-    accumulate: int = 1
-    """Batches whose gradients an optimizer step adds up. A step does not reach into the next
-    epoch."""
-    clip_norm: float | None = None
-    """Largest norm of the gradient, over all stages."""
-    loss_scale: float | None = None
-    """A fixed scale for the `scaler`; None: it adapts the scale."""
-    log_every: int = 10
-    """Steps between two logged lines."""
-    eval_every: int | None = None
-    """Steps between two evaluations; None: only at the end."""
-    checkpoint_every: int | None = None
-    """Steps between two checkpoints; None: only at the end."""
-    timeline_every: int | None = None
-    """Steps between two timelines; None: only at the end."""
-
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(
-                f"give exactly one of steps= and epochs=, not steps={self.steps} and "
-                f"epochs={self.epochs}"
-            )
-        for name, value in vars(self).items():
-            if value is None and name not in ("accumulate", "log_every"):
-                continue
-            if name not in ("clip_norm", "loss_scale"):
-                if type(value) is not int or value < 1:
-                    raise ConfigError(f"{name}={value} must be a whole number of at least 1")
-            elif not value > 0:
-                raise ConfigError(f"{name}={value} must be positive")
-
-    def total_steps(self, batches_per_epoch: int | None) -> int:
-        """Returns the number of optimizer steps of the whole run.
-
-        Raises:
-            ConfigError: it is counted in `epochs`, and their length is not known.
-        """
-        if self.steps is not None:
-            return self.steps
-        if batches_per_epoch is None:
-            raise ConfigError(
-                f"epochs={self.epochs} needs the length of the training data, which has none "
-                f"(`__len__`): set steps= in place of epochs="
-            )
-        return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
+__all__ = ["Trainer", "TrainerOptions"]
 
 
 class Trainer:
@@ -119,10 +68,9 @@ class Trainer:
         step: optimizer steps done.
         samples: samples trained on so far, over all replicas.
         epoch, batch: the next batch.
-        skipped_steps: steps without an optimizer step, since no target counted.
 
     Raises:
-        ConfigError: see `TrainerOptions`.
+        ConfigError: see `TrainerOptions`, or `best` is not a value of the evaluation.
     """
 
     def __init__(
@@ -158,9 +106,21 @@ class Trainer:
         if getattr(self.train, "has_state", False):
             self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
-        self.step = self.samples = self.epoch = self.batch = self.skipped_steps = 0
+        self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
+        self._optimized: object = None  # the pipeline whose parameters the optimizer has
+        self._finite = FiniteCheck(
+            model,
+            self.scaler,
+            self.options.max_skipped,
+            adaptive_scale=self.options.loss_scale is None,
+        )
+        self._interruptions = Interruptions(
+            self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
+        )
+        values = None if evaluation is None else ("loss", *self.metrics)
+        self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
         # the last of each, and its step
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
         self._checkpoint: tuple[int, Path | None] = -1, None
@@ -181,32 +141,53 @@ class Trainer:
     def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Trains up to `total_steps`, evaluates and saves; returns the `summary`.
 
+        SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are listened to meanwhile, in the main thread.
+
         Args:
             texts: shown by the monitors beside the curves, by title.
+
+        Raises:
+            Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
+            DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
         """
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
+        phase_before = activity.phase
         try:
-            with saving.finishing(self.store, self.world):
-                while self.step < self.total_steps:
-                    log_due = self._is_due(self.options.log_every, self.step + 1)
-                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                    batches = take(stream, self.options.accumulate)
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    norm = self._train_step(batches, log_due, timeline=log_due or timeline_due)
-                    if log_due:
-                        self._log(lr, norm)
-                    if timeline_due:
-                        self.monitor.timeline(self.step, *self._stats.timelines())
-                    self._evaluate_and_save_if_due()
-                self._evaluate_and_save_if_due()  # for a run that was complete when it was resumed
+            with self._interruptions.listening(), saving.finishing(self.store, self.world):
+                self._train(stream)
+        except DivergedError as error:
+            error.args = (f"{error}. {self._ways_out()}",)
+            raise
         finally:
             stream.close()
             self.monitor.close()
+            activity.now(phase_before)
         return self.summary()
+
+    def _train(self, stream: Iterator[Batch]) -> None:
+        if self.step > 0:
+            self._evaluate_and_save_if_due()  # what an interruption has kept it from
+        while self.step < self.total_steps:
+            self._interruptions.begin_step()
+            log_due = self._is_due(self.options.log_every, self.step + 1)
+            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            activity.now(f"step {self.step + 1}: data")
+            batches = take(stream, self.options.accumulate)
+            activity.now(f"step {self.step + 1}: train")
+            lr = self.optimizer.param_groups[0]["lr"]
+            norm = self._train_step(batches, timeline=log_due or timeline_due)
+            if log_due:
+                self._log(lr, norm)
+            if timeline_due:
+                self.monitor.timeline(self.step, *self._stats.timelines())
+            wanted = self._interruptions.end_step()
+            if "stop" in wanted:
+                self._stop()
+            self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its present weights; see `evaluate`."""
@@ -223,21 +204,31 @@ class Trainer:
             required: a full disk is an error, not a warning.
 
         Raises:
+            DivergedError: the weights are not finite; nothing is written.
+            UserError: the replicas' weights are apart.
             CheckpointError: it cannot be written, or the one before in the background was not.
         """
-        if self.store is None or self._checkpoint[0] == self.step:
+        if self.store is None:
             return
-        path = saving.save(
-            self.store,
-            self.step,
-            self.model,
-            self.optimizer,
-            {"trainer": self},
-            self.states,
-            required=required,
-        )
-        if path is not None:
+        if self._checkpoint[0] != self.step:
+            activity.now(f"step {self.step}: save")
+            self._finite.check_weights(self.step)
+            check_replicas(self.model.net, self.world)
+            self._stats.gather()
+            path = saving.save(
+                self.store,
+                self.step,
+                self.model,
+                self.optimizer,
+                {"trainer": self},
+                self.states,
+                required=required,
+            )
+            if path is None:
+                return
             self._checkpoint = self.step, path
+        self._best.mark(self.step, self.store, self.world)
+        self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
         """Continues from the checkpoint at `path`, of any split and number of processes.
@@ -258,6 +249,8 @@ class Trainer:
                     self.lr_schedule.step()
         self._resumed_from = path
         self._checkpoint = self.step, path
+        if self.store is not None:  # in case the run ended between the two
+            self._best.mark(self.step, self.store, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
@@ -268,6 +261,10 @@ class Trainer:
             "row": self.batch * self.train.batch_size,  # the files' key; words: ok
             "rows_per_step": self._samples_per_step,
             "scaler": self.scaler.state_dict() or None,
+            "evaluated_step": self._evaluated[0],
+            **self._stats.state_dict(),
+            **self._finite.state_dict(),
+            **self._best.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -288,12 +285,14 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        if self.batch >= (
-            self.train.batches_per_epoch or math.inf
-        ):  # drop_last leaves out the rest
+        # the rest is what drop_last leaves out
+        if self.batch >= (self.train.batches_per_epoch or math.inf):
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
+        self._evaluated = state_dict.get("evaluated_step", self.step), None
+        for part in (self._stats, self._finite, self._best):
+            part.load_state_dict(state_dict)
 
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`."""
@@ -302,8 +301,8 @@ class Trainer:
         return {
             "steps": self.step,
             "samples": self.samples,
-            "skipped_steps": self.skipped_steps,
             "train_loss": self._stats.loss,
+            **self._finite.state_dict(),
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
@@ -316,21 +315,29 @@ class Trainer:
                 "backend": self.world.backend,
             },
             "checkpoint": checkpoint and str(checkpoint),
+            "best": self._best.state_dict(),
             "resumed_from": self._resumed_from and str(self._resumed_from),
         }
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an optimizer step: the loss was not finite, or no target counted."""
+        return self._finite.skipped
 
     @property
     def _samples_per_step(self) -> int:
         return self.train.batch_size * self.options.accumulate
 
+    def _ends_epoch(self, every: int | None) -> bool:
+        """Returns whether the last step has ended every `every`th epoch."""
+        return bool(every and self.step and self.batch == 0 and self.epoch % every == 0)
+
     def _is_due(self, every: int | None, step: int) -> bool:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
-    def _train_step(
-        self, batches: Sequence[Batch], norm_needed: bool, timeline: bool
-    ) -> torch.Tensor | None:
-        """Trains on `batches`; returns the gradients' norm before clipping, if it was computed."""
+    def _train_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
+        """Trains on `batches`; returns the gradients' norm before clipping."""
         total = sum(batch.total for batch in batches)
         weights = self.model.step_weights(
             [(batch.inputs, batch.targets) for batch in batches],
@@ -338,6 +345,8 @@ class Trainer:
             samples=[batch.samples for batch in batches],
             total=total,
         )
+        self._finite.begin_step()
+        outs = []
         for index, batch in enumerate(batches):
             last = index + 1 == len(batches)
             out = self.model.train_step(
@@ -349,20 +358,26 @@ class Trainer:
                 scale_loss=self.scaler.scale,
                 timeline=timeline and last,
             )
-            self._stats.add(out.loss, out.count, out.timeline)
+            outs.append(out)
+        self._stats.record(out.timeline)
+        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
+            self._optimized = check_optimizer(self.model, self.optimizer)
         self.scaler.unscale_(self.optimizer)
-        norm = None
-        if self.options.clip_norm is not None:
-            norm = self.model.clip_grad_norm_(self.options.clip_norm)
-        elif norm_needed:
-            norm = self.model.grad_norm()
-        if weights.total:  # else no target of any replica counts
+        norm = self.model.grad_norm()
+        if not weights.total:  # no target of any replica counts
+            self._finite.skip_empty()
+        elif self._finite.allows_step(
+            self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
+        ):
+            for out in outs:
+                self._stats.add(out.loss, out.count)
+            if self.options.clip_norm is not None:
+                clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+            activity.now(f"step {self.step + 1}: optimizer")
             self.scaler.step(self.optimizer)
-        else:
-            self.skipped_steps += 1
         self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
-            self.lr_schedule.step()
+            self.lr_schedule.step()  # also where a step is skipped: it is a function of the step
         self.optimizer.zero_grad()
         self.step += 1
         self.samples += total
@@ -373,7 +388,7 @@ class Trainer:
         self.monitor.step(self.step, total)
         return norm
 
-    def _log(self, lr: float, norm: torch.Tensor | None) -> None:
+    def _log(self, lr: float, norm: torch.Tensor) -> None:
         speed = self.throughput.read()
         values = {
             "train/loss": self._stats.read_loss(),
@@ -381,23 +396,66 @@ class Trainer:
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
             "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
+            "train/grad_norm": float(norm),
         }
-        if norm is not None:
-            values["train/grad_norm"] = float(norm)
+        if self._finite.skipped:
+            values["train/skipped_steps"] = self._finite.skipped
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read_stages(self.optimizer)
         self.monitor.scalars(self.step, values)
 
-    def _evaluate_and_save_if_due(self) -> None:
-        evaluates = self.evaluation is not None and self._evaluated[0] != self.step
-        evaluates &= self._is_due(self.options.eval_every, self.step)
-        saves = self._is_due(self.options.checkpoint_every, self.step)
-        if evaluates or saves:
-            with self.throughput.pause():
-                if evaluates:
-                    result = self.evaluate().items()
-                    values = {f"eval/{name}": x for name, x in result if name != "samples"}
-                    self.monitor.scalars(self.step, values)
-                if saves:  # without space for one on the way, the run goes on to its end
-                    self.save(required=self.step == self.total_steps)
+    def _evaluate_and_save_if_due(self, save: bool = False) -> None:
+        options, last = self.options, self.step == self.total_steps
+        improved = False
+        if self.evaluation is not None and (
+            self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
+        ):
+            evaluates = self._is_due(options.eval_every, self.step)
+            if evaluates or self._ends_epoch(options.eval_every_epochs):
+                activity.now(f"step {self.step}: evaluate")
+                with self.throughput.pause():
+                    improved = self._evaluate_in_run()
+        save |= self._is_due(options.checkpoint_every, self.step)
+        save |= improved or self._ends_epoch(options.checkpoint_every_epochs)
+        # weights that the last step could not be taken with may be at fault: the checkpoints of
+        # before stay until a step succeeds
+        if save and (last or improved or not self._finite.skipping):
+            with self.throughput.pause():  # without space for one on the way, the run goes on
+                self.save(required=last)
+
+    def _evaluate_in_run(self) -> bool:
+        """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
+        assert self.evaluation is not None
+        result = evaluate(
+            self.model,
+            self.evaluation,
+            self.loss_fn,
+            self.metrics,
+            stop=self._interruptions.stop_wanted,
+        )
+        self._interruptions.begin_step()
+        if "stop" in self._interruptions.end_step():
+            self._stop()  # the result may be of a part of the samples
+        self._evaluated = self.step, result
+        values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
+        self.monitor.scalars(self.step, values)
+        return self._best.improves(self.step, result)
+
+    def _stop(self) -> NoReturn:
+        with self.throughput.pause():
+            self.save()
+        path = self.world.broadcast(self._checkpoint[1])
+        saved = "nothing was saved, since the run makes no checkpoints"
+        if self.store is not None:
+            saved = f"saved {path}; the same command goes on from there"
+        raise Interrupted(
+            f"interrupted at step {self.step} of {self.total_steps} by "
+            f"{self._interruptions.stop_reason}: {saved}"
+        )
+
+    def _ways_out(self) -> str:
+        """Returns what to do about a run that has diverged; a collective call."""
+        path = self.world.broadcast(self._checkpoint[1])
+        good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
+        return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"

@@ -24,6 +24,7 @@ class CallSignature:
         positional: the names of the arguments that are passed by position.
         keywords: the names of those that are passed by keyword.
         constants: the values of those that contain no tensor (`use_cache=False`), by name.
+        tensors: the names of those that are tensors.
         flat: whether the graph traced with them takes the leaves of their pytrees.
     """
 
@@ -31,6 +32,7 @@ class CallSignature:
     positional: tuple[str, ...]
     keywords: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
+    tensors: frozenset[str] = frozenset()
     flat: bool = False
 
     @classmethod
@@ -71,7 +73,9 @@ class CallSignature:
             for name, value in by_name.items()
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         }
-        return cls(module, tuple(names), tuple(bound.kwargs), constants), list(by_name.values())
+        tensors = frozenset(name for name, value in by_name.items() if isinstance(value, Tensor))
+        values = list(by_name.values())
+        return cls(module, tuple(names), tuple(bound.kwargs), constants, tensors), values
 
     @classmethod
     def of_required(cls, module: nn.Module) -> CallSignature:
@@ -112,6 +116,12 @@ class CallSignature:
                 f"gives {', '.join(given.names) or 'nothing'}: pass the same arguments in every "
                 f"batch as in example_inputs=. To predict without labels, for example, load "
                 f"model.state_dict() into the plain module, or into another HybridModel"
+            )
+        if not self.tensors <= given.tensors:
+            name = min(self.tensors - given.tensors)
+            raise BatchError(
+                f"{model} was traced with a tensor as {name}, and this batch gives a "
+                f"{type(by_name[name]).__name__}"
             )
         values = [by_name[name] for name in self.names]
         return tree_leaves(values) if self.flat else values

@@ -28,7 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from hybridtrain._torch_private import has_hooks
+from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.fake_run import FakeRun, first_change
+from hybridtrain.graph.frozen import Generators, refused_calls
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -37,9 +40,11 @@ from hybridtrain.graph.traced_graph import (
     Tracer,
     Untraceable,
     is_user_code,
-    no_random_choices,
     replaced,
 )
+
+# The submodule of an exported module that checks the sizes of its inputs.
+GUARDS = "_guards_fn"
 
 
 def export_tracer(
@@ -71,45 +76,119 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
     values = tree_map(partial(_example, device), values)
     shapes = tree_map(_dynamic_sizes, values)
     dynamic = dict(zip(signature.names, shapes, strict=True))
-    with torch.random.fork_rng([]), _export_guards(module), _quiet():
-        program = export(module, *signature.split(values), dynamic_shapes=dynamic, strict=False)
+    guards = _ExportGuards(module)
+    with guards.entered():
+        grad_matters = _check_changes(module, signature, values, guards)
+        with torch.random.fork_rng([]), _quiet():
+            program = export(module, *signature.split(values), dynamic_shapes=dynamic, strict=False)
     exported = program.module()
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
         if "batch_norm" in str(node.target):
             raise Untraceable("torch.export loses which batch norm moves its statistics when")
+
+    def find(name: str) -> Any:
+        found = attrgetter(name)(exported)
+        return SizeChecks(type(module).__name__, found) if name == GUARDS else found
+
     return TracedGraph(
         graph=exported.graph,
         calls={},
-        find=lambda name: attrgetter(name)(exported),
+        find=find,
         expanded={name: part for name, part in module.named_modules() if name},
         output_spec=program.call_spec.out_spec,
+        grad_matters=grad_matters,
     )
 
 
-@contextmanager
-def _export_guards(module: nn.Module) -> Iterator[None]:
-    """Raises `Untraceable` where the forward of `module` does what a graph would not do again."""
-    parts = {id(part) for part in module.modules()}
+def _check_changes(
+    module: nn.Module, signature: CallSignature, values: list[Any], guards: _ExportGuards
+) -> bool:
+    """Returns whether the forward depends on the grad mode.
 
-    def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
-        if id(part) in parts and is_user_code(sys._getframe(2)):
-            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
-        original(part, name, value)
+    Raises:
+        Untraceable: it depends on something that changes from call to call.
+    """
+    run = partial(FakeRun.of, module, signature, values)
+    first = run()
+    if first_change(first, run()) is not None:
+        again = run(with_lines=True)
+        number = first_change(first, again)
+        line = "" if number is None else (again.lines or [""])[min(number, len(again.lines) - 1)]
+        raise Untraceable("a graph would keep a value that changes from call to call", line)
+    if not guards.asked_grad_mode:
+        return False
+    guards.grad_enabled = not guards.grad_enabled
+    try:
+        return first_change(first, run()) is not None
+    except Exception:
+        return True
+    finally:
+        guards.grad_enabled = not guards.grad_enabled
 
-    def is_grad_enabled(original: Callable[[], bool]) -> bool:
-        if is_user_code(sys._getframe(2)):
-            raise Untraceable("uses torch.is_grad_enabled, which a graph would ask once")
-        return original()
 
-    with (
-        replaced(nn.Module, "__setattr__", set_attribute),
-        replaced(torch, "is_grad_enabled", is_grad_enabled),
-        _ForbidCustomBackward(),
-        no_random_choices(),
-    ):
-        yield
+class SizeChecks(nn.Module):
+    """The conditions on the sizes of a batch under which an exported graph is right."""
+
+    def __init__(self, model: str, conditions: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._conditions = conditions
+
+    def forward(self, *values: Any) -> None:
+        """Raises `BatchError` if one does not hold for the inputs of a micro-batch."""
+        try:
+            self._conditions(*values)
+        except AssertionError as error:
+            shapes = ", ".join(str(list(v.shape)) for v in values if isinstance(v, Tensor))
+            raise BatchError(
+                f"the forward of {self._model} depends on sizes: it was traced for "
+                f"{str(error).removeprefix('Guard failed: ')}, and a micro-batch has inputs of "
+                f"shapes {shapes}. Choose batches and chunks= such that all micro-batches are on "
+                f"one side (drop_last=true leaves out a short last batch), and pass "
+                f"example_inputs=<inputs of such sizes>"
+            ) from error
+
+
+class _ExportGuards:
+    """Stops where the forward of a module does what a graph would not do again.
+
+    Attributes:
+        grad_enabled: what the model's code is told about the grad mode: that of a training step in
+            training mode, and of an evaluation in the other.
+        asked_grad_mode: whether it has asked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.grad_enabled = module.training
+        self.asked_grad_mode = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Raises `Untraceable` at such a place."""
+        parts = set(self._module.modules())
+
+        def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
+            if part in parts and is_user_code(sys._getframe(2)):
+                raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
+            original(part, name, value)
+
+        def is_grad_enabled(original: Callable[[], bool]) -> bool:
+            if not is_user_code(sys._getframe(2)):
+                return original()
+            self.asked_grad_mode = True
+            return self.grad_enabled
+
+        with (
+            replaced(nn.Module, "__setattr__", set_attribute),
+            replaced(torch, "is_grad_enabled", is_grad_enabled),
+            _ForbidCustomBackward(),
+            refused_calls(self._module),
+            Generators(self._module).no_draws(),
+        ):
+            yield
 
 
 class _ForbidCustomBackward(TorchFunctionMode):

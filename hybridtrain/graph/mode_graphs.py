@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
 
 from torch import fx, nn
 
@@ -13,7 +12,13 @@ from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.layer import Layer
 from hybridtrain.graph.segment import Segment
 from hybridtrain.graph.segment_graph import assign_segments, cut, segments_without_cut
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer
+from hybridtrain.graph.traced_graph import (
+    Call,
+    ShouldExpand,
+    TracedGraph,
+    Tracer,
+    operations,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class ModeGraphs:
         calls: for each start, the calls that begin with it.
         expanded: the module and its expanded submodules, by name.
         modes: their training flags in training and in evaluation; empty if the graphs are the same.
+        grad_matters: whether the training graph needs gradients switched on, or the other one off.
     """
 
     module: nn.Module
@@ -38,12 +44,18 @@ class ModeGraphs:
     calls: list[list[Call]]
     expanded: Mapping[str, nn.Module]
     modes: list[tuple[bool, ...]]
+    grad_matters: bool
 
     @property
     def unexpanded(self) -> dict[str, str]:
         """The submodules that could not be expanded, with the reason."""
         found = self.training.unexpanded | self.evaluation.unexpanded
         return {self.prefix + name: reason for name, reason in found.items()}
+
+    @property
+    def changes(self) -> frozenset[tuple[int, str]]:
+        """The attributes that the forward sets, by the identity of the module and the name."""
+        return self.training.changes | self.evaluation.changes
 
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
@@ -98,7 +110,8 @@ def trace_both_modes(
         for part, mode in before.items():
             part.training = mode
     first, second = graphs
-    if _operations(first) == _operations(second):
+    grad_matters = first.grad_matters or second.grad_matters
+    if operations(first) == operations(second):
         second = first
     starts = _common_starts(first, second)
     calls = [first.calls[node] for node, _ in starts]
@@ -116,6 +129,7 @@ def trace_both_modes(
         calls=calls,
         expanded={(prefix + name).rstrip("."): part for name, part in parts.items()},
         modes=[] if second is first else modes,
+        grad_matters=grad_matters,
     )
 
 
@@ -128,21 +142,4 @@ def _common_starts(first: TracedGraph, second: TracedGraph) -> list[tuple[fx.Nod
         (nodes[0][block.a + offset], nodes[1][block.b + offset])
         for block in blocks
         for offset in range(block.size)
-    ]
-
-
-def _operations(traced: TracedGraph) -> list[Any]:
-    """Returns the operations of a graph, comparable with another graph's."""
-    number = {node: f"%{index}" for index, node in enumerate(traced.graph.nodes)}
-
-    def target(node: fx.Node) -> Any:
-        # tensors that a forward has from elsewhere may have one name in both modes
-        return id(traced.find(str(node.target))) if node.op == "get_attr" else node.target
-
-    def by_number(arguments: Any) -> str:
-        return repr(fx.node.map_arg(arguments, lambda node: number[node]))
-
-    return [
-        (node.op, target(node), by_number(node.args), by_number(node.kwargs))
-        for node in traced.graph.nodes
     ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
+from hybridtrain.graph.frozen import globals_read
 
 # The modules whose code a graph stands for, by name, and the training flags, in the order of the
 # modules, with which the graph was traced; empty if they make no difference.
@@ -21,8 +23,14 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
     """
 
-    def __init__(self, traced: Iterable[Traced] = ()) -> None:
+    def __init__(
+        self,
+        traced: Iterable[Traced] = (),
+        grad_matters: bool = False,
+        changes: Collection[tuple[int, str]] = (),
+    ) -> None:
         self._traced = list(traced)
+        self._grad_matters = grad_matters
         self._hooks = [
             (name, hooks)
             for modules, _ in self._traced
@@ -36,6 +44,14 @@ class TraceGuards:
             for name, module in modules.items()
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and type(value) in simple
+            if (id(module), key) not in changes
+        ]
+        changed = {name for _, name in changes}
+        self._attributes += [
+            (f"the global {held.get('__name__')}", held, key, held[key])
+            for modules, _ in self._traced
+            for held, key in globals_read(modules.values())
+            if type(held[key]) in simple and key not in changed
         ]
 
     def check(self) -> None:
@@ -44,6 +60,8 @@ class TraceGuards:
         Raises:
             ConfigError: a module has changed; names it, and what has changed.
         """
+        if self._grad_matters:
+            self._check_grad_mode()
         for name, hooks in self._hooks:
             if hooks:
                 raise ConfigError(
@@ -69,3 +87,13 @@ class TraceGuards:
                     f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "
                     f"use it in a submodule without submodules, which is called and not traced"
                 )
+
+    def _check_grad_mode(self) -> None:
+        root = next(iter(self._traced[0][0].values()))
+        if torch.is_grad_enabled() != root.training:
+            usual = "training with gradients, and evaluation without"
+            now = "without" if root.training else "with"
+            raise ConfigError(
+                f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
+                f"it cannot run in {'train' if root.training else 'eval'}() mode {now} them"
+            )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import linecache
-import random
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec
 
@@ -36,6 +37,10 @@ class TracedGraph:
         expanded: the submodules whose own operations are in the graph.
         unexpanded: the submodules that should be expanded but cannot be traced, with the reason.
         output_spec: the structure of the output, if the graph returns its leaves alone.
+        grad_matters: whether the forward does something else where gradients are switched on or
+            off otherwise than usual in this mode.
+        changes: the attributes that statements taken out of a forward set: the identity of the
+            module, and the name.
     """
 
     graph: fx.Graph
@@ -44,6 +49,62 @@ class TracedGraph:
     expanded: dict[str, nn.Module] = field(default_factory=dict)
     unexpanded: dict[str, str] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
+    grad_matters: bool = False
+    changes: frozenset[tuple[int, str]] = frozenset()
+
+
+def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
+    """Returns the operations of a graph, comparable with those of another graph.
+
+    `tensor` returns what a module, parameter or constant that the graph reads is compared by.
+    """
+    number = {node: f"%{index}" for index, node in enumerate(traced.graph.nodes)}
+
+    def target(node: fx.Node) -> Any:
+        # tensors that a forward has from elsewhere may have one name in both graphs
+        if node.op == "get_attr":
+            return tensor(traced.find(str(node.target)))
+        if node.op == "call_module":
+            return getattr(traced.find(str(node.target)), "key", node.target)
+        return node.target
+
+    def by_number(arguments: Any) -> str:
+        return repr(fx.node.map_arg(arguments, lambda node: number[node]))
+
+    return [
+        (node.op, target(node), by_number(node.args), by_number(node.kwargs))
+        for node in traced.graph.nodes
+    ]
+
+
+def first_difference(one: TracedGraph, other: TracedGraph) -> fx.Node | None:
+    """Returns the first node in which two graphs of one forward differ; None if they are equal."""
+    for traced, against in ((one, other), (other, one)):
+        pairs = zip_longest(operations(traced, _Constant), operations(against, _Constant))
+        nodes: list[fx.Node] = list(traced.graph.nodes)
+        for node, (ours, theirs) in zip(nodes, pairs, strict=False):
+            if ours != theirs:
+                return node
+    return None
+
+
+class _Constant:
+    """A tensor that equals another one with the same contents."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant):
+            return False
+        one, two = self.value, other.value
+        if one is two or not isinstance(one, Tensor) or not isinstance(two, Tensor):
+            return one is two
+        if one.shape != two.shape or one.dtype != two.dtype or one.is_meta or two.is_meta:
+            return False
+        return torch.equal(one, two)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 # Traces a module in the mode that it is in; raises any exception if it cannot.
@@ -51,18 +112,41 @@ Tracer = Callable[[nn.Module, ShouldExpand], TracedGraph]
 
 
 class Untraceable(Exception):
-    """The forward does something that a graph would not do again."""
+    """The forward does something that a graph would not do again.
+
+    Attributes:
+        place: the user's line, where the traceback does not have it.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def user_line(error: BaseException) -> str:
     """Returns the line of the user's code that `error` comes from, and its message."""
     message = (str(error) or type(error).__name__).splitlines()[0]
-    place = ""
+    place = getattr(error, "place", "")
     for frame, number in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if is_user_code(frame) and not file.startswith("<"):
-            place = f"{file}:{number}: `{linecache.getline(file, number).strip()}`: "
-    return place + message
+        if is_user_code(frame) and not frame.f_code.co_filename.startswith("<"):
+            place = line_of(frame, number)
+    return f"{place}: {message}" if place else message
+
+
+def line_of(frame: FrameType, number: int) -> str:
+    """Returns the file, the number and the text of a line of the code that `frame` runs."""
+    file = frame.f_code.co_filename
+    return f"{file}:{number}: `{linecache.getline(file, number).strip()}`"
+
+
+def current_user_line() -> str:
+    """Returns the line of the user's code that is being run; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_code(frame) and not frame.f_code.co_filename.startswith("<"):
+            return line_of(frame, frame.f_lineno)
+        frame = frame.f_back
+    return ""
 
 
 def is_user_code(frame: FrameType) -> bool:
@@ -86,18 +170,6 @@ def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         yield
     finally:
         setattr(holder, name, original)
-
-
-@contextmanager
-def no_random_choices() -> Iterator[None]:
-    """Raises `Untraceable` if Python's `random` is drawn from, and puts its state back."""
-    state = random.getstate()
-    try:
-        yield
-        if random.getstate() != state:
-            raise Untraceable("draws from Python's random, which a graph would do once")
-    finally:
-        random.setstate(state)
 
 
 class AutogradFunctionDetector:

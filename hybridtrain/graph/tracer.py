@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,14 +24,18 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.frozen import Generators, refused_calls
+from hybridtrain.graph.outline import Outline
+from hybridtrain.graph.stretch import Stretch, changes_container, outputs, variables
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
     ShouldExpand,
     TracedGraph,
     Untraceable,
+    current_user_line,
+    first_difference,
     is_user_code,
-    no_random_choices,
     replaced,
     user_line,
 )
@@ -47,35 +52,97 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (*GRAD_MODE_SETTER, "a change of the grad mode"),
     (torch.inference_mode, "__enter__", "torch.inference_mode"),
     (torch.autocast, "__enter__", "torch.autocast"),
-    (torch, "is_grad_enabled", "torch.is_grad_enabled"),
     (torch, "is_inference_mode_enabled", "torch.is_inference_mode_enabled"),
     (torch, "is_autocast_enabled", "torch.is_autocast_enabled"),
-    (torch, "is_tensor", "torch.is_tensor"),
 )
 
 
-def trace(signature: CallSignature, module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
+def trace(
+    signature: CallSignature,
+    module: nn.Module,
+    should_expand: ShouldExpand,
+    outlined_share: float | None = None,
+) -> TracedGraph:
     """Returns the forward of `module` as a graph, in the mode that the module is in.
+
+    A question for the grad mode gets the answer of a training step in training mode, and of an
+    evaluation in the other. The forward is traced twice, to find what changes by itself.
+
+    With `outlined_share`, statements that cannot be traced become layers of their own (see
+    `outline`), in the module's own forward and in those of submodules with more than this share of
+    its parameters.
 
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
-    tracer = _Tracer(signature, should_expand)
-    attributes = set(vars(module))
-    try:
-        with _guards(tracer):
-            graph = tracer.trace(module)
-    finally:
-        # tensors that the forward reads from elsewhere, which torch.fx has put into the module
-        constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
-    tracer.check_reads(graph)
-    return TracedGraph(
-        graph=graph,
-        calls={node: tracer.calls[node] for node in graph.nodes if node in tracer.calls},
-        find=lambda name: constants[name] if name in constants else attrgetter(name)(module),
-        expanded=tracer.expanded,
-        unexpanded=tracer.unexpanded,
-    )
+    kept: dict[str, str] = {}  # modules that would freeze something, with the reason
+    generators = Generators(module)
+    outlines = None if outlined_share is None else Outlines(module, outlined_share)
+
+    def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
+        while True:
+            tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled, outlines)
+            try:
+                return tracer, tracer.traced(module)
+            except Exception as error:
+                if outlines is None or not outlines.take_out("", error):
+                    raise
+
+    while True:
+        tracer, traced = run(module.training)
+        fault = tracer.find_read(traced.graph)
+        if fault is None:
+            kept |= traced.unexpanded  # they need not fail twice
+            again, other = run(module.training)
+            if (node := first_difference(traced, other)) is not None:
+                why = "a graph would keep a value that changes from call to call"
+                fault = (*(again if node in again.places else tracer).places[node], why)
+        if fault is None:
+            break
+        path, place, reason = fault
+        if not path:
+            if outlines is not None and outlines.of("").take_out_globals():
+                continue
+            raise Untraceable(reason, place)
+        kept[path] = f"{place}: {reason}"
+    if tracer.asked_grad_mode:
+        try:
+            grad_matters = first_difference(traced, run(not module.training)[1]) is not None
+        except Exception:
+            grad_matters = True
+        traced = replace(traced, grad_matters=grad_matters)
+    return traced
+
+
+class Outlines:
+    """The forwards of a model that statements are taken out of.
+
+    Args:
+        module: the model.
+        share: submodules with more than this share of its parameters may be taken apart.
+    """
+
+    def __init__(self, module: nn.Module, share: float) -> None:
+        self._module = module
+        self._least = share * sum(p.numel() for p in module.parameters())
+        self._outlines: dict[str, Outline] = {}
+
+    def find(self, name: str) -> Outline | None:
+        """Returns that of the module `name`, if something is taken out of it."""
+        return self._outlines.get(name)
+
+    def take_out(self, name: str, error: Exception) -> bool:
+        """Takes out the statement in the module `name` that `error` comes from, if possible."""
+        module = self._module.get_submodule(name)
+        if name and sum(p.numel() for p in module.parameters()) <= self._least:
+            return False
+        return self.of(name).take_out(error)
+
+    def of(self, name: str) -> Outline:
+        """Returns that of the module `name`, from which nothing may be taken yet."""
+        if name not in self._outlines:
+            self._outlines[name] = Outline(self._module.get_submodule(name))
+        return self._outlines[name]
 
 
 class _Tracer(fx.Tracer):
@@ -83,29 +150,79 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, signature: CallSignature, should_expand: ShouldExpand) -> None:
+    def __init__(
+        self,
+        signature: CallSignature,
+        should_expand: ShouldExpand,
+        kept: Mapping[str, str],
+        generators: Generators,
+        grad_enabled: bool,
+        outlines: Outlines | None,
+    ) -> None:
         super().__init__()
         self.calls: dict[fx.Node, list[Call]] = {}
         self.expanded: dict[str, nn.Module] = {}
-        self.unexpanded: dict[str, str] = {}
+        self.unexpanded: dict[str, str] = dict(kept)
+        self.places: dict[fx.Node, tuple[str, str]] = {}  # the expanded module, the user's line
+        self.parts: set[nn.Module] = set()
+        self.generators = generators
+        self.grad_enabled = grad_enabled
+        self.asked_grad_mode = False
+        self._outlines = outlines
+        self._stretches: dict[str, Stretch] = {}
+        self._inside = [""]  # the expanded modules that are being run
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
         self._signature = signature
         self._should_expand = should_expand
 
-    def check_reads(self, graph: fx.Graph) -> None:
-        """Raises `Untraceable` if a tensor is read from a module that may replace it."""
+    def traced(self, module: nn.Module) -> TracedGraph:
+        """Returns the graph of `module`."""
+        attributes = set(vars(module))
+        self.parts = set(module.modules())
+        try:
+            with _guards(self, module):
+                graph = self.trace(module)
+        except Untraceable as error:
+            if not user_line(error).endswith(f": {error}"):  # the generators have moved unseen
+                with suppress(Exception), _guards(self, module), self.generators.watched() as found:
+                    self.trace(module)
+                error.place = "".join(found)
+            raise
+        finally:
+            # tensors that the forward reads from elsewhere, which torch.fx has put into the module
+            constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
+        held: dict[str, Any] = constants | self._stretches
+        return TracedGraph(
+            graph=graph,
+            calls={node: self.calls[node] for node in graph.nodes if node in self.calls},
+            find=lambda name: held[name] if name in held else attrgetter(name)(module),
+            expanded=self.expanded,
+            unexpanded=self.unexpanded,
+            changes=frozenset(
+                (id(each.owner[0]), name)
+                for each in self._stretches.values()
+                for name in each.touches
+            ),
+        )
+
+    def find_read(self, graph: fx.Graph) -> tuple[str, str, str] | None:
+        """Returns where a tensor is read from a module that may replace it: module, line, reason.
+
+        None if nowhere.
+        """
         for node in graph.find_nodes(op="get_attr"):
             holder, _, name = str(node.target).rpartition(".")
             tensor = attrgetter(str(node.target))(self.root) if holder else None
             if holder and holder not in self.expanded and not isinstance(tensor, nn.Parameter):
-                raise Untraceable(f"reads {name!r} of {holder!r}, which may change it")
+                return *self.places[node], f"reads {name!r} of {holder!r}, which may change it"
+        return None
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """Returns the forward and the proxies of its arguments; the others keep their defaults."""
-        signature, forward = self._signature, self.root.forward
+        signature, forward = self._signature, self._forward_of("", self.root)
         proxies = {n: self.create_proxy("placeholder", n, (), {}) for n in signature.names}
         values = list((proxies | dict(signature.constants)).values())
 
@@ -122,7 +239,8 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Records a leaf as one node, and any other module by its operations where it can."""
-        if threading.get_ident() != self._thread:  # torch.fx sees the calls of all threads
+        # torch.fx sees the calls of all threads, and of modules that the forward has just made
+        if threading.get_ident() != self._thread or m not in self.parts:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         call = name, self.num_calls.get(name, 0)
@@ -130,14 +248,20 @@ class _Tracer(fx.Tracer):
         is_leaf = self.is_leaf_module(m, name)
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
-            try:
-                with no_random_choices():
-                    result = super().call_module(m, forward, args, kwargs)
-                self.expanded[name] = m
-            except Exception as error:
-                self.module_stack, self.num_calls = stack, calls
-                self._erase_after(last)
-                self.unexpanded[name], is_leaf = user_line(error), True
+            self._inside.append(name)
+            while True:
+                try:
+                    with self.generators.no_draws(), self._outlined(name, m):
+                        result = super().call_module(m, forward, args, kwargs)
+                    self.expanded[name] = m
+                    break
+                except Exception as error:
+                    self.module_stack, self.num_calls = OrderedDict(stack), dict(calls)
+                    self._erase_after(last)
+                    if self._outlines is None or not self._outlines.take_out(name, error):
+                        self.unexpanded[name], is_leaf = user_line(error), True
+                        break
+            self._inside.pop()
         if is_leaf:
             result = super().call_module(m, forward, args, kwargs)
         first = last.next if last is not None else next(iter(self.graph.nodes), None)
@@ -148,7 +272,11 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Creates a node, unless an `autograd.Function` asks for it."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        if node.op.startswith("call_") and node.op != "call_module" and changes_container(node):
+            raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
+        self.places[node] = self._inside[-1], current_user_line()
+        return node
 
     def create_arg(self, a: Any) -> Any:
         """Keeps the type of a dataclass that is also a dict, as outputs of `transformers` are."""
@@ -163,9 +291,54 @@ class _Tracer(fx.Tracer):
             return attr_val
         return super().getattr(attr, attr_val, {})
 
+    def check_is_tensor(self, value: fx.Proxy) -> bool:
+        """Returns True for an input that every batch must give as a tensor.
+
+        Raises:
+            Untraceable: the value may be something else.
+        """
+        if value.node.op == "placeholder" and value.node.target in self._signature.tensors:
+            return True
+        raise Untraceable("asks for the type of a value, which is not known while tracing")
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns a `_GuardedProxy`."""
         return _GuardedProxy(node, self)
+
+    def _forward_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """Returns the forward of a module, without the statements that are taken out of it."""
+        outline = self._outlines.find(name) if self._outlines is not None else None
+        if outline is None:
+            return module.forward
+
+        def run_stretch(number: int, values: dict[str, Any]) -> Any:
+            code = outline.stretches[number]
+            fixed, given = variables(module, code, values)
+            layer = f"{name}.{code.name}".lstrip(".")
+            count = self.num_calls[layer] = self.num_calls.get(layer, -1) + 1
+            target = f"{layer}@{count}"
+            if code.reason:
+                self.unexpanded[layer] = code.reason
+            self._stretches[target] = Stretch(module, code, fixed, list(given), outline.changes)
+            result = self.create_proxy("call_module", target, tuple(given.values()), {})
+            self.calls[result.node] = [(layer, count)]
+            return outputs(code, values, result)
+
+        function = outline.forward(run_stretch)
+        return module.forward if function is None else MethodType(function, module)
+
+    @contextmanager
+    def _outlined(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Replaces the forward of a module by that without the statements taken out of it."""
+        forward = self._forward_of(name, module)
+        if forward == module.forward:
+            yield
+            return
+        vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            del vars(module)["forward"]
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -176,7 +349,7 @@ class _Tracer(fx.Tracer):
 
 
 @contextmanager
-def _guards(tracer: fx.Tracer) -> Iterator[None]:
+def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
     """Raises `Untraceable` where the forward does what a graph would not do again."""
 
     def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -189,9 +362,22 @@ def _guards(tracer: fx.Tracer) -> Iterator[None]:
         return refused
 
     def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
-        if not name.startswith("_tensor_constant"):  # torch.fx's own
+        # a module that the forward has made is no part of the model, and torch.fx sets constants
+        if module in tracer.parts and not name.startswith("_tensor_constant"):
             raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         original(module, name, value)
+
+    def is_grad_enabled(original: Callable[[], bool]) -> bool:
+        tracer.asked_grad_mode = True
+        return tracer.grad_enabled
+
+    def is_tensor(original: Callable[[Any], bool], value: Any) -> bool:
+        return original(value) if not _is_proxy(value) else tracer.check_is_tensor(value)
+
+    def is_instance(original: Callable[..., bool], value: Any, kind: Any) -> bool:
+        if _is_proxy(value):
+            raise Untraceable("asks for the type of a value, which is not known while tracing")
+        return original(value, kind)
 
     with ExitStack() as guards:
         for name in _FACTORIES:
@@ -199,8 +385,12 @@ def _guards(tracer: fx.Tracer) -> Iterator[None]:
         for holder, name, what in _REFUSED:
             guards.enter_context(replaced(holder, name, refuse(what)))
         guards.enter_context(replaced(nn.Module, "__setattr__", set_attribute))
+        guards.enter_context(replaced(torch, "is_grad_enabled", is_grad_enabled))
+        guards.enter_context(replaced(torch, "is_tensor", is_tensor))
+        guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
+        guards.enter_context(refused_calls(module))
         guards.enter_context(_ForbidEagerOps())
-        guards.enter_context(no_random_choices())
+        guards.enter_context(tracer.generators.no_draws())
         yield
 
 
@@ -214,6 +404,10 @@ class _GuardedProxy(fx.Proxy):
         if is_user_code(sys._getframe(1)):
             raise Untraceable("asks for the type of a value, which is not known while tracing")
         return _GuardedProxy
+
+
+def _is_proxy(value: Any) -> bool:
+    return issubclass(type(value), fx.Proxy)  # which does not ask the value for its class
 
 
 class _ForbidEagerOps(TorchDispatchMode):

@@ -2,26 +2,25 @@
 
 Non-reentrant throughout: a reentrant checkpoint runs a nested backward, which DDP takes for a
 second gradient of the same parameter. The random operations of a layer are seeded by its place, so
-that there is no generator state to restore; PyTorch restores autocast.
+that there is no generator state to restore; PyTorch restores autocast. What a layer changes in
+itself is restored by `layer_state`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.options import CheckpointSpec
+from hybridtrain.pipeline.layer_state import Snapshot
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,19 @@ def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointP
     return CheckpointPolicy(layers=frozenset(chosen))
 
 
-def checkpointed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: Any) -> Any:
-    """Returns `run(*args)`, whose activations the backward recomputes.
+def checkpointed(run: Callable[..., Any], copy: bool, early_stop: bool, *args: Any) -> Any:
+    """Returns `run(snapshots, *args)`, whose activations the backward recomputes.
 
     Args:
-        run: runs `module`; called once more, with the same arguments, in the backward.
-        module: its running statistics are updated by the first run only.
+        run: called once more, with the same arguments, in the backward; `snapshots` is what its
+            first run has saved for the second, empty at first.
         copy: give `run` copies of the arguments: it may work in place, and they must be the same
             the second time.
+        early_stop: end the second run where nothing more is needed, by an exception.
         *args: a pytree of tensors and other values.
     """
     first = True
+    snapshots: dict[int, Snapshot] = {}
     failure: BaseException | None = None
 
     def run_again(*args: Any) -> Any:
@@ -92,17 +93,22 @@ def checkpointed(run: Callable[..., Any], module: nn.Module, copy: bool, *args: 
         if first:
             first = False
             try:
-                return run(*args)
+                return run(snapshots, *args)
             except BaseException as error:
                 # PyTorch 2.11's checkpoint must be left without an exception: else the hooks that
                 # it has put into this thread stay as long as the exception, and are then removed
                 # from the thread that drops it
                 failure = error
                 return None
-        with frozen_running_stats(module):
-            return run(*args)
+        _state.recomputing = True
+        try:
+            return run(snapshots, *args)
+        finally:
+            _state.recomputing = False
 
-    result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
+    result = checkpoint(
+        run_again, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop
+    )
     if failure is None:
         return result
     try:
@@ -121,27 +127,3 @@ _state = _State()
 def is_recomputing() -> bool:
     """Returns whether this thread runs a layer for the second time, in a backward."""
     return _state.recomputing
-
-
-@contextmanager
-def frozen_running_stats(module: nn.Module) -> Iterator[None]:
-    """Keeps the batch norms in `module` from updating their running statistics.
-
-    They update copies instead: a batch norm without any would save fewer tensors for its backward
-    than it did in the forward, which PyTorch's checkpoint reports as an error.
-    """
-    frozen = [
-        (part, dict(part._buffers))
-        for part in module.modules()
-        if (isinstance(part, _NormBase) and part.training and part.track_running_stats)
-        or isinstance(part, GraphModule)  # whose code may update them
-    ]
-    for part, buffers in frozen:
-        part._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
-    _state.recomputing = True
-    try:
-        yield
-    finally:
-        _state.recomputing = False
-        for part, buffers in frozen:
-            part._buffers.update(buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import checkpointed
 from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.layer_state import LayerState, Snapshot
 from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
 
 # What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.
@@ -32,7 +33,7 @@ _ERROR_HINTS = {
     ),
 }
 
-_NO_SCOPE = nullcontext()
+_NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
 
 class LayerRunner:
@@ -58,7 +59,6 @@ class LayerRunner:
     ) -> None:
         self.layers = tuple(layers)
         self._first = first
-        self._module = module
         self._rng = rng
         self._checkpointed_layers = checkpointed_layers
         self._clone_inputs = clone_inputs
@@ -66,17 +66,29 @@ class LayerRunner:
         # The samples of a batch are views, and a copy is aligned otherwise, which may change last
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
+        # TorchScript turns the exception that ends a recomputation early into another one
+        self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+        self._states: dict[int, LayerState] = {}
 
     def run(
-        self, microbatch: int, value: Any, skipped: dict[str, Any]
+        self,
+        microbatch: int,
+        value: Any,
+        skipped: dict[str, Any],
+        snapshots: dict[int, Snapshot] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the last layer's output and the skipping values, from those that came in."""
+        """Returns the last layer's output and the skipping values, from those that came in.
+
+        With `snapshots`, of the states of the layers, it will be run again or is being so.
+        """
         index = self._first
         try:
             with skip_scope(skipped) if self._skips else _NO_SCOPE as scope:
                 for layer in self.layers:
                     if index in self._checkpointed_layers and torch.is_grad_enabled():
                         value = self._run_checkpointed_layer(microbatch, index, layer, value)
+                    elif snapshots is not None:
+                        value = self._run_with_state(snapshots, microbatch, index, layer, value)
                     elif self._rng.needs_seeding(index):
                         with self._rng.seeded(index, microbatch):
                             value = layer.module(value)
@@ -96,18 +108,36 @@ class LayerRunner:
         self, microbatch: int, value: Any, skipped: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Runs all layers as `run` does, to be recomputed in the backward."""
+
+        def run(
+            snapshots: dict[int, Snapshot], microbatch: int, value: Any, skipped: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
+            return self.run(microbatch, value, skipped, snapshots)
+
         output, skipped = checkpointed(
-            self.run, self._module, self._copies_to_recompute, microbatch, value, skipped
+            run, self._copies_to_recompute, not self._scripted, microbatch, value, skipped
         )
         return output, skipped
 
+    def _run_with_state(
+        self, snapshots: dict[int, Snapshot], microbatch: int, index: int, layer: Layer, value: Any
+    ) -> Any:
+        """Runs a layer from the state that it had the first time, and draws the same numbers."""
+        if index not in self._states:
+            self._states[index] = LayerState(layer)
+        needs_seeding = self._rng.needs_seeding(index)
+        with (
+            self._states[index].of(snapshots, index),
+            self._rng.seeded(index, microbatch) if needs_seeding else _NO_SCOPE,
+        ):
+            return layer.module(value)
+
     def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
-        def run(value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def run(
+            snapshots: dict[int, Snapshot], value: Any, popped: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
             with skip_scope(popped) as values:
-                if not self._rng.needs_seeding(index):
-                    return layer.module(value), values
-                with self._rng.seeded(index, microbatch):
-                    return layer.module(value), values
+                return self._run_with_state(snapshots, microbatch, index, layer, value), values
 
         in_place = works_in_place(layer.module)
         # values that one module in the layer stashes for another in it are not there yet
@@ -115,7 +145,7 @@ class LayerRunner:
         popped = {name: pop(name) for name in sorted(names)}
         if self._clone_inputs and (index or self._copies_to_recompute):
             value, popped = map_tensors(torch.clone, (value, popped))
-        value, values = checkpointed(run, layer.module, in_place, value, popped)
+        value, values = checkpointed(run, in_place, not self._scripted, value, popped)
         # a layer that works in place has changed copies of what it popped
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])

@@ -103,7 +103,10 @@ def test_the_checkpoint_of_another_model_is_refused_and_no_file_changes(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(copied)
-    message = fail(capfd, *SMALL, "trainer.steps=8", "model.num_classes=11")
+    other = ["trainer.steps=8", "model.num_classes=11"]
+    message = fail(capfd, *SMALL, *other)
+    assert "outputs/digits is a run with model.num_classes=null, not 11" in message
+    message = fail(capfd, *SMALL, *other, "allow_changes=true")
     assert "fc2.weight is [10, 128] there and [11, 128] in the model" in message
     assert contents(copied) == before
 
@@ -171,5 +174,6 @@ def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_
     run = [*SMALL, "monitor.tensorboard=false", "pipeline.split=time", "pipeline.nb_part=2"]
     succeed(capfd, *run, "trainer.steps=2")
     said = fail(capfd, *run, "model=torchvision", "model.name=squeezenet1_1", "model.resize=32")
-    assert "is of another model" in said
-    assert "or set another run_name" in said
+    target = "model._target_=hybridtrain.models.basicnet, not hybridtrain.models.torchvision_model"
+    assert f"outputs/digits is a run with {target}: " in said
+    assert "set another run_name=" in said

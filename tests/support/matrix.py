@@ -52,7 +52,10 @@ class Cell:
 
 
 AXES: list[list[Any]] = [
-    ["linear", "conv", "dropout", "u_net", "tied_gpt"],
+    [
+        *("linear", "conv", "dropout", "u_net", "tied_gpt"),
+        *("stateful", "padded", "masked_lm", "weighted"),
+    ],
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],
@@ -112,6 +115,8 @@ def compared(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference = Unsplit(base, case, cell, replicas)
     exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"
+    # the unsplit model adds up sums and divides once
+    exact = exact and case.loss_sum is None
     # an exact power of two, so that scaling changes no bit unless something overflows
     scale = 2.0**10 if cell.precision == "fp16" else 1.0
     for step in range(STEPS):
@@ -124,13 +129,16 @@ def compared(
             for r in range(replicas)
         ]
         total = sum(len(targets) for own in batches for _, targets in own)
+        weights: Any = [len(targets) * replicas / total for _, targets in batches[rank]]
+        if case.loss_sum is not None:
+            weights = model.step_weights(batches[rank], case.loss)
         losses = []
         for part, (inputs, targets) in enumerate(batches[rank]):
             out = model.train_step(
                 inputs,
                 targets,
                 case.loss,
-                weight=len(targets) * replicas / total,
+                weight=weights[part],
                 sync=part + 1 == cell.accumulate,
                 scale_loss=lambda loss: loss * scale,
             )
@@ -183,7 +191,7 @@ class Unsplit:
         ]
 
     def gradients(self, batches: list[list[tuple[Any, Tensor]]], scale: float) -> list[Any]:
-        total = sum(len(targets) for own in batches for _, targets in own)
+        total = sum(self._case.count(targets) for own in batches for _, targets in own)
         # every replica begins a train_step with the buffers of replica 0
         buffers = {name: b.clone() for name, b in self.net.named_buffers()}
         first: dict[str, Tensor] = {}
@@ -199,20 +207,27 @@ class Unsplit:
         return losses
 
     def _train_step(
-        self, inputs: Any, targets: Tensor, draws: LayerRNG, total: int, scale: float
+        self, inputs: Any, targets: Tensor, draws: LayerRNG, total: float, scale: float
     ) -> Tensor:
-        rows = len(targets)
+        rows = self._case.count(targets)
         losses = []
         for microbatch, (x, y) in enumerate(micro_batches(inputs, targets, self._cell.chunks)):
             with autocast(self._cell.precision, targets.device.type):
                 for index, layer in enumerate(layers_of(self.net)):
                     with draws.seeded(index, microbatch):
                         x = layer.module(x)
-                loss = self._case.loss(x, y)
+                if self._case.loss_sum is not None:
+                    loss = self._case.loss_sum(x, y)
+                else:
+                    loss = self._case.loss(x, y)
+            if self._case.loss_sum is not None:
+                losses.append(loss.detach().float())
+                (loss * (scale / total)).backward()
+                continue
             losses.append(loss.detach().float() * len(y))
             (loss * ((rows / total) * len(y) / rows) * scale).backward()
         draws.end_step(False)
-        return torch.stack(losses).sum() / rows
+        return torch.stack(losses).sum() / (rows or 1)
 
 
 def restore(net: nn.Module, buffers: dict[str, Tensor]) -> None:

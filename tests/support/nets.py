@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hybridtrain import losses
+from hybridtrain.losses import SumLoss
 from hybridtrain.models import transformer
 from hybridtrain.skip import pop, stash
 
@@ -122,6 +124,57 @@ def tied_gpt(
         if uses == 3:
             last.weight = nn.Parameter(embedding.weight.detach().clone())
     return net
+
+
+# Layers that change themselves in their forward
+
+
+class Counting(TanhLinear):
+    """Its output depends on how often it has run, which a buffer and an attribute count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.runs += 1
+        return super().forward(x) * (1 + 0.1 * self.count)
+
+
+class Codebook(nn.Module):
+    """Vector quantization; the codes follow moving averages, and are changed through .data."""
+
+    codes: Tensor
+    sizes: Tensor
+
+    def __init__(self, codes: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(codes, WIDTH, generator=generator(7)))
+        self.register_buffer("sizes", torch.ones(codes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training:
+            chosen = F.one_hot(nearest, len(self.codes)).to(self.codes)
+            self.sizes.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            sums = chosen.T @ x.detach().to(self.codes)
+            self.codes.data.mul_(0.9).add_(sums / self.sizes[:, None], alpha=0.1)
+        return x + (quantized - x).detach() + 0.1 * (x - quantized)
+
+
+def stateful_net() -> nn.Sequential:
+    hook, parametrization = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(
+        hook(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Counting(), Codebook(),
+        parametrization(nn.Linear(WIDTH, WIDTH)), nn.LayerNorm(WIDTH), Counting(),
+        nn.Linear(WIDTH, CLASSES),
+    )  # fmt: skip
 
 
 # Values that skip layers
@@ -278,6 +331,51 @@ def token_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
+def padded_tokens(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Targets of -100, another number in every sample; the seed's digits are step, part, replica.
+
+    In step 0 the first half of the samples has no target at all, in step 1 replica 1, and in step 2
+    the second of the batches that are accumulated.
+    """
+    inputs, targets = tokens(rows, seed)
+    step, part, replica = seed // 100, seed // 10 % 10, seed % 10
+    lengths = torch.randint(1, 5, (rows, 1), generator=generator(2000 + seed))
+    if step == 0:
+        lengths[: rows // 2] = 0
+    if (step, replica) == (1, 1) or (step, part) == (2, 1):
+        lengths[:] = 0
+    return inputs, targets.masked_fill(torch.arange(4) >= lengths, -100)
+
+
+def masked_tokens(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Targets at about a quarter of the places, as of a masked language model; one at least."""
+    inputs, targets = tokens(rows, seed)
+    chosen = torch.rand(targets.shape, generator=generator(3000 + seed)) < 0.25
+    chosen[rows // 2, seed % 4] = True
+    return inputs.masked_fill(chosen, 0), targets.masked_fill(~chosen, -100)
+
+
+def weighted_samples(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Labels and weights side by side in the targets; some samples weigh nothing."""
+    inputs, classes = classification(rows, seed)
+    weights = torch.rand(rows, generator=generator(4000 + seed)) - 0.3
+    weights[-1] = 0.7
+    return inputs, torch.stack([classes.float(), weights.clamp(min=0)], dim=1)
+
+
+def weighted_sum(output: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(output, targets[:, 0].long(), reduction="none")
+    return (each * targets[:, 1]).sum()
+
+
+def valid_sum(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def valid_count(targets: Tensor) -> float:
+    return float((targets != -100).sum())
+
+
 def _images(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return floats(rows, 2, 6, 6, seed=seed), labels(rows, seed)
 
@@ -295,17 +393,27 @@ def _pytree(rows: int, seed: int) -> tuple[Any, Tensor]:
     return {"a": x, "scale": torch.tensor(0.5), "pair": pair}, targets
 
 
+def _token_net() -> nn.Sequential:
+    return tied_gpt(tied=False, blocks=[Attention() for _ in range(6)])
+
+
 def _planes(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return floats(rows, 1, 8, 8, seed=seed), floats(rows, 1, 8, 8, seed=1000 + seed)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, `batch(rows, seed)` of inputs and targets for it, and its loss."""
+    """A model, `batch(rows, seed)` of inputs and targets for it, and its loss.
+
+    For a loss that is not a mean over samples, `loss_sum` and `count(targets)` are what the unsplit
+    model divides over the whole global batch.
+    """
 
     make: Callable[[], nn.Sequential]
     batch: Callable[[int, int], tuple[Any, Tensor]] = classification
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    loss_sum: Callable[[Tensor, Tensor], Tensor] | None = None
+    count: Callable[[Tensor], float] = len
 
     def net(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -321,6 +429,22 @@ CASES = {
     "pytree": Case(pytree_net, _pytree),
     "transformer": Case(lambda: dropout_transformer(0.0, nlayers=2), _reviews),
     "dropout": Case(dropout_transformer, _reviews),
+    "stateful": Case(stateful_net),
     "u_net": Case(u_net, _planes, F.mse_loss),
+    "padded": Case(_token_net, padded_tokens, losses.cross_entropy, valid_sum, valid_count),
+    "masked_lm": Case(
+        _token_net,
+        masked_tokens,
+        SumLoss(valid_sum, lambda _, targets: (targets != -100).sum()),
+        valid_sum,
+        valid_count,
+    ),
+    "weighted": Case(
+        mlp,
+        weighted_samples,
+        SumLoss(weighted_sum, lambda _, targets: targets[:, 1].sum()),
+        weighted_sum,
+        lambda targets: float(targets[:, 1].double().sum()),
+    ),
     "tied_gpt": Case(lambda: tied_gpt(blocks=[Attention() for _ in range(6)]), tokens, token_loss),
 }

@@ -99,6 +99,10 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(spec, message):
         hybrid(net, checkpoint=spec)
 
 
+class Log(list):
+    """A list that layers share with the test; their own lists are restored for a second run."""
+
+
 class Counted(nn.Module):
     """Notes down, at each of its runs, what `look` finds there."""
 
@@ -106,7 +110,7 @@ class Counted(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.look = look
-        self.seen = []
+        self.seen = Log()
 
     def forward(self, x):
         self.seen.append(self.look(x))
@@ -171,7 +175,7 @@ def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, checkpoin
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
-            self.seen = []
+            self.seen = Log()
 
         def forward(self, x):
             mask = F.dropout(torch.ones(64), 0.5)

@@ -1,0 +1,81 @@
+"""Interruptions of a run between two steps: signals, a time limit, a save every few minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hybridtrain.launch.signals import stop_on_signals
+from hybridtrain.launch.step_flags import StepFlags
+from hybridtrain.world import World
+
+
+class Interruptions:
+    """Tells all processes at the end of the same step that somebody wants to stop or to save.
+
+    A signal may reach any process. Time is rank 0's: clocks of different processes do not agree.
+
+    Args:
+        world: the processes.
+        max_seconds: when to stop, counted from `listening`; None: never.
+        save_every_minutes: when to save, and again after each `saved`; None: never.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        max_seconds: float | None,
+        save_every_minutes: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._flags = StepFlags(world, ("stop", "save"))
+        self._clock = clock if world.is_main else None
+        self._max_seconds = max_seconds
+        self._save_seconds = save_every_minutes and 60 * save_every_minutes
+        self._stop_at: float | None = None
+        self._save_at: float | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listens to signals, and counts the time, while the block runs."""
+        if self._clock is not None and self._max_seconds is not None:
+            self._stop_at = self._clock() + self._max_seconds
+        self.saved()
+        with stop_on_signals(self._flags):
+            yield
+
+    def saved(self) -> None:
+        """Counts the minutes to the next save from now on."""
+        if self._clock is not None and self._save_seconds is not None:
+            self._save_at = self._clock() + self._save_seconds
+
+    def begin_step(self) -> None:
+        """Sends the wishes of this process to the others; they arrive while the step computes."""
+        self._look_at_clock()
+        self._flags.begin()
+
+    def end_step(self) -> frozenset[str]:
+        """Returns the wishes of all processes before this step, of "stop" and "save"."""
+        return self._flags.read()
+
+    def stop_wanted(self) -> bool:
+        """Returns whether this process wants to stop, which the others do not know yet."""
+        self._look_at_clock()
+        return self._flags.is_requested("stop")
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason to stop, such as the name of a signal, once `end_step` has returned "stop"."""
+        return self._flags.reason("stop") or "a request"
+
+    def _look_at_clock(self) -> None:
+        if self._clock is None or (self._stop_at is None and self._save_at is None):
+            return
+        now = self._clock()
+        if self._stop_at is not None and now >= self._stop_at:
+            self._flags.set("stop", reason="max_time")
+        if self._save_at is not None and now >= self._save_at:
+            self._flags.set("save")
+            self._save_at = None  # until it is saved

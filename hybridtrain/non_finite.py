@@ -1,0 +1,164 @@
+"""Looks for values that are not finite: in tensors by name, and where in a step they began."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import get_total_norm
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain.buffer_snapshot import BufferSnapshot
+from hybridtrain.data.loader import Batch
+from hybridtrain.losses import LossFn
+from hybridtrain.model import HybridModel
+
+
+def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the tensors that have a value that is not finite; waits for devices."""
+    floats = {
+        name: value
+        for name, value in tensors.items()
+        if isinstance(value, Tensor) and _is_float(value) and value.numel() > 0
+    }
+    # one pass and one wait in the usual case; the largest magnitude, since it cannot overflow
+    if math.isfinite(float(get_total_norm(floats.values(), math.inf))):
+        return []
+    return [name for name, value in floats.items() if not _all_finite(value)]
+
+
+def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None) -> str:
+    """Returns where a step on `batches` first met a value that is not finite, for a message.
+
+    Repeats the forward, with the draws of the step, and looks at the output of every module; then
+    at the loss; then at the gradients that the step has left. A collective call, of all processes.
+
+    Args:
+        model: as the step began: its buffers must be those of before. They are left unchanged.
+        batches: what the step was trained on.
+        loss_fn: as in the step; None if its losses were finite.
+    """
+    own = _origin_in_forward(model, batches, loss_fn)
+    found = [(each, rank) for rank, each in enumerate(model.world.gather(own)) if each is not None]
+    if found:
+        (_, _, _, where), rank = min(found)
+        return where + f" (rank {rank})" * (model.world.size > 1)
+    return _origin_in_backward(model)
+
+
+# (stage, or -1 before the first and the number of stages for the loss; its place; the text)
+_Origin = tuple[int, int, int, str]
+
+
+class _Watch:
+    """Notes the outputs of modules that are not finite, in the order of the calls."""
+
+    def __init__(self, model: HybridModel) -> None:
+        names = {id(module): name for name, module in model.net.named_modules()}
+        self._places: dict[int, tuple[int, str]] = {}
+        for stage in model.stages:
+            for layer in stage.layers:
+                for name, module in layer.module.named_modules(prefix=layer.name):
+                    known = names.get(id(module)) or (name if module is layer.module else "")
+                    self._places.setdefault(id(module), (stage.index, known or layer.name))
+        self.batch = 0
+        self.found: list[tuple[bool, _Origin]] = []
+        self._calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls += 1  # in the order of the thread that runs the stage; stages are told apart
+        if id(module) not in self._places or not (bad := _bad(output)):
+            return
+        stage, name = self._places[id(module)]
+        where = f"stage {stage}, layer {name!r}: "
+        parameters = dict(module.named_parameters(recurse=False))
+        if poisoned := [key for key, value in parameters.items() if not _all_finite(value)]:
+            where += f"its parameter {poisoned[0]!r} is not finite"
+        else:
+            where += f"its output {bad}, and its inputs and parameters are finite"
+            if _bad(args):
+                where = where.partition(", and")[0] + ", and what it was given is not finite either"
+        self.found.append((bad == _MINUS_INF, (stage, self.batch, self._calls, where)))
+
+
+def _origin_in_forward(
+    model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None
+) -> _Origin | None:
+    """Returns the first place of this process's forward; None if all of it is finite."""
+    watch = _Watch(model)
+    last = len(model.plan.stages)
+    ends: list[_Origin] = []
+
+    def measure(output: Any, targets: Any) -> None:
+        if loss_fn is None or _bad(output) or not (bad := _bad(loss_fn(output, targets))):
+            return  # of an output that is not finite, a layer is the cause
+        layer = model.stages[-1].layers[-1].name
+        text = f"stage {last - 1}, the loss after layer {layer!r}: it {bad}, of a finite output"
+        text += " and targets that are not finite" * bool(_bad(targets))
+        ends.append((last, watch.batch, 0, text))
+
+    snapshot = BufferSnapshot(model.net)
+    snapshot.take()
+    step = model.rng.step
+    model.rng.step = step - len(batches)  # the same masks of dropout as in the step
+    hook = register_module_forward_hook(watch)
+    # compiled layers do not call hooks that they were not compiled with
+    stance = torch.compiler.set_stance("force_eager")
+    try:
+        with stance:
+            for watch.batch, batch in enumerate(batches):
+                if bad := _bad(batch.inputs):
+                    text = f"the inputs of the batch, before stage 0: a tensor {bad}"
+                    ends.append((-1, watch.batch, 0, text))
+                model.map_outputs(batch.inputs, batch.targets, measure)
+    finally:
+        hook.remove()
+        model.rng.step = step
+        snapshot.restore()
+    # -inf alone may be meant, as in a mask or as the logarithm of a probability
+    certain = [place for doubtful, place in watch.found if not doubtful] + ends
+    return min(certain or [place for _, place in watch.found], default=None)
+
+
+def _origin_in_backward(model: HybridModel) -> str:
+    """Returns the last layer, so the first of the backward, with a gradient that is not finite."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for stage in reversed(model.stages):
+        for layer in reversed(stage.layers):
+            for parameter in reversed(list(layer.module.parameters())):
+                if parameter.grad is not None and not _all_finite(parameter.grad):
+                    return (
+                        f"stage {stage.index}, the backward of layer {layer.name!r}: the gradient "
+                        f"of {names.get(id(parameter), 'a parameter')} is not finite, and the "
+                        f"forward is"
+                    )
+    return "no single layer: a second forward of the batch is finite"
+
+
+_MINUS_INF = "has -inf"
+
+
+def _bad(values: Any) -> str:
+    """Returns what is not finite in a pytree: "has NaN", "has inf", "has -inf" or nothing."""
+    wrong = ""
+    for value in tree_leaves(values):
+        if not isinstance(value, Tensor) or not _is_float(value) or _all_finite(value):
+            continue
+        if bool(value.isnan().any()):
+            return "has NaN"
+        if value.is_complex() or bool((value > 0).logical_and(value.isinf()).any()):
+            wrong = "has inf"
+        wrong = wrong or _MINUS_INF
+    return wrong
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _all_finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())

@@ -1,0 +1,127 @@
+"""Counts for `output.loss` of the models of transformers, which compute it from their labels.
+
+The rules are those of transformers' `loss/loss_utils.py` and of the models' own forwards, read in
+versions 4.57 to 5.23. A model is only counted by a rule that its forward is seen to follow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.losses import CountFn
+
+_IGNORED = -100
+
+_WAY_OUT = (
+    "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
+    '(inputs["labels"] != -100).sum())'
+)
+
+
+def count_of_output(net: nn.Module) -> CountFn:
+    """Returns what `output.loss` of `net` is a mean over, as `count(inputs, targets)`.
+
+    - causal language models: the labels from the second on that are not -100;
+    - masked language models, token classification, encoders with decoders: the labels that are
+      not -100;
+    - classification of samples, multiple choice: the samples with a label that is not -100;
+    - question answering: the samples, whose positions must lie within the sequence.
+
+    Raises:
+        ConfigError: it cannot be told from the forward of `net`.
+    """
+    name = type(net).__name__
+    try:
+        source = inspect.getsource(inspect.unwrap(type(net).forward))
+    except (OSError, TypeError):
+        source = ""
+    if getattr(getattr(net, "config", None), "output_router_logits", False):
+        raise ConfigError(
+            f"loss=model_output: {name} adds its router's loss, which is not a mean over labels: "
+            f"set output_router_logits=False, or {_WAY_OUT}"
+        )
+    count = _RULES.get(_rule(net, name, source))
+    if count is None:
+        raise ConfigError(f"loss=model_output: what {name} averages over is unknown; {_WAY_OUT}")
+    return count
+
+
+def _rule(net: nn.Module, name: str, source: str) -> str:
+    """Returns the key of `_RULES` that the forward of `net` follows, or something else."""
+    if "self.loss_function(" in source:
+        if "shift_labels" in source:
+            return ""
+        return str(getattr(net.loss_function, "__name__", ""))
+    losses = re.findall(r"CrossEntropyLoss\((.*?)\)", source)
+    suffix = name[name.rfind("For") :]
+    if suffix == "ForQuestionAnswering":
+        return suffix if losses == ["ignore_index=ignored_index"] else ""
+    if losses not in ([""], ["ignore_index=-100"]):
+        return ""
+    if suffix == "ForConditionalGeneration" and not getattr(
+        getattr(net, "config", None), "is_encoder_decoder", False
+    ):
+        return ""
+    return suffix
+
+
+def _labels(inputs: Any) -> Tensor:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, Tensor):
+        raise BatchError("loss=model_output: the inputs must be a mapping with labels")
+    if "num_items_in_batch" in inputs:
+        raise BatchError("loss=model_output: leave num_items_in_batch out of the inputs")
+    return labels
+
+
+def _shifted(inputs: Any, _: Any) -> Tensor:
+    return (_labels(inputs)[..., 1:] != _IGNORED).sum()
+
+
+def _valid(inputs: Any, _: Any) -> Tensor:
+    return (_labels(inputs) != _IGNORED).sum()
+
+
+def _samples(inputs: Any, _: Any) -> Tensor | int:
+    labels = _labels(inputs)
+    return len(labels) if labels.is_floating_point() else (labels != _IGNORED).sum()
+
+
+def _answers(inputs: Any, _: Any) -> int:
+    named = inputs if isinstance(inputs, Mapping) else {}
+    positions: list[Any] = [named.get(name) for name in ("start_positions", "end_positions")]
+    tokens: Any = named.get("input_ids", named.get("inputs_embeds"))
+    if not all(isinstance(tensor, Tensor) for tensor in (*positions, tokens)):
+        raise BatchError(
+            "loss=model_output: the inputs must be a mapping with input_ids, start_positions and "
+            "end_positions"
+        )
+    if any(int(position.max()) >= tokens.shape[1] for position in positions):
+        raise BatchError(
+            "loss=model_output: an answer lies outside its sequence and would be ignored, in its "
+            "start and its end apart: leave such samples out"
+        )
+    return int(positions[0].shape[0])
+
+
+_RULES: dict[str, CountFn] = {
+    "ForCausalLMLoss": _shifted,
+    "ForMaskedLMLoss": _valid,
+    "ForTokenClassification": _valid,
+    "ForSequenceClassificationLoss": _samples,
+    "ForQuestionAnsweringLoss": _answers,
+    # models that call a loss of PyTorch, by the end of their names
+    "ForMaskedLM": _valid,
+    "ForConditionalGeneration": _valid,
+    "ForSequenceClassification": _samples,
+    "ForImageClassification": _samples,
+    "ForMultipleChoice": _samples,
+    "ForNextSentencePrediction": _samples,
+    "ForQuestionAnswering": _answers,
+}
