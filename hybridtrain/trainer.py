@@ -285,7 +285,7 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        # drop_last leaves out the rest
+        # the rest is what drop_last leaves out
         if self.batch >= (self.train.batches_per_epoch or math.inf):
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
