@@ -30,6 +30,14 @@ class WorldError(UserError):
     """The processes, devices or backend asked for are not there."""
 
 
+class Rank0UserError(UserError):
+    """A mistake that rank 0 has found, as the other processes are told of it."""
+
+
+class Rank0Error(RuntimeError):
+    """An error of rank 0, as the other processes are told of it."""
+
+
 class SplitError(UserError):
     """The model cannot be cut into the stages asked for."""
 

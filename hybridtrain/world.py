@@ -18,16 +18,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import UserError, WorldError
+from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.launch.activity import activity
 from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.job import Job
 from hybridtrain.launch.meeting import meet
+from hybridtrain.launch.processes import end_with_parent
+from hybridtrain.launch.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -49,8 +55,10 @@ class World:
         devices: the devices of this process, in the order of its stages.
         backend: `gloo` or `nccl`, for gradients and values.
         timeout_s: seconds that a collective may take before it is an error.
+        stall_s: seconds without progress after which a run ends; 0: never. See `from_env`.
         engine: the name of the engine that executes pipelines.
         processes_per_replica: processes that share a pipeline, with consecutive ranks.
+        watchdog: ends a run that has failed or stands still; see `from_env`.
     """
 
     launcher: str = "single"
@@ -60,8 +68,10 @@ class World:
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)
     backend: str = "gloo"
     timeout_s: float = 600.0
+    stall_s: float = 300.0
     engine: str = "local"
     processes_per_replica: int = 1
+    watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
@@ -72,6 +82,7 @@ class World:
         backend: str | None = None,
         timeout_s: float = 600.0,
         engine: str = "local",
+        stall_s: float = 300.0,
     ) -> World:
         """Reads the environment and, with several processes, joins the process group.
 
@@ -86,6 +97,9 @@ class World:
             backend: None for `nccl` on GPUs and `gloo` on CPUs.
             timeout_s: seconds that a collective may take.
             engine: what executes a pipeline; `local`, all stages in one process.
+            stall_s: seconds without progress after which a training run is ended, with the name of
+                the process that the others wait for; 0: never. The first steps may take four times
+                as long, a checkpoint ten times.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
@@ -93,6 +107,8 @@ class World:
         launch = detect(os.environ)
         own = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
         chosen = _choose_backend(backend, own)
+        if launch.launcher == "torchrun":
+            end_with_parent()
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
@@ -101,9 +117,32 @@ class World:
             devices=own,
             backend=chosen,
             timeout_s=timeout_s,
+            stall_s=stall_s,
             engine=engine,
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
-        )
+        )._watched()
+
+    def _watched(self) -> World:
+        """Adds a watchdog, which runs where there are several processes, and returns this World."""
+        store = get_default_store() if self.size > 1 else None
+        job = Job(store, self.rank, self.size)
+        self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
+        if self.size > 1:
+            self.watchdog.start()
+        return self
+
+    def watch(self, stacks: Path) -> None:
+        """Begins to watch this process: from now on until `close` the run ends if another one dies.
+
+        A `Trainer` watches by itself while it trains.
+
+        Args:
+            stacks: the folder for the stacks of all processes, if the run stands still.
+        """
+        if self.watchdog is not None:
+            self.watchdog.stacks = stacks
+            self.watchdog.start()
+            activity.now("setup")
 
     @property
     def nb_part(self) -> int:
@@ -172,7 +211,7 @@ class World:
             raise error
         if status is not None:
             expected, message = status
-            raise UserError(message) if expected else RuntimeError(f"rank 0 failed: {message}")
+            raise Rank0UserError(message) if expected else Rank0Error(f"rank 0 failed: {message}")
         return result
 
     def broadcast(self, value: T) -> T:
@@ -212,6 +251,16 @@ class World:
         options.reduceOp = dist.ReduceOp.MAX
         return self._object_group.allreduce([values], options)
 
+    def all_arrive(self, seconds: float) -> bool:
+        """Waits until all processes have called this; returns whether they have, in `seconds`."""
+        if self.size == 1:
+            return True
+        try:
+            dist.monitored_barrier(self._object_group, timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
@@ -225,6 +274,9 @@ class World:
         process (pytorch/pytorch#190489), and torchrun would report a finished run as failed. The
         threads that average gradients end with their model.
         """
+        if self.watchdog is not None:
+            self.watchdog.close()
+            activity.now(None)
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._object_group = None  # the last reference to it

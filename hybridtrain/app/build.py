@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, OPEN_GROUPS, Config, check
+from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
@@ -22,10 +21,12 @@ from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_log import LogLines
 from hybridtrain.app.settings import Settings
+from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.init_from import parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
+from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
@@ -57,10 +58,11 @@ class RunContext:
     loss_fn: LossFn
     metrics: dict[str, Any]
 
-    def train_loader(self) -> TrainLoader:
+    def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
         size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
-        return TrainLoader(self.data.train, size, self.world, seed=seed, options=options)
+        kind = StreamLoader if is_stream(self.data.train) else TrainLoader
+        return kind(self.data.train, size, self.world, seed=seed, options=options)
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
@@ -100,8 +102,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     config = settings.config
-    for group in OPEN_GROUPS:
-        _leave_out_leftovers(group, settings)
+    leave_out_leftovers(settings)
     options = _checked_options(config)
     world = World.from_env(
         config.pipeline.nb_part,
@@ -109,12 +110,14 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         config.world.backend,
         config.world.timeout_s,
         config.world.engine,
+        config.world.stall_s or 0,
     )
-    if (of_rank_0 := _agreed(config, world)) != config:
+    if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
         options = _checked_options(config)
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
+    world.watch(directory.path / "stalls")
     background = getattr(config.checkpoint, "async")  # a keyword of Python
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, background)
     if writes:
@@ -142,7 +145,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
             share,
             share,
         )
-    example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
+    example = example_batch(data.train, share, data.collate)
     model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
     with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
         model.with_count(loss_fn)  # refuses what cannot be weighted
@@ -182,50 +185,12 @@ def _checked_options(
     trainer_options = _options(
         TrainerOptions,
         {**vars(config.monitor), **vars(config.trainer)},
-        checkpoint_every=config.checkpoint.every_steps or None,
+        **checkpoint_options(config.checkpoint),
     )
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     return pipeline_options, trainer_options, loader_options, loss_fn, metrics
-
-
-def _leave_out_leftovers(group: str, settings: Settings) -> None:
-    config = settings.config
-    values: dict[str, Any] = getattr(config, group)
-    before = dict(values)
-    leftovers = settings.leftovers.get(group, [])
-    if group == "data":
-        leftovers = [name for name in leftovers if name not in LOADER_KEYS]
-    if group == "lr_schedule":
-        leftovers = [name for name in leftovers if name != "warmup_steps"]
-    for key in instantiate.leave_out_leftovers(group, values, leftovers, config.allow_targets):
-        settings.notes.append(
-            f"{key}={before[key.rpartition('.')[2]]} is left out: {values['_target_']} does not "
-            f"take it"
-        )
-
-
-def _agreed(config: Config, world: World) -> Config:
-    """Returns rank 0's config, which has seen the run directory; a collective call.
-
-    Raises:
-        ConfigError: a setting that was needed to join the processes is another one here or there.
-    """
-    configs = world.gather(config)
-    for rank, other in enumerate(configs):
-        one, two = (
-            {"pipeline.nb_part": c.pipeline.nb_part}
-            | {f"world.{key}": value for key, value in asdict(c.world).items()}
-            for c in (configs[0], other)
-        )
-        for key in one:
-            if one[key] != two[key]:
-                raise ConfigError(
-                    f"{key} is {one[key]} on rank 0 and {two[key]} on rank {rank}, which does not "
-                    f"see the run directory: say {key}= on the command line"
-                )
-    return configs[0]
 
 
 def build_scaler(config: Config, world: World) -> GradScaler | None:

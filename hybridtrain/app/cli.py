@@ -11,7 +11,6 @@ import argparse
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +24,9 @@ from hybridtrain.app.compose import (
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.settings import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import ConfigError
 
 COMMANDS = ("train", "plan", "evaluate", "export")
-
-# torchrun ends the other ranks within a fraction of a second after rank 0 has failed.
-_WAIT_FOR_RANK_0_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with lasting_streams():
         try:
             return _dispatch(arguments)
-        except Exception as error:
-            if not isinstance(error, UserError):
-                _record_for_torchrun(error)
-            return _report(error)
+        except (Exception, KeyboardInterrupt) as error:
+            from hybridtrain.app.error_report import report  # not needed for --help
+
+            return report(error, _rank())
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -143,36 +139,6 @@ def _show(arguments: Sequence[str]) -> int:
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
-
-
-def _report(error: BaseException) -> int:
-    """Prints an error once, not on every rank, and returns the exit code.
-
-    Mostly all ranks fail in the same way. Rank 0 prints at once; the others wait to be ended by
-    the launcher, and print only if that does not happen, because then the error is theirs alone.
-    """
-    if _rank() != 0:
-        time.sleep(_WAIT_FOR_RANK_0_S)
-    if isinstance(error, UserError):
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        print(f"error: {error}{notes}", file=sys.stderr, flush=True)
-        return error.exit_code
-    import traceback
-
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    return 1
-
-
-def _record_for_torchrun(error: Exception) -> None:
-    """Leaves the error where torchrun looks for the root cause of a failed run."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and "torch" in sys.modules:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
 
 
 def _rank() -> int:

@@ -70,7 +70,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
-    if trainer.step >= total_steps:
+    if trainer.finished:
         _refuse_other_settings(context, trainer.step)
         _log.info(
             "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "

@@ -58,6 +58,9 @@ class WorldConfig:
     the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
     timeout_s: float = 600.0
     """Seconds that a collective may take."""
+    stall_s: float | None = 300.0
+    """Seconds without progress after which the run is ended, with the name of the process that the
+    others wait for; null: never. The first steps may take four times as long, a save ten times."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
 
@@ -68,13 +71,16 @@ class TrainerConfig:
 
     steps: int | None = None
     epochs: int | None = None
+    max_time: Any = None
     accumulate: int = 1
     clip_norm: float | None = None
     precision: str = PipelineOptions.precision
     loss_scale: float | None = None
+    max_skipped: int | None = 10
     compile: bool = PipelineOptions.compile
     log_every: int = 10
     eval_every: int | None = None
+    eval_every_epochs: int | None = None
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
@@ -90,10 +96,16 @@ class TrainerConfig:
 # keyword of Python.
 @dataclass(init=False, repr=False, eq=False)
 class CheckpointConfig:
-    """The checkpoints of a run."""
+    """The checkpoints of a run. See `TrainerOptions` for the keys `best` and `best_mode`."""
 
     every_steps: int | None = None
     """Steps between two checkpoints; null: only at the end; 0: none at all."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints."""
+    every_epochs: int | None = None
+    """Epochs between two checkpoints."""
+    best: str | None = None
+    best_mode: str = "min"
     keep: int | None = 3
     """The newest checkpoints to keep; null: all."""
     __annotations__["async"] = "bool"
@@ -169,14 +181,35 @@ def check(config: Config) -> None:
     """
     if config.world.timeout_s < 1:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
-    if (every := config.checkpoint.every_steps or 0) < 0:
+    if (config.world.stall_s or 0) < 0:
+        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
+    checkpoint = config.checkpoint
+    if (every := checkpoint.every_steps or 0) < 0:
         raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
+    for name in ("every_minutes", "every_epochs", "best"):
+        value = getattr(checkpoint, name)
+        if value is not None and checkpoint.every_steps == 0:
+            raise ConfigError(
+                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
+                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
+            )
     batch_size = config.data.get("batch_size")
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
     name = config.run_name or ""
     if not name or name != name.strip("/. ") or ".." in name.split("/"):
         raise ConfigError(f"run_name={config.run_name!r} must be the name of a folder")
+
+
+def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
+    """Returns what `config` says as the arguments of `TrainerOptions`."""
+    return {
+        "checkpoint_every": config.every_steps or None,
+        "checkpoint_every_minutes": config.every_minutes,
+        "checkpoint_every_epochs": config.every_epochs,
+        "best": config.best,
+        "best_mode": config.best_mode,
+    }
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -120,7 +120,7 @@ def build(
 def leave_out_leftovers(
     key: str, config: dict[str, Any], leftovers: Sequence[str], allow: Sequence[str] = ()
 ) -> list[str]:
-    """Removes those `leftovers` from `config` that its target does not take; returns their keys.
+    """Removes those `leftovers` from `config` that its target does not take; returns their names.
 
     A group's option has keys for its own `_target_`; with another one they are nobody's wish.
     """
@@ -130,7 +130,7 @@ def leave_out_leftovers(
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
     names = [name for name in leftovers if name not in (*parameters, "_target_")]
-    return [f"{key}.{name}" for name in names if config.pop(name, None) is not None]
+    return [name for name in names if config.pop(name, None) is not None]
 
 
 def _own_packages(key: str) -> tuple[str, ...]:

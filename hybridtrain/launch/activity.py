@@ -6,7 +6,10 @@ lock; read by the watchdog's thread. A reader may see a phase that has just ende
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridtrain.schedule import Action
 
 
 class Lane:
@@ -20,7 +23,7 @@ class Lane:
     __slots__ = ("action", "waiting")
 
     def __init__(self) -> None:
-        self.action: Any = None
+        self.action: Action | None = None
         self.waiting = False
 
 

@@ -1,8 +1,8 @@
-"""Where the processes of a run meet: a store that this attempt alone uses.
+"""The meeting of a run's processes in a store that this attempt alone uses.
 
 torchrun's agent serves one store for all attempts of a job, with the addresses of processes that
 have died under the same keys; a restarted process that reads one of them cannot join. So each
-attempt gets a prefix of its own. Neither the restart count nor the run's id is one: an elastic
+attempt gets its own prefix. Neither the restart count nor the run's id is one: an elastic
 job may begin anew without either having changed. Rank 0 draws the prefix and hands it out:
 
     rank r   hello/r = x (drawn now)          welcome/x ?  ------------>  <prefix>/joined/r
@@ -19,15 +19,14 @@ import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch.distributed as dist
-
+from hybridtrain._torch_private import PrefixStore, Store, TCPStore
 from hybridtrain.errors import WorldError
 from hybridtrain.launch.environment import Launch
 
 _POLL_S = 0.02
 
 
-def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> dist.Store:
+def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     """Returns a store that is shared with the other processes of this attempt, once all are there.
 
     Raises:
@@ -37,7 +36,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> dist.S
     host, port = _address(launch, environ)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             launch.size,
@@ -46,7 +45,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> dist.S
             wait_for_workers=False,
             multi_tenant=True,
         )
-        shared = dist.PrefixStore("hybridtrain", store)
+        shared = PrefixStore("hybridtrain", store)
         prefix = _welcome(shared, launch.size, deadline) if launch.rank == 0 else None
         prefix = prefix or _arrive(shared, launch.rank, deadline)
     except (RuntimeError, ValueError) as error:
@@ -55,7 +54,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> dist.S
             f"announced (at {host}:{port}) within timeout_s={timeout_s:g} s (under Slurm, start "
             f"them with srun): {error}"
         ) from error
-    own = dist.PrefixStore(prefix, shared)
+    own = PrefixStore(prefix, shared)
     missing = json.loads(own.get("missing"))
     if missing:
         several = len(missing) != 1
@@ -81,7 +80,7 @@ def _address(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
     return host, int(port)
 
 
-def _welcome(store: dist.Store, size: int, deadline: float) -> str:
+def _welcome(store: Store, size: int, deadline: float) -> str:
     """Hands out a new prefix until every rank has it; rank 0's part."""
     prefix = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
@@ -100,7 +99,7 @@ def _welcome(store: dist.Store, size: int, deadline: float) -> str:
     return prefix
 
 
-def _arrive(store: dist.Store, rank: int, deadline: float) -> str:
+def _arrive(store: Store, rank: int, deadline: float) -> str:
     """Asks for the prefix and says that it has come."""
     hello = uuid.uuid4().hex
     store.set(f"hello/{rank}", hello)
@@ -112,6 +111,6 @@ def _arrive(store: dist.Store, rank: int, deadline: float) -> str:
             f"rank 0 did not come, and rank {rank} has waited for it as long as timeout_s= allows: "
             f"see what the output of rank 0 says"
         ) from error
-    prefix = store.get(f"welcome/{hello}").decode()
+    prefix = str(store.get(f"welcome/{hello}"), "utf-8")
     store.set(f"{prefix}/joined/{rank}", "")
     return prefix

@@ -1,16 +1,18 @@
-"""The words of a command line: flags, commands, names of runs, sweeps, and what each mistake says."""
+"""The words of a command line: flags, commands, names of runs, sweeps, and messages."""
 
 import csv
 import io
 import re
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import yaml
 from cli_runs import fail, succeed
 from omegaconf import OmegaConf
-from support.launch import SMALL, single
+from support.launch import SMALL, environment
 
 import hybridtrain
 from hybridtrain.app import instantiate
@@ -20,7 +22,6 @@ from hybridtrain.app.config import Config
 from hybridtrain.app.sweep import _names
 from hybridtrain.app.terminal import LastingStream
 from hybridtrain.errors import ConfigError
-from hybridtrain.losses import LOSSES
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
 
@@ -153,10 +154,6 @@ def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
     Path("my_conf/model/wide.yaml").write_text("_target_: my.wide\nwidth: 3\n")
     script = "import sys; sys.path.remove(''); from hybridtrain.app.cli import main; "
     script += "sys.exit(main(['--cfg', 'job', 'hydra.searchpath=[pkg://my_conf]', 'model=wide']))"
-    import subprocess
-
-    from support.launch import environment
-
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
     )
@@ -200,7 +197,7 @@ def test_what_is_left_of_another_target_is_left_out_and_what_the_user_gave_is_no
     assert composed.leftovers["optim"] == ["betas", "eps", "weight_decay"]
     optim = dict(composed.config.optim)
     removed = instantiate.leave_out_leftovers("optim", optim, composed.leftovers["optim"])
-    assert removed == ["optim.betas", "optim.eps"]
+    assert removed == ["betas", "eps"]
     assert optim == {"_target_": "torch.optim.SGD", "lr": 0.5, "weight_decay": 0.01}
     wanted = compose_settings([*given, "optim.eps=1"])
     assert "eps" not in wanted.leftovers["optim"]
@@ -221,28 +218,22 @@ def test_a_run_with_a_target_of_another_kind_needs_no_tilde(
     }
 
 
-def test_a_callable_is_given_the_facts_that_it_has_parameters_for() -> None:
+def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def takes(vocab_size, *, num_classes=3, seq_len=None, other=0, **more):  # type: ignore
         return {"seen": (vocab_size, num_classes, seq_len, other, more)}
 
-    sys.modules[__name__].takes = takes  # type: ignore[attr-defined]
     takes.__module__ = "mine"
     facts = {"vocab_size": 5, "num_classes": 2, "image_size": 8, "more": 1}
-    import types
-
     module = types.ModuleType("mine")
     module.takes = takes  # type: ignore[attr-defined]
-    sys.modules["mine"] = module
-    try:
-        made = instantiate.build(
-            "model", {"_target_": "mine.takes"}, dict, ["mine"], defaults=facts
-        )
-        assert made["seen"] == (5, 2, None, 0, {})
-        config = {"_target_": "mine.takes", "num_classes": 7}
-        made = instantiate.build("model", config, dict, ["mine"], defaults=facts)
-        assert made["seen"][1] == 7
-    finally:
-        del sys.modules["mine"]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    made = instantiate.build("model", {"_target_": "mine.takes"}, dict, ["mine"], defaults=facts)
+    assert made["seen"] == (5, 2, None, 0, {})
+    config = {"_target_": "mine.takes", "num_classes": 7}
+    made = instantiate.build("model", config, dict, ["mine"], defaults=facts)
+    assert made["seen"][1] == 7
 
 
 @pytest.mark.parametrize(
@@ -308,10 +299,6 @@ def test_a_stream_that_nobody_reads_goes_silent(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_training_goes_on_when_nobody_reads_its_output() -> None:
-    import subprocess
-
-    from support.launch import environment
-
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.log_every=1"],
         stdout=subprocess.PIPE,
@@ -326,5 +313,3 @@ def test_training_goes_on_when_nobody_reads_its_output() -> None:
     assert Path("outputs/digits/summary.json").exists()
     log = Path("outputs/digits/logs/rank_000.log").read_text()
     assert re.findall(r"step (\d)/2  loss", log) == ["1", "2"]
-    assert LOSSES
-    assert single

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.launch.activity import Lane, activity
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
@@ -169,21 +170,24 @@ class _StepRun:
         self._queues = [*activations.values(), *gradients.values()]
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
+        self._activity = activity.begin_step(len(step.schedule.lanes))
         self._lock = threading.Lock()
 
     def run_lane(self, lane: int) -> None:
         """Executes one lane; never raises."""
         step = self._step
         action: Action | None = None
+        doing = self._activity[lane]
         try:
             with step.thread_state.applied(), skip_scope(None):
                 for action in step.schedule.lanes[lane]:
                     if self.stop.requested:
                         break
+                    doing.action = action
                     if action.kind == "F":
-                        self._forward(lane, action)
+                        self._forward(lane, action, doing)
                     else:
-                        self._backward(lane, action)
+                        self._backward(lane, action, doing)
         except _PipelineAborted:
             pass
         except BaseException as error:
@@ -193,6 +197,7 @@ class _StepRun:
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
             self.abort(error)
         finally:
+            doing.action, doing.waiting = None, False
             self._running.discard(lane)
             self._lane_ends.put(lane)
 
@@ -215,12 +220,14 @@ class _StepRun:
         for queue in self._queues:
             queue.wake_receiver()
 
-    def _forward(self, lane: int, action: Action) -> None:
+    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
         if index:
+            doing.waiting = True
             messages = [port.receive() for port in ports.receive]
+            doing.waiting = False
         else:
             messages = [(step.source(microbatch),)]
         head = step.head if index + 1 == len(self._stages) else None
@@ -235,11 +242,13 @@ class _StepRun:
         for port, message in zip(ports.send, sent, strict=True):
             port.send(message)
 
-    def _backward(self, lane: int, action: Action) -> None:
+    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
+        doing.waiting = True
         gradients = [port.receive() for port in ports.receive_gradients]
+        doing.waiting = False
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         start = mark(stage.device) if step.timeline else 0.0
         sent = stage.backward(microbatch, gradients, reduce)

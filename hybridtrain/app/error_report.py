@@ -1,0 +1,192 @@
+"""The report of the error that ends a command: once for all ranks, short, with what the user needs.
+
+The first process that fails reports it; the others, which fail of the same mistake or of a broken
+connection, are quiet. A mistake of the user's is one line. Any other exception is shown with the
+frames of the user's files alone; the log of the rank has all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hybridtrain.errors import Rank0Error, Rank0UserError, UserError
+
+if TYPE_CHECKING:
+    from hybridtrain.launch.job import Failure
+    from hybridtrain.launch.watchdog import Watchdog
+
+# Before the processes have met, rank 0 speaks at once and the others after this time, if the
+# launcher has not ended them by then: the mistake is theirs alone.
+_WAIT_FOR_RANK_0_S = 4.0
+# How long a process with a broken connection waits for the one that has caused it to say why.
+_WAIT_FOR_CAUSE_S = 3.0
+
+_PACKAGE = Path(__file__).parents[1]
+_OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
+_FOLDED = ("torch", "hydra", "omegaconf", "safetensors")
+
+_BROKEN_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "gloo/transport",
+    "gloo::",
+    "Application timeout caused pair closure",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Failed to recv",
+    "Connection was likely closed",
+)
+_TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout")
+
+
+def report(error: BaseException, rank: int) -> int:
+    """Prints the error that ends this command, unless another rank has, and returns the exit code.
+
+    With several processes it does not return, but ends this one: its other threads may wait for
+    processes that have ended.
+    """
+    text, line, code = describe(error)
+    watchdog = _watchdog()
+    if watchdog is None or watchdog.job.size == 1:
+        if watchdog is None and rank != 0:
+            time.sleep(_WAIT_FOR_RANK_0_S)
+        _write_to_log(error)
+        _say(text, line, time.time())
+        if _is_one_of_several():
+            os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
+        return code
+    from hybridtrain.launch.job import Failure
+    from hybridtrain.launch.watchdog import end_process
+
+    watchdog.exit_code = code
+    _write_to_log(error)
+    own = Failure(rank, line if isinstance(error, UserError) else f"rank {rank}: {line}", code)
+    try:
+        first = _cause(error, own, watchdog) or watchdog.job.claim(own)
+    except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
+        first = own
+    if first is own or first == own:
+        _say(text, own.line, own.time, on=f"on rank {rank}")
+    elif first.rank == rank:  # found out by this process, of another one
+        _say(f"error: {first.line}", first.line, first.time)
+    else:
+        _record(first.line, first.time + 1)
+    if first.exit_code == 4:
+        watchdog.end(first)
+    end_process(code)
+    return code
+
+
+def describe(error: BaseException) -> tuple[str, str, int]:
+    """Returns an error as a text, in one line, and the exit code that it ends a command with."""
+    notes = list(getattr(error, "__notes__", []))
+    if isinstance(error, UserError):
+        line = f"{error}{''.join(f' ({note})' for note in notes)}"
+        return f"error: {line}", line, error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "error: interrupted", "interrupted", 130
+    name = type(error).__name__
+    first = (str(error).strip().splitlines() or [""])[0]
+    line = f"{name}: {first}" if first else name
+    line += f" ({'; '.join(note.splitlines()[0] for note in notes if note)})" if notes else ""
+    return _short_traceback(error), line, 1
+
+
+def _short_traceback(error: BaseException) -> str:
+    """Returns the traceback of the user's own frames; all of them, if none is the user's."""
+    log = _log_file()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    if any(note.startswith("in layer") for note in getattr(error, "__notes__", [])):
+        own = own or [frames[-1]]  # a module of PyTorch, which the notes name
+    if not own or log is None:
+        return "".join(traceback.format_exception(error)).rstrip()
+    lines = [f"Traceback of your files (all frames are in {log}):"]
+    lines += [part.rstrip() for part in traceback.format_list(own)]
+    lines += [part.rstrip() for part in traceback.format_exception_only(error)]
+    return "\n".join(lines)
+
+
+def _is_the_users(path: str) -> bool:
+    if path.startswith(_OWN_MODELS):
+        return True
+    if path.startswith((str(_PACKAGE), str(Path(os.__file__).parent) + os.sep, "<")):
+        parts = Path(path).parts
+        if "site-packages" not in parts:
+            return False
+        package = parts[parts.index("site-packages") + 1]
+        return package not in (*_FOLDED, _PACKAGE.name)
+    return True
+
+
+def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | None:
+    """Returns the failure of another process that this error is a consequence of, if it is one."""
+    failure: Failure | None
+    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    copied = isinstance(error, (Rank0UserError, Rank0Error))
+    broken = any(sign in text for sign in _BROKEN_CONNECTION)
+    late = any(sign in text for sign in _TIMED_OUT)
+    if not (copied or broken or late):
+        return None
+    deadline = time.monotonic() + _WAIT_FOR_CAUSE_S
+    while time.monotonic() < deadline:
+        failure = watchdog.job.failure()
+        if failure is not None:
+            return failure
+        if not copied and (failure := watchdog.lost_process(watchdog.job)) is not None:
+            return watchdog.job.claim(failure)
+        time.sleep(0.05)
+    if late:
+        failure = watchdog.explain_stall(watchdog.job, watchdog.timeout_s)
+        return None if failure is None else watchdog.job.claim(failure)
+    return None
+
+
+def _watchdog() -> Watchdog | None:
+    """Returns this process's watchdog, once the processes have met."""
+    module = sys.modules.get("hybridtrain.launch.watchdog")
+    return None if module is None else module.current()
+
+
+def _say(text: str, line: str, at: float, on: str = "") -> None:
+    """Prints the text last, and leaves the line for torchrun."""
+    _record(line, at)
+    print(f"{text}\n{on}" if on and not text.startswith("error: ") else text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _record(line: str, at: float) -> None:
+    from hybridtrain.launch.torchrun_report import write_error_file
+
+    write_error_file(line, at)
+
+
+def _is_one_of_several() -> bool:
+    return max(int(os.environ.get(key, "1")) for key in ("WORLD_SIZE", "SLURM_NTASKS")) > 1
+
+
+def _log_file() -> str | None:
+    """Returns the log file of this rank, if the run has one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            return os.path.relpath(handler.baseFilename)
+    return None
+
+
+def _write_to_log(error: BaseException) -> None:
+    """Writes the whole traceback to the log file of this rank, and not to the terminal."""
+    details: tuple[type[BaseException], BaseException, TracebackType | None]
+    details = type(error), error, error.__traceback__
+    record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "ended by", None, details)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)

@@ -1,0 +1,136 @@
+"""The facts that the processes of a run tell one another in their store: who they are, what they
+are doing, and the first failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hybridtrain._torch_private import Store
+from hybridtrain.launch.processes import ProcessId, this_process
+
+EXIT_STALLED = 4
+"""The exit code of a run that the watchdog has ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure that ends a run.
+
+    Attributes:
+        rank: the process that reports it.
+        line: the failure in one line, for the launcher's report.
+        exit_code: that of the process that reports it.
+        time: of the report, in seconds of the clock.
+        unresponsive: processes that must be killed, since they do not answer.
+    """
+
+    rank: int
+    line: str
+    exit_code: int
+    time: float = field(default_factory=time.time)
+    unresponsive: tuple[ProcessId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last words of a process about itself.
+
+    Attributes:
+        what: what it is doing, in words.
+        blame: 0: it waits for other processes; 1: it may do so; 2: it is busy itself.
+        progress: the further, the larger.
+    """
+
+    what: str
+    blame: int
+    progress: tuple[int, ...] = ()
+
+
+class Job:
+    """The facts that the processes of a run share; with one process, nothing is sent.
+
+    Every call may wait for the store, and so may another thread that uses the same store: each
+    thread has a `Job` by `clone`.
+
+    Raises:
+        RuntimeError: from every method, if the store is not there any more.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._own_failure: Failure | None = None
+
+    def clone(self) -> Job:
+        """Returns the same job with a connection that waits for nobody else's requests."""
+        return Job(None if self._store is None else self._store.clone(), self.rank, self.size)
+
+    def enter(self) -> list[ProcessId]:
+        """Says who this process is; returns all, in the order of the ranks, once they are there."""
+        if self._store is None:
+            return [this_process()]
+        self._store.set(f"process/{self.rank}", json.dumps(this_process()))
+        keys = [f"process/{rank}" for rank in range(self.size)]
+        return [ProcessId(*json.loads(self._store.get(key))) for key in keys]
+
+    def leave(self) -> None:
+        """Says that this process ends as it should."""
+        if self._store is not None:
+            self._store.set(f"left/{self.rank}", "")
+
+    def has_left(self, rank: int) -> bool:
+        """Returns whether that process has ended as it should."""
+        return self._store is not None and bool(self._store.check([f"left/{rank}"]))
+
+    def claim(self, failure: Failure) -> Failure:
+        """Makes `failure` the one that ends the run, unless there is one; returns that one."""
+        if self._store is None:
+            self._own_failure = self._own_failure or failure
+            return self._own_failure
+        return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
+
+    def failure(self) -> Failure | None:
+        """Returns the failure that ends the run, if there is one."""
+        if self._store is None or not self._store.check(["failure"]):
+            return self._own_failure
+        return _failure(self._store.get("failure"))
+
+    def ask_for_stacks(self) -> bool:
+        """Asks all processes for their stacks; returns whether this process is the first to ask."""
+        if self._store is None:
+            return True
+        own = str(self.rank)
+        return bool(self._store.compare_set("stacks", "", own) == own.encode())
+
+    def stacks_are_asked_for(self) -> bool:
+        """Returns whether a process has asked for all stacks."""
+        return self._store is not None and bool(self._store.check(["stacks"]))
+
+    def say(self, key: str, report: Report) -> None:
+        """Publishes what this process is doing under `key`."""
+        if self._store is not None:
+            self._store.set(f"{key}/{self.rank}", json.dumps(asdict(report)))
+
+    def said(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
+        """Returns what the processes have published under `key`."""
+        if self._store is None:
+            return {}
+        found: dict[int, Report] = {}
+        for rank in ranks:
+            if self._store.check([f"{key}/{rank}"]):
+                values: dict[str, Any] = json.loads(self._store.get(f"{key}/{rank}"))
+                values["progress"] = tuple(values["progress"])
+                found[rank] = Report(**values)
+        return found
+
+
+def _failure(text: bytes) -> Failure:
+    values = json.loads(text)
+    unresponsive = tuple(ProcessId(*process) for process in values.pop("unresponsive"))
+    return Failure(**values, unresponsive=unresponsive)

@@ -1,0 +1,246 @@
+"""A thread per process that ends the run when it fails or stands still.
+
+A process whose main thread is blocked in a collective notices nothing: not that another process
+has failed, not that nothing moves any more. This thread does. It has a separate connection to the
+processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hybridtrain.launch.activity import Activity, activity
+from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
+from hybridtrain.launch.processes import has_ended, is_stopped, kill
+from hybridtrain.launch.stacks import report, summary, write_stacks
+from hybridtrain.launch.torchrun_report import write_error_file
+
+_TICK_S = 0.25
+# How long a process may take to end by itself after a failure, and after an interruption.
+_GRACE_S = 2.0
+_GRACE_INTERRUPTED_S = 15.0
+_WAIT_FOR_STACKS_S = 2.0
+# The first steps and the first evaluation may compile, trace and fill caches.
+_FIRST_TIMES = 4.0
+_FIRST_STEPS = 2
+# Work that may take long without a sign of life, and how many times the limit it gets.
+_LONG = {"save": 10.0, "setup": float("inf")}
+
+
+_current: Watchdog | None = None
+
+
+def current() -> Watchdog | None:
+    """Returns the watchdog of this process, while there is one."""
+    return _current
+
+
+class Watchdog:
+    """Watches this process and, through the store, the others.
+
+    Args:
+        job: what the processes share.
+        stall_s: seconds without progress after which the run ends; 0: never. Only a phase of
+            `activity` is watched: outside of a run nobody expects progress.
+        timeout_s: seconds that a collective may take.
+        record: what this process is doing.
+
+    Attributes:
+        job: what the processes share, for the main thread.
+        stacks: the folder that the stacks of a run that stands still are written to.
+        exit_code: of this process, when another one's failure ends it.
+    """
+
+    def __init__(
+        self, job: Job, stall_s: float, timeout_s: float, record: Activity = activity
+    ) -> None:
+        self.job = job
+        self.timeout_s = timeout_s
+        self.stacks: Path | None = None
+        self.exit_code = 1
+        self._processes = job.enter()
+        self._job = job.clone()
+        self._stall_s = stall_s
+        self._activity = record
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answered = False
+        self._entered: dict[str, int] = {}  # by kind of phase, the steps done when it first began
+
+    def start(self) -> None:
+        """Starts the thread, unless it runs."""
+        global _current
+        _current = self
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, and tells the other processes that this one ends as it should."""
+        global _current
+        if _current is self:
+            _current = None
+        self._ended.set()
+        with suppress(RuntimeError):
+            self.job.leave()
+        if self._thread is not None:
+            self._thread.join(timeout=_GRACE_S)
+
+    def lost_process(self, job: Job) -> Failure | None:
+        """Returns the failure that a process of this host is, if one ended without a word."""
+        for rank, process in enumerate(self._processes):
+            if rank == job.rank or not has_ended(process) or job.has_left(rank):
+                continue
+            doing = job.said("doing", [rank]).get(rank)
+            return Failure(
+                job.rank,
+                f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
+                f"{f', last seen {doing.what}' if doing else ''}: it was killed (by the system if "
+                f"memory ran out), has crashed or has called exit; the launcher's report has its "
+                f"signal or exit code",
+                1,
+                time.time() + 2,  # after what the launcher says of that process
+            )
+        return None
+
+    def explain_stall(self, job: Job, seconds: float) -> Failure | None:
+        """Collects the stacks of all processes and finds the one that the others wait for.
+
+        Returns None if another process does it.
+        """
+        if not job.ask_for_stacks():
+            return None
+        self._answer(job)
+        ranks = range(job.size)
+        deadline = time.monotonic() + _WAIT_FOR_STACKS_S
+        said = {job.rank: report(self._activity)} if job.size == 1 else job.said("stands", ranks)
+        while len(said) < job.size and time.monotonic() < deadline:
+            time.sleep(0.1)
+            said = job.said("stands", ranks)
+        silent = [rank for rank in ranks if rank not in said]
+        if silent:
+            doing = job.said("doing", silent)
+            culprit, process = silent[0], self._processes[silent[0]]
+            state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
+            last = f", last seen {doing[culprit].what}" if culprit in doing else ""
+            line = (
+                f"rank {culprit} does not answer (pid {process.pid} on {process.host}, {state})"
+                f"{last}; nothing has moved for {seconds:.0f} s"
+            )
+        else:
+            culprit = min(ranks, key=lambda rank: (-said[rank].blame, said[rank].progress, rank))
+            line = f"rank {culprit} has stood still for {seconds:.0f} s {said[culprit].what}"
+        return Failure(
+            job.rank,
+            f"{line}; the stacks of all ranks are in {self.stacks_folder} (the limit, "
+            f"stall_s, is {self._stall_s:g} s)",
+            EXIT_STALLED,
+            unresponsive=tuple(self._processes[rank] for rank in silent),
+        )
+
+    @property
+    def stacks_folder(self) -> Path:
+        """The folder of the stacks; where none was named, one in the temporary directory."""
+        return self.stacks or Path(tempfile.gettempdir()) / f"hybridtrain-stalls-{os.getppid()}"
+
+    def _watch(self) -> None:
+        # Without the store there is nobody to tell: the launcher or rank 0 has died. The system
+        # tells this process of its parent's death, and the collectives notice rank 0's.
+        with suppress(RuntimeError):
+            self._run()
+
+    def _run(self) -> None:
+        state: object = None
+        published = ""
+        since = before = time.monotonic()
+        while not self._ended.wait(_TICK_S):
+            now = time.monotonic()
+            phase = self._activity.phase
+            current = self._state()
+            if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
+                state, since = current, now
+            before = now
+            failure = self._job.failure()
+            if failure is not None:
+                self._follow(failure)
+                return
+            if phase is None:
+                continue
+            if self._job.size > 1:
+                lost = self.lost_process(self._job)
+                if lost is not None:
+                    self._end(lost)
+                if self._job.stacks_are_asked_for():
+                    self._answer(self._job)
+                doing = summary(self._activity)
+                if doing != published:
+                    self._job.say("doing", Report(doing, 0))
+                    published = doing
+            if now - since >= self._limit(phase):
+                stall = self.explain_stall(self._job, now - since)
+                if stall is not None:
+                    self._end(stall)
+
+    def _state(self) -> object:
+        record = self._activity
+        lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
+        return record.phase, record.steps, lanes
+
+    def _limit(self, phase: str) -> float:
+        """Returns the seconds without progress that `phase` may take."""
+        if self._stall_s <= 0:
+            return float("inf")
+        kind = phase.rpartition(": ")[2]
+        begun = self._entered.setdefault(kind, self._activity.steps) if kind == "evaluate" else 0
+        first = self._activity.steps - begun <= _FIRST_STEPS
+        return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
+
+    def _answer(self, job: Job) -> None:
+        """Says what this process is doing, and writes its stacks."""
+        if not self._answered:
+            self._answered = True
+            job.say("stands", report(self._activity))
+            with suppress(OSError):
+                write_stacks(self.stacks_folder / f"rank_{job.rank}.txt")
+
+    def _end(self, failure: Failure) -> None:
+        """Makes `failure` the run's, prints it unless there is an earlier one, and ends."""
+        first = self._job.claim(failure)
+        if first == failure:
+            print(f"error: {failure.line}", file=sys.stderr, flush=True)
+            write_error_file(failure.line, failure.time)
+            self.exit_code = failure.exit_code
+            self.end(failure)
+        self._follow(first)
+
+    def _follow(self, failure: Failure) -> None:
+        """Ends this process because of a failure that another one has reported."""
+        if failure.exit_code == EXIT_STALLED:
+            self.exit_code = EXIT_STALLED
+        else:
+            grace = _GRACE_INTERRUPTED_S if failure.exit_code in (75, 130) else _GRACE_S
+            if self._ended.wait(grace):
+                return
+        if failure.rank != self._job.rank:
+            write_error_file(failure.line, failure.time + 1)
+        self.end(failure)
+
+    def end(self, failure: Failure) -> None:
+        """Ends this process, and those of this host that do not answer."""
+        for process in failure.unresponsive:
+            kill(process)
+        end_process(self.exit_code)
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once, without waiting for its threads and connections."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
