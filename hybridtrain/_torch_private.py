@@ -33,6 +33,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "compiled_module",
     "ddp_check_reduced",
     "ddp_close",
     "ddp_find_buffers",
@@ -53,6 +54,14 @@ __all__ = [
 
 # torch._C._set_grad_enabled: all of torch.no_grad, enable_grad and set_grad_enabled call it.
 GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Returns the module that `module` is the result of compiling; None if it is no such result.
+
+    Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
+    """
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -239,14 +239,8 @@ class HybridModel:
                 the all-reduce for a loss without a count.
         """
         loss = self.with_count(loss_fn)
-        parts = []
-        for index, (inputs, targets) in enumerate(batches):
-            sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
-            more = len(batches) > 1 or self.world.replicas > 1
-            fills_a_place = samples is not None and not samples[index]
-            counts = batch_counts(loss, inputs, targets, sizes, more)
-            parts.append((*counts, not fills_a_place))
-        return StepWeights(parts, self.world, None if has_count(loss) else total)
+        total = None if has_count(loss) else total
+        return StepWeights(loss, batches, self.options.chunks, self.world, samples, total)
 
     def with_count(self, loss_fn: LossFn) -> Loss:
         """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""

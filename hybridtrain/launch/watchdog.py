@@ -21,7 +21,7 @@ from hybridtrain.launch.processes import has_ended, is_stopped, kill
 from hybridtrain.launch.stacks import report, summary, write_stacks
 from hybridtrain.launch.torchrun_report import write_error_file
 
-_TICK_S = 0.5
+_TICK_S = 0.25
 # How long a process may take to end by itself after a failure, and after an interruption.
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
@@ -163,7 +163,7 @@ class Watchdog:
             now = time.monotonic()
             phase = self._activity.phase
             current = self._state()
-            if current != state or now - before > 10 * _TICK_S:  # it was stopped itself meanwhile
+            if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
             before = now
             failure = self._job.failure()

@@ -20,12 +20,15 @@ from support.launch import Cells
 from support.nets import classification, floats, mlp
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
+from hybridtrain import Trainer
 from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy
+from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline.replica_check import check_replicas
 
 cells = Cells()
@@ -290,6 +293,38 @@ def _collectives(world):
     world.broadcast_tensor(tensor)
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert (world.launcher, world.size, world.local_rank) == ("torchrun", 2, world.rank)
+
+
+class Uneven(IterableDataset):
+    """7 samples on rank 0 and 2 on rank 1."""
+
+    def __init__(self, rank):
+        self.samples = [(5, 1, 6, 2, 0, 8, 4), (7, 3)][rank]
+
+    def __iter__(self):
+        inputs, targets = classification(9)
+        yield from ((inputs[i], targets[i]) for i in self.samples)
+
+
+@cells.add("a stream that ends unevenly gives the same steps as its global batches")
+def _uneven_stream(world):
+    net = mlp()
+    plain = copy.deepcopy(net)
+    model = hybrid(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = StreamLoader(Uneven(world.rank), 4, world, options=LoaderOptions(divided=True))
+    trainer = Trainer(model, optimizer, F.cross_entropy, loader, steps=8, log_every=100)
+    trainer.fit()
+    assert (trainer.epoch, trainer.batch, trainer.samples) == (2, 0, 18)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, targets = classification(9)
+    for samples in [(5, 1, 7, 3), (6, 2), (0, 8), (4,)] * 2:
+        own.zero_grad()
+        F.cross_entropy(plain(inputs[list(samples)]), targets[list(samples)]).backward()
+        own.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert_same_on_all_ranks(world, dict(model.net.named_parameters()))
 
 
 if __name__ == "__main__":
