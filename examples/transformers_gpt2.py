@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from hybridtrain import HybridModel, World
+from hybridtrain.losses import model_output
 
 
 def main() -> None:
@@ -19,14 +20,13 @@ def main() -> None:
     )
     net = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(0, config.vocab_size, (8, 32))
-    # No padding: the loss of transformers is a mean over tokens, which is the mean over samples
-    # only if every sample has as many of them.
+    # labels of -100, for padding, are not counted
     batch = {"input_ids": tokens, "labels": tokens}
     model = HybridModel(net, world, chunks=4, split="balanced", example_inputs=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     print(f"layers of each stage: {model.plan.counts}")
     for step in range(5):
-        out = model.train_step(batch, None, lambda output, _: output.loss)
+        out = model.train_step(batch, None, model_output)
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step + 1}  loss {float(out.loss):.3f}")

@@ -25,32 +25,47 @@ from torch.nn.parallel import DistributedDataParallel
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What ends the second run of torch.utils.checkpoint early; there is no other way to end it.
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
 __all__ = [
     "GRAD_MODE_SETTER",
     "FakeTensor",
     "FakeTensorMode",
     "PrefixStore",
+    "StopRecomputation",
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "compiled_module",
     "ddp_check_reduced",
+    "ddp_close",
+    "ddp_find_buffers",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
     "ddp_reset",
     "ddp_sync_buffers",
+    "end_loader",
     "get_default_store",
     "has_hooks",
     "hooks_of",
     "loader_workers",
     "operator_schema",
     "run_backward",
-    "wake_loader",
 ]
 
 # --- tracing
 
 # torch._C._set_grad_enabled: all of torch.no_grad, enable_grad and set_grad_enabled call it.
 GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Returns the module that `module` is the result of compiling; None if it is no such result.
+
+    Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
+    """
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
@@ -109,9 +124,19 @@ def ddp_reset(ddp: DistributedDataParallel) -> None:
     ddp.reducer._reset_state()
 
 
+def ddp_close(ddp: DistributedDataParallel) -> None:
+    """Takes DDP's hooks off the parameters, which otherwise stay until it is collected."""
+    ddp._remove_autograd_hooks()
+
+
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the prepared backward has not reduced every gradient."""
     ddp._check_reducer_finalized()
+
+
+def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
+    """Has DDP look up the module's buffers, which it otherwise does once, when it is made."""
+    ddp._assign_modules_buffers()
 
 
 def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
@@ -145,11 +170,21 @@ def loader_workers(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
 
 
-def wake_loader(iterator: Any) -> None:
-    """Ends another thread's wait for a batch of `iterator`, with an exception there.
+def end_loader(iterator: Any, kill: bool) -> None:
+    """Ends the worker processes of a DataLoader's iterator, and another thread's wait for a batch.
 
     `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
+    `_shutdown_workers`: otherwise called when the iterator is collected, which is late where a
+    traceback holds it, and may be in a process forked later, which waits for them in vain.
+
+    Args:
+        iterator: of a DataLoader.
+        kill: do not ask the workers first; one that hangs would not answer.
     """
-    queue = getattr(iterator, "_worker_result_queue", None)
-    if queue is not None:
-        queue.put(None)  # not a pair of a number and a batch
+    if not hasattr(iterator, "_shutdown_workers"):
+        return
+    if kill:
+        for worker in iterator._workers:
+            worker.kill()
+        iterator._worker_result_queue.put(None)  # not a pair of a number and a batch: raises there
+    iterator._shutdown_workers()

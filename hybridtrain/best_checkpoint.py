@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.world import World
 
 
 class BestCheckpoint:
@@ -47,6 +49,12 @@ class BestCheckpoint:
                 return False
         self.step, self.value = step, value
         return True
+
+    def mark(self, step: int, store: CheckpointStore, world: World) -> None:
+        """Marks the checkpoint of `step`, which is saved, if it is the best; a collective call."""
+        if self.step == step and self.value is not None:
+            value = self.value
+            world.on_main(lambda: store.mark_best(step, value))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best step and value, in JSON's types."""

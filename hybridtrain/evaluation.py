@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.loss_counts import checked_loss
-from hybridtrain.loss_weights import batch_units
+from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
@@ -30,6 +30,7 @@ def evaluate(
     loss_fn: LossFn,
     metrics: Mapping[str, Metric],
     stop: Callable[[], bool] | None = None,
+    on_batch: Callable[[int], object] = lambda samples: None,
 ) -> dict[str, float]:
     """Returns the mean loss and the metrics over all samples of `data`; a collective call.
 
@@ -44,6 +45,7 @@ def evaluate(
             and synchronises itself over all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
             process is free in that.
+        on_batch: called after each batch with the samples of this process so far.
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
@@ -79,12 +81,13 @@ def evaluate(
             if losses:  # else the last stage is in another process
                 size = batch_size(inputs, targets)
                 sizes = chunk_sizes(size, model.options.chunks)
-                units, divisor = batch_units(loss, inputs, targets, sizes)
-                count += divisor
+                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
+                count += weight.divisor
                 samples += size
-                for value, unit in zip(losses, units, strict=True):
+                for value, unit in zip(losses, weight.units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
+                on_batch(samples)
             if stop is not None and stop():
                 break
     finally:
@@ -99,5 +102,8 @@ def evaluate(
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
     if count and not math.isfinite(result["loss"]) and world.is_main:
-        _log.warning("the evaluation's loss is %s: weights or data are not finite", result["loss"])
+        _log.warning(
+            "the evaluation's loss is %s: the model has diverged, or the data are not finite",
+            result["loss"],
+        )
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -11,35 +11,102 @@ from torch import Tensor
 from hybridtrain.errors import BatchError
 from hybridtrain.loss_counts import Loss, TargetCount, refuse_ignored
 from hybridtrain.losses import MeanLoss, SumLoss
-from hybridtrain.microbatch import split
+from hybridtrain.microbatch import batch_size, chunk_sizes, split
 from hybridtrain.world import World
+
+
+class Counts:
+    """The counts of the parts of a batch: numbers, which may be on their way from a GPU.
+
+    The copy is queued before the forwards and waited for at the first loss, so that a step's
+    forwards are launched while the GPU is still busy with the step before.
+    """
+
+    def __init__(self, counts: Sequence[int | float | Tensor]) -> None:
+        self._length = len(counts)
+        self._ready: torch.cuda.Event | None = None
+        self._numbers: Sequence[float] | None = None
+        tensors = [count for count in counts if isinstance(count, Tensor)]
+        if len(tensors) < len(counts) or not any(count.is_cuda for count in tensors):
+            self._numbers = [_checked(count) for count in counts]
+            return
+        found = torch.stack([count.detach().double() for count in tensors])
+        self._copy = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
+        self._copy.copy_(found, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(found.device))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def numbers(self) -> Sequence[float]:
+        """Returns the counts.
+
+        Raises:
+            BatchError: one is negative or not a finite number.
+        """
+        if self._numbers is None:
+            assert self._ready is not None
+            self._ready.synchronize()
+            self._numbers = [_checked(count) for count in self._copy.tolist()]
+        return self._numbers
 
 
 class BatchWeight:
     """The weight of a batch and its micro-batches in the loss of an optimizer step.
 
+    The mean of a batch is the sum over its micro-batches of units x value of the loss function,
+    divided by `divisor`.
+
     Args:
-        units: for each micro-batch, what multiplies the value of the loss function: its samples or
-            its count for a mean, 1 for a sum.
-        divisor: what the sum of these products is divided by to give the mean of the batch.
-        count: what the batch counts: `divisor`, or 0 for one that only fills a place.
+        counts: the counts of the micro-batches, or of the batch.
+        units: for each micro-batch, what multiplies the value of the loss function: its samples,
+            or 1 for a sum; None: its count.
+        counts_in_step: False for a batch that only fills a place.
         weight: multiplies the gradient of the batch's mean.
     """
 
     def __init__(
-        self, units: Sequence[float], divisor: float, count: float, weight: float | StepWeights
+        self,
+        counts: Counts,
+        units: Sequence[float] | None,
+        counts_in_step: bool,
+        weight: float | StepWeights,
     ) -> None:
-        self.units = units
-        self.divisor = divisor
-        self.count = count
+        self._counts = counts
+        self._units = units
+        self._counts_in_step = counts_in_step
         self._weight = weight
+        self._divisor: float | None = None
+
+    @property
+    def units(self) -> Sequence[float]:
+        """The factors of the loss function's values, by micro-batch."""
+        return self._counts.numbers() if self._units is None else self._units
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches of the batch."""
+        return len(self._counts if self._units is None else self._units)
+
+    @property
+    def divisor(self) -> float:
+        """The count of the batch."""
+        if self._divisor is None:
+            self._divisor = sum(self._counts.numbers())
+        return self._divisor
+
+    @property
+    def count(self) -> float:
+        """The count of the batch in the step: 0 for one that only fills a place."""
+        return self.divisor if self._counts_in_step else 0
 
     def share(self, microbatch: int) -> float:
         """Returns the gradient of the loss function's value for `microbatch`."""
-        weight = self._weight
+        weight, units, divisor = self._weight, self.units, self.divisor
         if not isinstance(weight, float):
             weight = weight.of(self.count)
-        return weight * self.units[microbatch] / self.divisor if self.divisor else 0.0
+        return weight * units[microbatch] / divisor if divisor else 0.0
 
     def mean(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the mean of the batch from the values of its micro-batches, 0-dim.
@@ -48,15 +115,15 @@ class BatchWeight:
         """
         if not values:
             return torch.tensor(float("nan"))
-        if not self.divisor:
+        units, divisor = self.units, self.divisor
+        if not divisor:
             return torch.zeros_like(values[0])
         if len(values) == 1:
-            same = self.units[0] == self.divisor
-            return values[0] if same else values[0] * self.units[0] / self.divisor
+            return values[0] if units[0] == divisor else values[0] * units[0] / divisor
         stacked = torch.stack(list(values))
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        units = stacked.new_tensor([float(unit) for unit in self.units])
-        return (stacked * units).sum() / self.divisor
+        factors = stacked.new_tensor([float(unit) for unit in units])
+        return (stacked * factors).sum() / divisor
 
 
 class StepWeights(Sequence[BatchWeight]):
@@ -69,30 +136,40 @@ class StepWeights(Sequence[BatchWeight]):
 
     def __init__(
         self,
-        parts: Sequence[tuple[Sequence[float], float, float]],
+        loss: Loss,
+        batches: Sequence[tuple[Any, Any]],
+        chunks: int,
         world: World,
-        total: float | None = None,
+        samples: Sequence[int] | None,
+        total: float | None,
     ) -> None:
-        self._weights = [BatchWeight(*part, self) for part in parts]
+        more = len(batches) > 1 or world.replicas > 1
+        self._weights = []
+        for index, (inputs, targets) in enumerate(batches):
+            sizes = chunk_sizes(batch_size(inputs, targets), chunks)
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            counts_in_step = samples is None or samples[index] > 0
+            self._weights.append(BatchWeight(*counts, counts_in_step, self))
         self._replicas = world.replicas
         self._total = total
-        if total is None:
+        self._sum: Tensor | None = None
+        if total is None and world.replicas > 1:
             # every process of a replica has its batch
             own = sum(w.count for w in self._weights) if world.pipeline_rank == 0 else 0
-            if world.replicas == 1:
-                self._total = own
-            else:
-                self._sum = torch.tensor(own, dtype=torch.float64)
-                # the forward goes on meanwhile
-                self._work = world.begin_sum(self._sum)
+            self._sum = torch.tensor(own, dtype=torch.float64)
+            # the forward goes on meanwhile
+            self._work = world.begin_sum(self._sum)
 
     @property
     def total(self) -> float:
         """The count of the step; see the class."""
         if self._total is None:
-            if self._work is not None:
-                self._work.wait()
-            self._total = float(self._sum)
+            if self._sum is None:
+                self._total = sum(weight.count for weight in self._weights)
+            else:
+                if self._work is not None:
+                    self._work.wait()
+                self._total = float(self._sum)
         return self._total
 
     def of(self, count: float) -> float:
@@ -111,10 +188,10 @@ class StepWeights(Sequence[BatchWeight]):
         return len(self._weights)
 
 
-def batch_units(
+def batch_counts(
     loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int], more: bool = True
-) -> tuple[Sequence[float], float]:
-    """Returns the `units` and the `divisor` of a `BatchWeight`, for micro-batches of these sizes.
+) -> tuple[Counts, Sequence[float] | None]:
+    """Returns the `counts` and the `units` of a `BatchWeight`, for micro-batches of these sizes.
 
     Args:
         loss: the result of `with_count`.
@@ -124,46 +201,23 @@ def batch_units(
         more: whether other batches or replicas take part in the mean.
 
     Raises:
-        BatchError: a count is negative or not a number, or a loss without a count is given labels
-            to ignore.
+        BatchError: a count is negative or not a finite number, or a loss without a count is given
+            labels to ignore.
     """
     if isinstance(loss, SumLoss):
-        return [1] * len(sizes), _checked(_numbers([loss.count(inputs, targets)]))[0]
+        return Counts([loss.count(inputs, targets)]), [1] * len(sizes)
     if not isinstance(loss, MeanLoss):
         if more or len(sizes) > 1:
             refuse_ignored(loss, inputs, targets)
-        return sizes, sum(sizes)
+        return Counts(sizes), None
     if isinstance(loss.count, TargetCount):
-        counts = loss.count.of_parts(targets, sizes)
-    else:
-        parts = zip(split(inputs, sizes), split(targets, sizes), strict=True)
-        counts = [loss.count(*part) for part in parts]
-    units = _checked(_numbers(counts))
-    return units, sum(units)
+        return Counts(loss.count.of_parts(targets, sizes)), None
+    parts = zip(split(inputs, sizes), split(targets, sizes), strict=True)
+    return Counts([loss.count(*part) for part in parts]), None
 
 
-def batch_weight(
-    loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int], weight: float, more: bool
-) -> BatchWeight:
-    """Returns a `BatchWeight` with a given `weight`; the other arguments are of `batch_units`."""
-    units, divisor = batch_units(loss, inputs, targets, sizes, more)
-    return BatchWeight(units, divisor, divisor, float(weight))
-
-
-def _numbers(counts: Sequence[int | float | Tensor]) -> Sequence[float]:
-    tensors = [count for count in counts if isinstance(count, Tensor)]
-    if not tensors:
-        return cast(Sequence[float], counts)
-    if len(tensors) < len(counts) or not all(count.dim() == 0 for count in tensors):
-        return [float(count) for count in counts]
-    # Waits for the device if the targets are on one: the weights are needed before the first
-    # backward. The loaders' targets are on the CPU.
-    numbers: list[float] = torch.stack(tensors).tolist()
-    return numbers
-
-
-def _checked(counts: Sequence[float]) -> Sequence[float]:
-    for count in counts:
-        if not 0 <= count < float("inf"):
-            raise BatchError(f"the count of a loss must not be negative or infinite, not {count}")
-    return counts
+def _checked(count: int | float | Tensor) -> float:
+    number = count.item() if isinstance(count, Tensor) else count
+    if not 0 <= number < float("inf"):
+        raise BatchError(f"the count of a loss must be a finite number from 0 on, not {number}")
+    return number

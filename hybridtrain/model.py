@@ -13,16 +13,20 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.graph.layer import is_chain
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
-from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_units, batch_weight
+from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
+from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
+from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.planning import Plan, Planner
+from hybridtrain.planning import Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
@@ -80,12 +84,14 @@ class HybridModel:
     def __init__(
         self,
         net: nn.Module,
-        world: World,
+        world: World | None = None,
         options: PipelineOptions | None = None,
         *,
         example_inputs: Any = None,
         **settings: Any,
     ) -> None:
+        check_arguments(net, world, options)
+        assert world is not None
         self.options = options = with_settings(options or PipelineOptions(), settings)
         if options.sync_batch_norm:
             net = _with_sync_batch_norm(net, world)
@@ -97,11 +103,25 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self.plan: Plan = plan
-        self.pipeline = Pipeline(net, plan, planner.layers_of(plan), world, options)
-        self.stages = self.pipeline.stages
+        self._use(Pipeline(net, plan, planner.layers_of(plan), world, options))
         self._device_type = world.devices[0].type
-        self.rng = self.pipeline.rng
+        self._example_inputs = None if is_chain(net) else example_inputs
+
+    def _use(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.plan = pipeline.plan
+        self.stages = pipeline.stages
+        self.rng = pipeline.rng
+
+    def _follow_changes(self, trains: bool) -> None:
+        """Follows changes of the modules and parameters of `net` since the last step."""
+        change = self.pipeline.change()
+        # a forward is the same for frozen parameters, and one replica may run it alone
+        if change is not None and (trains or change.kind is not Kind.FROZEN):
+            if self.options.sync_batch_norm:
+                _with_sync_batch_norm(self.net, self.world)
+            pipeline, net, given = self.pipeline, self.net, self._example_inputs
+            self._use(follow(change, pipeline, net, self.world, self.options, given))
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -150,6 +170,8 @@ class HybridModel:
             Exception: an exception of a layer or of `loss_fn`, with a note that names the layer,
                 the stage and the micro-batch. Gradients are incomplete then.
         """
+        check_grad_mode()
+        self._follow_changes(trains=True)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)
@@ -157,12 +179,13 @@ class HybridModel:
         loss = self.with_count(loss_fn)
         if isinstance(weight, BatchWeight):
             weights = weight
-            if len(weights.units) != len(sizes):
+            if weights.microbatches != len(sizes):
                 raise BatchError("weight= is one of another batch: pass step_weights in order")
         elif weight is not None or self.world.replicas == 1 or not has_count(loss):
             number = 1.0 if weight is None else weight
             more = number != 1.0 or self.world.replicas > 1
-            weights = batch_weight(loss, inputs, targets, sizes, number, more)
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            weights = BatchWeight(*counts, True, float(number))
         else:
             weights = self.step_weights([(inputs, targets)], loss_fn)[0]
         is_mean = isinstance(loss, MeanLoss)
@@ -216,14 +239,8 @@ class HybridModel:
                 the all-reduce for a loss without a count.
         """
         loss = self.with_count(loss_fn)
-        parts = []
-        for index, (inputs, targets) in enumerate(batches):
-            sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
-            more = len(batches) > 1 or self.world.replicas > 1
-            units, divisor = batch_units(loss, inputs, targets, sizes, more)
-            counts = samples is None or samples[index]
-            parts.append((units, divisor, divisor if counts else 0))
-        return StepWeights(parts, self.world, None if has_count(loss) else total)
+        total = None if has_count(loss) else total
+        return StepWeights(loss, batches, self.options.chunks, self.world, samples, total)
 
     def with_count(self, loss_fn: LossFn) -> Loss:
         """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
@@ -257,6 +274,7 @@ class HybridModel:
         Returns:
             the results by micro-batch; an empty list in a process without the last stage.
         """
+        self._follow_changes(trains=False)
         sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
@@ -296,6 +314,27 @@ class HybridModel:
         """Returns the parameters of `net` under its names."""
         return self.net.named_parameters()
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Returns the modules of `net`."""
+        return self.net.modules()
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Returns the modules of `net` under its names."""
+        yield from self.net.named_modules()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Returns the buffers of `net`."""
+        return self.net.buffers()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns the buffers of `net` under its names."""
+        return self.net.named_buffers()
+
+    def requires_grad_(self, requires_grad: bool = True) -> HybridModel:
+        """Freezes or frees all parameters, from the next step on; all replicas must do it."""
+        self.net.requires_grad_(requires_grad)
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, as `nn.Module.zero_grad`."""
         self.net.zero_grad(set_to_none)
@@ -333,8 +372,18 @@ class HybridModel:
         return self.pipeline.stage_summaries(optimizer)
 
     def __repr__(self) -> str:
-        stages = ", ".join(f"{count} layers" for count in self.plan.counts)
-        return f"HybridModel({type(self.net).__name__}: {stages}; {self.options})"
+        options, replicas = self.options, self.world.replicas
+        head = f"{type(self.net).__name__}, chunks={options.chunks}, schedule={options.schedule}"
+        if options.checkpoint != "never":
+            head += f", checkpoint={options.checkpoint}"
+        if options.precision != "fp32":
+            head += f", precision={options.precision}"
+        if replicas > 1:
+            head += f", replica {self.world.replica} of {replicas}"
+        return f"HybridModel({head})\n{self.plan}"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        no_attribute(self.__dict__.get("net"), name)
 
     def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(

@@ -127,8 +127,8 @@ class LoaderOptions:
     timeout_s: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
     divided: bool = False
-    """An iterable data set gives each replica and each worker samples of its own; False: it gives
-    all of them the same, and the loader divides them."""
+    """An iterable data set gives each replica and each worker its own samples; False: it gives all
+    of them the same, and the loader divides them."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples; None: torch's `default_collate`."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -19,9 +19,9 @@ from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import OwnLoader
+from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate
 from hybridtrain.finite_check import FiniteCheck
@@ -30,6 +30,8 @@ from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
 
@@ -94,19 +96,20 @@ class Trainer:
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.loss_fn = loss_fn
-        self.train: BatchSource = (
-            train if hasattr(train, "stream") else OwnLoader(train, self.world)
-        )
+        self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
+        if getattr(self.train, "has_state", False):
+            self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
+        self._optimized: object = None  # the pipeline whose parameters the optimizer has
         self._finite = FiniteCheck(
             model,
             self.scaler,
@@ -155,28 +158,7 @@ class Trainer:
         phase_before = activity.phase
         try:
             with self._interruptions.listening(), saving.finishing(self.store, self.world):
-                if self.step > 0:
-                    self._evaluate_and_save_if_due()  # what an interruption has kept it from
-                while self.step < self.total_steps:
-                    self._interruptions.begin_step()
-                    log_due = self._is_due(self.options.log_every, self.step + 1)
-                    timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-                    activity.now(f"step {self.step + 1}: data")
-                    batches = [next(stream)]
-                    # an optimizer step does not reach into the next epoch
-                    while len(batches) < self.options.accumulate and not batches[-1].last:
-                        batches.append(next(stream))
-                    activity.now(f"step {self.step + 1}: train")
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    norm = self._train_step(batches, timeline=log_due or timeline_due)
-                    if log_due:
-                        self._log(lr, norm)
-                    if timeline_due:
-                        self.monitor.timeline(self.step, *self._stats.timelines())
-                    wanted = self._interruptions.end_step()
-                    if "stop" in wanted:
-                        self._stop()
-                    self._evaluate_and_save_if_due(save="save" in wanted)
+                self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -185,6 +167,27 @@ class Trainer:
             self.monitor.close()
             activity.now(phase_before)
         return self.summary()
+
+    def _train(self, stream: Iterator[Batch]) -> None:
+        if self.step > 0:
+            self._evaluate_and_save_if_due()  # what an interruption has kept it from
+        while self.step < self.total_steps:
+            self._interruptions.begin_step()
+            log_due = self._is_due(self.options.log_every, self.step + 1)
+            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            activity.now(f"step {self.step + 1}: data")
+            batches = take(stream, self.options.accumulate)
+            activity.now(f"step {self.step + 1}: train")
+            lr = self.optimizer.param_groups[0]["lr"]
+            norm = self._train_step(batches, timeline=log_due or timeline_due)
+            if log_due:
+                self._log(lr, norm)
+            if timeline_due:
+                self.monitor.timeline(self.step, *self._stats.timelines())
+            wanted = self._interruptions.end_step()
+            if "stop" in wanted:
+                self._stop()
+            self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its present weights; see `evaluate`."""
@@ -202,17 +205,18 @@ class Trainer:
 
         Raises:
             DivergedError: the weights are not finite; nothing is written.
+            UserError: the replicas' weights are apart.
             CheckpointError: it cannot be written, or the one before in the background was not.
         """
         if self.store is None:
             return
-        store, best = self.store, self._best
         if self._checkpoint[0] != self.step:
             activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step)
+            check_replicas(self.model.net, self.world)
             self._stats.gather()
             path = saving.save(
-                store,
+                self.store,
                 self.step,
                 self.model,
                 self.optimizer,
@@ -220,11 +224,10 @@ class Trainer:
                 self.states,
                 required=required,
             )
-            if path is not None:
-                self._checkpoint = self.step, path
-        if best.step == self.step and best.value is not None:
-            value = best.value
-            self.world.on_main(lambda: store.mark_best(self.step, value))
+            if path is None:
+                return
+            self._checkpoint = self.step, path
+        self._best.mark(self.step, self.store, self.world)
         self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
@@ -246,8 +249,8 @@ class Trainer:
                     self.lr_schedule.step()
         self._resumed_from = path
         self._checkpoint = self.step, path
-        if self._best.step == self.step:
-            self.save()  # marks it, in case the run ended between the two
+        if self.store is not None:  # in case the run ended between the two
+            self._best.mark(self.step, self.store, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
@@ -282,9 +285,8 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        if self.batch >= (
-            self.train.batches_per_epoch or math.inf
-        ):  # drop_last leaves out the rest
+        # the rest is what drop_last leaves out
+        if self.batch >= (self.train.batches_per_epoch or math.inf):
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -316,6 +318,12 @@ class Trainer:
             "best": self._best.state_dict(),
             "resumed_from": self._resumed_from and str(self._resumed_from),
         }
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are done, and the evaluation after the last one too."""
+        evaluated = self.evaluation is None or self._evaluated[0] == self.step
+        return self.step >= self.total_steps and evaluated
 
     @property
     def skipped_steps(self) -> int:
@@ -358,6 +366,8 @@ class Trainer:
             )
             outs.append(out)
         self._stats.record(out.timeline)
+        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
+            self._optimized = check_optimizer(self.model, self.optimizer)
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
@@ -403,7 +413,6 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, save: bool = False) -> None:
         options, last = self.options, self.step == self.total_steps
-        improved = False
         if self.evaluation is not None and (
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
@@ -411,33 +420,36 @@ class Trainer:
             if evaluates or self._ends_epoch(options.eval_every_epochs):
                 activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
-                    improved = self._evaluate_in_run()
+                    save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)
-        save |= improved or self._ends_epoch(options.checkpoint_every_epochs)
+        save |= self._ends_epoch(options.checkpoint_every_epochs)
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
-        if save and (last or improved or not self._finite.skipping):
-            with self.throughput.pause():
-                # without space for one on the way, the run goes on to its end
+        best = self._best.step == self.step
+        if save and (last or best or not self._finite.skipping):
+            with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:
-        """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
+        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
+        share = getattr(self.evaluation, "samples", None)
         result = evaluate(
             self.model,
             self.evaluation,
             self.loss_fn,
             self.metrics,
             stop=self._interruptions.stop_wanted,
+            on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         self._interruptions.begin_step()
-        if "stop" in self._interruptions.end_step():
+        wanted = self._interruptions.end_step()
+        if "stop" in wanted:
             self._stop()  # the result may be of a part of the samples
         self._evaluated = self.step, result
         values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
         self.monitor.scalars(self.step, values)
-        return self._best.improves(self.step, result)
+        return self._best.improves(self.step, result) or "save" in wanted
 
     def _stop(self) -> NoReturn:
         with self.throughput.pause():

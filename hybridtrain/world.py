@@ -251,6 +251,16 @@ class World:
         options.reduceOp = dist.ReduceOp.MAX
         return self._object_group.allreduce([values], options)
 
+    def all_arrive(self, seconds: float) -> bool:
+        """Waits until all processes have called this; returns whether they have, in `seconds`."""
+        if self.size == 1:
+            return True
+        try:
+            dist.monitored_barrier(self._object_group, timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:

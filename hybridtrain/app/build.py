@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check
+from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
 from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_log import LogLines
+from hybridtrain.app.settings import Settings
+from hybridtrain.app.settled import agreed, leave_out_leftovers
+from hybridtrain.checkpoint.init_from import parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
-from hybridtrain.errors import check_choice
+from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
+from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
@@ -40,6 +46,7 @@ Options = TypeVar("Options", PipelineOptions, TrainerOptions)
 class RunContext:
     """The objects that every command works with, built from one config."""
 
+    settings: Settings
     config: Config
     directory: RunDirectory
     store: CheckpointStore
@@ -51,10 +58,11 @@ class RunContext:
     loss_fn: LossFn
     metrics: dict[str, Any]
 
-    def train_loader(self) -> TrainLoader:
+    def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
         size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
-        return TrainLoader(self.data.train, size, self.world, seed=seed, options=options)
+        kind = StreamLoader if is_stream(self.data.train) else TrainLoader
+        return kind(self.data.train, size, self.world, seed=seed, options=options)
 
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
@@ -63,20 +71,108 @@ class RunContext:
         batch_size = self.config.data["batch_size"]
         return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes the run directory, and keeps it from other writers until the end of the block.
 
-def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) -> RunContext:
-    """Checks `config`, joins the other processes, loads the data and builds the model.
+        Raises:
+            ConfigError: it cannot be written to.
+            UserError: another process writes to it.
+        """
+        self.directory.create()
+        lock = RunLock(self.directory.path)
+        self.world.on_main(lock.acquire)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = True) -> RunContext:
+    """Checks the config, joins the other processes, loads the data and builds the model.
+
+    Nothing is written, but the logs of a run directory that exists.
 
     Args:
-        config: a composed config.
-        create: make the run directory; otherwise only its logs are written to, if it exists.
+        settings: the settings of the command.
+        writes: the command is going to write to the run directory (`RunContext.writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
 
     Raises:
-        UserError: a value of the config is wrong. All values that can be checked without the data
-            are checked before anything is written.
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
+    config = settings.config
+    leave_out_leftovers(settings)
+    options = _checked_options(config)
+    world = World.from_env(
+        config.pipeline.nb_part,
+        config.world.devices,
+        config.world.backend,
+        config.world.timeout_s,
+        config.world.engine,
+        config.world.stall_s or 0,
+    )
+    if (of_rank_0 := agreed(config, world)) != config:
+        config = of_rank_0
+        options = _checked_options(config)
+    pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
+    directory = RunDirectory(config)
+    world.watch(directory.path / "stalls")
+    background = getattr(config.checkpoint, "async")  # a keyword of Python
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, background)
+    if writes:
+        directory.check_writable()
+        world.on_main(RunLock(directory.path).check)
+    directory.log_to_files(world.rank)
+    for note in settings.notes:
+        _log.info("%s", note)
+    data = _data(config, world)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.manual_seed(config.seed)
+    if reuse_plan:
+        split: Any = world.on_main(lambda: _split_or_plan(settings, directory, store))
+        pipeline_options = replace(pipeline_options, split=world.broadcast(split))
+    net = instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    )
+    share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
+    if share < config.pipeline.chunks:
+        _log.warning(
+            "pipeline.chunks=%d, but a replica's batch has %d samples: it is cut into %d "
+            "micro-batches",
+            config.pipeline.chunks,
+            share,
+            share,
+        )
+    example = example_batch(data.train, share, data.collate)
+    model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
+    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
+        model.with_count(loss_fn)  # refuses what cannot be weighted
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.to(model.pipeline.output_device)
+    loader_options = replace(loader_options, collate=data.collate)
+    return RunContext(
+        settings,
+        config,
+        directory,
+        store,
+        world,
+        data,
+        model,
+        trainer_options,
+        loader_options,
+        loss_fn,
+        metrics,
+    )
+
+
+def _checked_options(
+    config: Config,
+) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, LossFn, dict[str, Any]]:
+    """Makes what needs neither processes nor data, and so finds what is wrong there."""
     check(config)
+    parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     loss_fn = build_loss(config)
     metrics = _metrics(config, loss_fn)
@@ -89,55 +185,12 @@ def setup_run(config: Config, *, create: bool = False, reuse_plan: bool = True) 
     trainer_options = _options(
         TrainerOptions,
         {**vars(config.monitor), **vars(config.trainer)},
-        checkpoint_every=config.checkpoint.every_steps or None,
+        **checkpoint_options(config.checkpoint),
     )
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
-    directory = RunDirectory(config)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    world = World.from_env(
-        config.pipeline.nb_part,
-        config.world.devices,
-        config.world.backend,
-        config.world.timeout_s,
-        config.world.engine,
-        config.world.stall_s or 0,
-    )
-    world.watch(directory.path / "stalls")
-    if create:
-        directory.create()
-    directory.log_to_files(world.rank)
-    data = _data(config, world)
-    torch.use_deterministic_algorithms(config.trainer.deterministic)
-    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
-    torch.manual_seed(config.seed)
-    if reuse_plan:
-        split: Any = world.on_main(lambda: _split_or_plan(config, directory, store))
-        pipeline_options = replace(pipeline_options, split=world.broadcast(split))
-    net = instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-    )
-    share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
-    example = next(iter(DataLoader(data.train, batch_size=share, collate_fn=data.collate)))
-    model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
-    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.with_count(loss_fn)  # refuses what cannot be weighted
-    if isinstance(loss_fn, nn.Module):
-        loss_fn.to(model.pipeline.output_device)
-    loader_options = replace(loader_options, collate=data.collate)
-    return RunContext(
-        config,
-        directory,
-        store,
-        world,
-        data,
-        model,
-        trainer_options,
-        loader_options,
-        loss_fn,
-        metrics,
-    )
+    return pipeline_options, trainer_options, loader_options, loss_fn, metrics
 
 
 def build_scaler(config: Config, world: World) -> GradScaler | None:
@@ -154,6 +207,7 @@ def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
         [
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),
+            Progress(LogLines()),  # type: ignore[arg-type]
             *([TensorBoard(directory.path / "tensorboard")] if config.monitor.tensorboard else []),
             *([Progress()] if config.monitor.progress else []),
         ]
@@ -172,31 +226,33 @@ def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
         chosen = ["accuracy"] if has_class_targets(loss_fn) else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
+    if "_target_" in chosen:
+        raise ConfigError(
+            f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
+            f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
+        )
     for metric in chosen.values():
         if not isinstance(metric, Mapping):
             check_choice("trainer.metrics", metric, METRICS)
     return {
-        name: instantiate.build("trainer.metrics", metric, object, config.allow_targets)
+        name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)
         else METRICS[metric]()
         for name, metric in chosen.items()
     }
 
 
-def _split_or_plan(config: Config, directory: RunDirectory, store: CheckpointStore) -> Any:
+def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:
     """Returns the path of a resumed run's plan if it still fits, or the config's split."""
-    split = config.pipeline.split
+    split = settings.config.pipeline.split
     if split not in ("time", "memory", "balanced") or not directory.plan.exists():
         return split
-    if config.resume is None or not store.steps():
+    if settings.config.resume is None or not store.steps():
         return split
-    earlier = directory.read_config()
-    for group, settings in (("model", config.model), ("pipeline", vars(config.pipeline))):
-        before = earlier.get(group, {})
-        for key in settings | before:
-            if settings.get(key) != before.get(key):
-                _log.info("measured again: %s.%s has changed since the plan was made", group, key)
-                return split
+    for change in settings.changes:
+        if change.key.startswith(("model.", "pipeline.")):
+            _log.info("measured again: %s has changed since the plan was made", change.key)
+            return split
     _log.info("cut as in %s", directory.plan)
     return str(directory.plan)
 

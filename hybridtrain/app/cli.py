@@ -7,19 +7,23 @@ restarted run would get a new directory.
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
+    compose_settings,
     register,
     register_recipe_file,
-    sweep_choices,
 )
-from hybridtrain.app.config import Config
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.settings import Settings, settle
+from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.early_signals import end_on_signals
 
@@ -29,49 +33,106 @@ COMMANDS = ("train", "plan", "evaluate", "export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "train"
-    try:
-        with end_on_signals():
-            return _dispatch(command, arguments)
-    except (Exception, KeyboardInterrupt) as error:
-        from hybridtrain.app.error_report import report  # not needed for --help
+    with lasting_streams():
+        try:
+            with end_on_signals():
+                return _dispatch(arguments)
+        except (Exception, KeyboardInterrupt) as error:
+            from hybridtrain.app.error_report import report  # not needed for --help
 
-        return report(error, _rank())
+            return report(error, _rank())
 
 
-def _dispatch(command: str, arguments: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
-    parsed = get_args_parser().parse_args(arguments)
+    if "--version" in arguments:
+        from hybridtrain.app.show import versions
+
+        print(versions())
+        return 0
+    parsed = get_args_parser().parse_intermixed_args(arguments)
+    shows_hydras = parsed.cfg in ("hydra", "all") or parsed.info or parsed.hydra_help
+    command, overrides = _command(parsed.overrides)
+    if parsed.help or shows_hydras or parsed.shell_completion:
+        if parsed.info or parsed.cfg:
+            compose_config(overrides, parsed.config_dir)  # for the one-line errors
+        return _show([word for word in arguments if word not in COMMANDS])
+    _refuse_what_has_no_effect(parsed, overrides)
+    if any("hydra.searchpath" in override for override in overrides):
+        _make_working_directory_importable()  # for pkg://my_project.conf
     if parsed.multirun:
-        return _sweep(command, parsed.overrides, parsed.config_dir)
-    if parsed.cfg or parsed.info:
-        compose_config(parsed.overrides, parsed.config_dir)  # for the one-line errors
-    if parsed.cfg or parsed.info or parsed.help or parsed.hydra_help or parsed.shell_completion:
-        return _show(arguments)
-    unknown = [word for word in parsed.overrides if "=" not in word and not word.startswith("~")]
-    if unknown and unknown[0] == parsed.overrides[0]:
-        raise ConfigError(
-            f"there is no command {unknown[0]!r}; the commands are: {', '.join(COMMANDS)} (and "
-            f"overrides look like key=value)"
+        from hybridtrain.app.sweep import sweep
+
+        return sweep(command, overrides, parsed.config_dir, run)
+    if parsed.cfg:
+        from hybridtrain.app.show import config_text
+
+        text = config_text(
+            compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package
         )
-    config = compose_config(parsed.overrides, parsed.config_dir)
-    run(command, config, parsed.overrides)
+        if _rank() == 0:
+            print(text)
+        return 0
+    run(command, settle(command, overrides, parsed.config_dir))
     return 0
 
 
-def run(command: str, config: Config, overrides: Sequence[str]) -> None:
-    """Runs a command on a composed config."""
-    if config.allow_targets and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where `python -m` finds the user's packages
+def _command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command among `words`, wherever it stands, and the overrides."""
+    commands = [word for word in words if re.fullmatch(r"[A-Za-z][\w-]*", word)]
+    for word in commands:
+        if word not in COMMANDS:
+            raise ConfigError(
+                f"there is no command {word!r}; the commands are: {', '.join(COMMANDS)} (and "
+                f"overrides look like key=value)"
+            )
+    if len(commands) > 1:
+        raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
+    return (commands or ["train"])[0], [word for word in words if word not in commands]
+
+
+def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuses flags and settings of Hydra's that a run here does not follow."""
+    instead = {
+        "config_path": "--config-dir adds a folder of groups, recipe=<file> takes a file",
+        "config_name": "recipe=<file> takes a whole config",
+        "experimental_rerun": "recipe=outputs/<run_name>/config.yaml repeats a run",
+    }
+    for flag, advice in instead.items():
+        if getattr(parsed, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect here: {advice}")
+    for flag in ("package", "resolve"):
+        if getattr(parsed, flag) and not parsed.cfg:
+            raise ConfigError(f"--{flag} goes with --cfg job only")
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.startswith(("hydra.", "hydra/")) and key != "hydra.searchpath":
+            raise ConfigError(
+                f"{override}: {key} has no effect here, like all of Hydra's own settings but "
+                f"hydra.searchpath; where a run is written to is set by output_dir= and run_name="
+            )
+
+
+def run(command: str, settings: Settings) -> dict[str, Any]:
+    """Runs a command with its settings; returns what it has found."""
+    if settings.config.allow_targets:
+        _make_working_directory_importable()
     with errors_with_config_keys():
         from hybridtrain.app import commands  # with torch, which takes a second to import
 
-        getattr(commands, command)(config, overrides)
+        found: dict[str, Any] = getattr(commands, command)(settings)
+    return found
+
+
+def _make_working_directory_importable() -> None:
+    """Makes the user's packages importable, as `python -m` does and the console script does not."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _show(arguments: Sequence[str]) -> int:
-    """Runs Hydra's own `--cfg job`, `--help` and the like, on rank 0."""
+    """Runs Hydra's own `--cfg hydra`, `--help` and the like, on rank 0."""
     if _rank() == 0:
         import hydra
 
@@ -79,25 +140,6 @@ def _show(arguments: Sequence[str]) -> int:
         sys.argv[1:] = [register_recipe_file(word) for word in arguments]
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
-    return 0
-
-
-def _sweep(command: str, overrides: Sequence[str], config_dir: str | None) -> int:
-    """Runs every combination of a `--multirun`, one after the other."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        raise ConfigError(
-            "--multirun does not work under torchrun or srun: every process would sweep. Start one "
-            "torchrun for each combination, from a shell loop or an array of jobs"
-        )
-    choices = sweep_choices(overrides)
-    swept = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
-    runs = [(choice, compose_config(choice, config_dir)) for choice in choices]
-    for number, (choice, config) in enumerate(runs):
-        # Named after the values, so that another sweep does not resume these runs.
-        values = [value for value, varies in zip(choice, swept, strict=True) if varies]
-        config.run_name = "-".join([str(config.run_name), *values]).replace("/", "_")
-        print(f"run {number + 1} of {len(runs)}: {' '.join(choice)}", file=sys.stderr, flush=True)
-        run(command, config, choice)
     return 0
 
 

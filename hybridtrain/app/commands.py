@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from hybridtrain.app.build import build_monitor, build_scaler, setup_run
-from hybridtrain.app.compose import to_yaml
-from hybridtrain.app.config import Config
+from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
+from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
+from hybridtrain.app.settings import Settings, in_words
+from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
+from hybridtrain.checkpoint.init_from import init_from, parse_init_from
 from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
@@ -22,11 +27,14 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
+Result: TypeAlias = dict[str, Any]
+"""The values that a command has found, for the table of a sweep."""
 
-def train(config: Config, overrides: Sequence[str]) -> None:
+
+def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    context = setup_run(config, create=True)
-    directory, world, model = context.directory, context.world, context.model
+    context = setup_run(settings, writes=True)
+    config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
     total_steps = options.total_steps(loader.batches_per_epoch)
     optimizer = build_optimizer(config.optim, model.parameters(), config.allow_targets)
@@ -44,30 +52,43 @@ def train(config: Config, overrides: Sequence[str]) -> None:
         lr_schedule=lr_schedule,
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
-        monitor=build_monitor(config, directory) if world.is_main else None,
+        monitor=build_monitor(config, context.directory) if world.is_main else None,
     )
+    with context.writing():
+        return _train(context, trainer)
+
+
+def _train(context: RunContext, trainer: Trainer) -> Result:
+    """Trains from the newest checkpoint, or from none; only one process does so in a directory."""
+    settings, config, world = context.settings, context.config, context.world
+    directory, plan, total_steps = context.directory, context.model.plan, trainer.total_steps
     checkpoint = checkpoint_to_resume(context)
-    placement = _placement(model.plan, world)
+    placement = _placement(plan, world)
     _log.info("run directory %s\n%s", directory.path, placement)
+    if checkpoint is None and (initial := parse_init_from(config.init_from)) is not None:
+        init_from(context.model, **initial)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
-    if trainer.step >= total_steps:
+    if trainer.finished:
+        _refuse_other_settings(context, trainer.step)
         _log.info(
             "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "
             "to start again, set another run_name",
             trainer.step,
         )
+        result = {}
         if trainer.evaluation is not None:
-            result = evaluate_model(model, trainer.evaluation, trainer.loss_fn, trainer.metrics)
+            result = trainer.evaluate()
             _log.info("%s", _values(result))
         world.close()
-        return
+        return {"step": trainer.step, **result}
     if world.is_main:
-        directory.write_config(config, overrides)
-        if model.plan.split != str(directory.plan):
-            model.plan.write(directory.plan)
-    summary = trainer.fit({"config": to_yaml(config), "layout": placement})
+        _write_config(context)
+        if plan.split != str(directory.plan):
+            plan.write(directory.plan)
+    shown = to_yaml(config, settings.texts, mask=True)
+    summary = trainer.fit({"config": shown, "layout": placement})
     if world.is_main:
         directory.write_summary(summary)
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
@@ -75,41 +96,54 @@ def train(config: Config, overrides: Sequence[str]) -> None:
         if config.monitor.tensorboard:
             _log.info("dashboard: tensorboard --logdir %s/tensorboard", directory.path)
     world.close()
+    return {"step": trainer.step, **(summary["eval"] or {})}
 
 
-def plan(config: Config, overrides: Sequence[str]) -> None:
+def plan(settings: Settings) -> Result:
     """Cuts the model as a run would, shows the plan and writes it."""
-    context = setup_run(config, create=True, reuse_plan=False)
+    context = setup_run(settings, writes=True, reuse_plan=False)
     plan = context.model.plan
     _log.info("%s", _placement(plan, context.world))
-    if context.world.is_main:
-        # A run that has begun keeps the plan that it is cut by.
-        path = context.directory.plan.with_stem("plan.new" if context.store.steps() else "plan")
-        plan.write(path)
-        _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+    with context.writing():
+        if context.world.is_main:
+            # A run that has begun keeps the plan that it is cut by.
+            path = context.directory.plan.with_stem("plan.new" if context.store.steps() else "plan")
+            plan.write(path)
+            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
     context.world.close()
+    return {}
 
 
-def evaluate(config: Config, overrides: Sequence[str]) -> None:
-    """Evaluates the newest checkpoint of a run, or the one that `resume` names."""
-    context = setup_run(config)
+def evaluate(settings: Settings) -> Result:
+    """Evaluates the newest checkpoint of a run, or the one that `resume` names.
+
+    The values are a line of JSON on stdout, and one more in `evaluations.jsonl`.
+    """
+    context = setup_run(settings)
+    config, directory = context.config, context.directory
     loader = context.eval_loader()
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(context)
     step = state.restore(checkpoint, context.model)["step"]
-    result = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
-    values = _values(result)
-    _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, values, result["samples"])
+    values = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
+    _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
+    if context.world.is_main:
+        result = {"checkpoint": str(checkpoint), "step": step, **values}
+        print_result(result)
+        changes = {change.key: change.other for change in settings.changes}
+        if directory.path.is_dir():
+            directory.add_evaluation({"time": round(time.time(), 3), **result, "changes": changes})
     context.world.close()
+    return {"step": step, **values}
 
 
-def export(config: Config, overrides: Sequence[str]) -> None:
+def export(settings: Settings) -> Result:
     """Writes a checkpoint's weights as one safetensors file, on rank 0.
 
     `net.load_state_dict(safetensors.torch.load_file(path))` reads it back.
     """
-    context = setup_run(config)
+    context = setup_run(settings)
     checkpoint = checkpoint_to_read(context)
     state.restore(checkpoint, context.model)
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
@@ -117,7 +151,29 @@ def export(config: Config, overrides: Sequence[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_weights(path, context.model.state_dict())
         _log.info("wrote %s, of %s", path, checkpoint)
+        print_result({"checkpoint": str(checkpoint), "file": str(path)})
     context.world.close()
+    return {}
+
+
+def _refuse_other_settings(context: RunContext, step: int) -> None:
+    """Ends a command that would report what a complete run has learnt with other settings."""
+    settings = context.settings
+    changes = [change for change in [*settings.changes, *settings.kept] if change.has_effect]
+    if changes:
+        raise ConfigError(
+            f"the run {context.directory.path} is complete, at step {step}, with "
+            f"{in_words(changes)}: set another run_name= to train with that, or raise "
+            f"trainer.steps= or trainer.epochs= to train on"
+        )
+
+
+def _write_config(context: RunContext) -> None:
+    """Writes the config, which is the base of all commands on this run from now on."""
+    settings, config = context.settings, replace(context.config, allow_changes=False)
+    if settings.of_run is not None and context.store.steps():
+        config.resume = settings.of_run.resume  # where the run has begun
+    context.directory.write_config(config, settings.overrides, settings.texts)
 
 
 def _values(evaluation: Mapping[str, float] | None) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -14,16 +14,43 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtrain.app.config import Config, flat_keys
+from hybridtrain.app.config import OPEN_GROUPS, Config, flat_keys
+from hybridtrain.app.explain import explain
+from hybridtrain.app.hidden import to_config
 from hybridtrain.app.instantiate import unknown_key
-from hybridtrain.errors import ConfigError, closest, did_you_mean
+from hybridtrain.errors import ConfigError
 
 CONFIG_MODULE = "hybridtrain.configs"
+
+# The name of a run's config among the recipes.
+_BASE = "config_of_the_run"
+
+# The only setting of Hydra's own that has a meaning here.
+_SEARCH_PATH = "hydra.searchpath"
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A composed config, and where its values come from.
+
+    Attributes:
+        config: the values.
+        tree: the same as plain dicts, with interpolations (`${...}`) as their text.
+        recipe: the recipe as it was given: a name, a path, or None.
+        leftovers: by group, keys that come from a group's option or recipe, while the `_target_`
+            that they are for was replaced.
+    """
+
+    config: Config
+    tree: dict[str, Any]
+    recipe: str | None = None
+    leftovers: dict[str, list[str]] = field(default_factory=dict)
 
 
 def register() -> None:
@@ -39,71 +66,135 @@ def register() -> None:
             _store_recipe(Path(recipe.name).stem, recipe.read_text())
 
 
-def compose_config(overrides: Sequence[str], search_path: str | None = None) -> Config:
+def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """Returns the config of `compose_settings`."""
+    return compose_settings(overrides, config_dir).config
+
+
+def compose_settings(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Composition:
     """Composes the config of a run.
 
     Args:
         overrides: Hydra overrides. `recipe=path/to/file.yaml` takes that file as the recipe.
-        search_path: a folder with more groups and options.
+        config_dir: a folder with more groups and options.
+        base: the config of a run, in the place of a recipe.
 
     Raises:
         ConfigError: one line that names the key or option, and the one that was probably meant.
     """
     register()
-    overrides = [register_recipe_file(override) for override in overrides]
-    if search_path is not None:
-        overrides.append(f"hydra.searchpath=[file://{Path(search_path).resolve()}]")
+    recipe = given_recipe(overrides)
+    wanted = [register_recipe_file(override) for override in overrides]
+    if base is not None:
+        # an option that is chosen replaces the group as a whole
+        kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
+        _store_recipe(_BASE, OmegaConf.to_yaml(OmegaConf.create(kept)))
+        # the command that began the run may be called again, with what it added and removed
+        again = [f"+{o}" if re.match(r"\+[\w]+\.", o) else o for o in wanted]
+        known = set(flat_keys(kept))
+        wanted = [o for o in again if not (o.startswith("~") and "." in o and o[1:] not in known)]
+        wanted.insert(0, f"recipe={_BASE}")
+    # Hydra cannot delete a key that is null.
+    deleted = [o[1:] for o in wanted if o.startswith("~") and "." in o and "=" not in o]
+    wanted = [override for override in wanted if override[1:] not in deleted or override[0] != "~"]
+    if config_dir is not None:
+        wanted = _with_search_path(wanted, config_dir)
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         try:
-            composed = compose("config", overrides=overrides, return_hydra_config=True)
-            recipe = composed.hydra.runtime.choices.get("recipe")
+            composed = compose("config", overrides=wanted, return_hydra_config=True)
+            choices = dict(composed.hydra.runtime.choices)
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
+            tree = cast(dict[str, Any], OmegaConf.to_container(composed))
+            for key in deleted:
+                _delete(tree, key)
             # Merged into the schema again: `+key` and untyped files pass Hydra's own check.
-            plain = OmegaConf.to_container(composed, resolve=True)
-            merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
-            config = cast(Config, OmegaConf.to_object(merged))
+            tree["recipe"] = recipe or tree.get("recipe")
+            tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
+            config = to_config(tree)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(_explain(error, overrides)) from error
-    if config.allow_targets and not any(
-        o.lstrip("+").startswith("allow_targets") for o in overrides
-    ):
+            raise ConfigError(explain(error, wanted)) from error
+    if config.allow_targets and "allow_targets" not in given_keys(overrides):
         raise ConfigError(
             f"the recipe asks to run code of {', '.join(config.allow_targets)}: if you trust it, "
             f"say so with allow_targets=[{','.join(config.allow_targets)}] on the command line"
         )
-    if config.run_name is None:
-        config.run_name = Path(recipe).stem if recipe else "run"
-    return config
+    return Composition(config, tree, recipe, _leftovers(tree, overrides, choices.get("recipe")))
 
 
-def sweep_choices(overrides: Sequence[str]) -> list[list[str]]:
+def default_run_name(recipe: str | None) -> str:
+    """Returns the name of a run of `recipe` that has no other: `recs/a/base.yaml` is `recs-a-base`.
+
+    A path below the working directory is taken from there, any other from the root.
+    """
+    if recipe is None:
+        return "run"
+    path = Path(recipe)
+    if path.suffix not in (".yaml", ".yml"):
+        return recipe.replace("/", "-")
+    full, here = path.resolve(), Path.cwd().resolve()
+    relative = full.relative_to(here) if full.is_relative_to(here) else full.relative_to("/")
+    return "-".join(relative.with_suffix("").parts)
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Returns Hydra's reading of `overrides`.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    try:
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    return parsed
+
+
+def given_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the keys and groups that `overrides` set, without their `+`, `++` and `~`."""
+    return [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+
+def given_recipe(overrides: Sequence[str]) -> str | None:
+    """Returns the recipe that `overrides` name, as it is written there."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "recipe" and value not in ("", "null"):
+            return value
+    return None
+
+
+def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> list[list[str]]:
     """Returns the overrides of each run of a sweep such as `optim.lr=1e-3,1e-2`.
 
     Raises:
         ConfigError: an override cannot be read or swept over.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        # Not through hydra.main: within its jobs no further config can be composed.
-        return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
-    except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-
-
-def to_yaml(value: Config | list[str]) -> str:
-    """Returns a resolved config, or a list of overrides, as written to the run directory."""
-    return OmegaConf.to_yaml(value if isinstance(value, list) else OmegaConf.structured(value))
-
-
-def _store_recipe(name: str, text: str) -> None:
-    try:
-        node = OmegaConf.create(text)
-    except YAMLError as error:
-        raise ConfigError(f"recipe {name} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(node, DictConfig):
-        raise ConfigError(f"recipe {name} must be a mapping of keys to values")
-    ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
+    register()
+    search_path = [o for o in overrides if o.lstrip("+").startswith(_SEARCH_PATH)]
+    if config_dir is not None:
+        search_path = _with_search_path(search_path, config_dir)
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        try:
+            compose("config", overrides=search_path, return_hydra_config=True)
+            loader = GlobalHydra.instance().config_loader()
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+            for override in parsed:
+                key, glob = override.key_or_group, override.value()
+                if isinstance(glob, Glob) and not glob.filter(loader.get_group_options(key)):
+                    raise ConfigError(
+                        f"{override.input_line}: glob() chooses among the options of a group "
+                        f"(optim=glob(*)), and none of {key} fits; list the values: "
+                        f"{key}=value1,value2"
+                    )
+            # Not through hydra.main: within its jobs no further config can be composed.
+            return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
+        except HydraException as error:
+            raise ConfigError(" ".join(str(error).split())) from error
 
 
 def register_recipe_file(override: str) -> str:
@@ -127,62 +218,57 @@ def register_recipe_file(override: str) -> str:
     return f"{key}={path.stem}"
 
 
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns one line that says what Hydra or OmegaConf found, and how to fix it."""
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    for cause in causes:
-        if isinstance(cause, MissingConfigException):
-            group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
-            return f"{group}={chosen} is unknown: {did_you_mean(chosen, cause.options or [])}"
-    loader = GlobalHydra.instance().config_loader()
-    for override in overrides:
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as grammar:
-            return f"cannot read the override {override!r}: {_first_line(grammar)}"
-        key, _, value = override.partition("=")
-        if not key:
-            return f"cannot read the override {override!r}: there is no key before the ="
-        if key.startswith("+") and key.lstrip("+") in _groups():
-            return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
-        options = loader.get_group_options(key)
-        if type(error) is ValueError and options and value not in options:  # a number, say
-            return f"{override} is unknown: {did_you_mean(value, options)}"
-    if unknown := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
-        close = closest(unknown[2].removeprefix("recipe/"), loader.list_groups(""))
-        hint = f"; did you mean 'override /{close}'?" if close else ""
-        return f"{unknown[1]}: there is no group {unknown[2]} in the defaults list{hint}"
-    known = _known_keys(overrides)
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("+~").partition("@")[0]
-        if key and known and key not in known and not key.startswith("hydra."):
-            return unknown_key(key, known)
-    for cause in causes:
-        if isinstance(cause, ConfigKeyError) and cause.full_key:
-            return unknown_key(cause.full_key, known)
-    for cause in causes:
-        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-            return f"{cause.full_key}: {_first_line(cause)}"
-    return " ".join(str(error).split())
-
-
-def _known_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns the config's keys and groups, composed from the overrides that choose options."""
-    groups = [group for group in _groups() if group != "schema"]
-    choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
+def _store_recipe(name: str, text: str) -> None:
     try:
-        composed = compose("config", overrides=choices)
-    except (HydraException, OmegaConfBaseException):
-        composed = compose("config")
-    tree = OmegaConf.to_container(composed)
-    return [*flat_keys(cast(dict[str, Any], tree)), "recipe"]
+        node = OmegaConf.create(text)
+    except YAMLError as error:
+        raise ConfigError(f"recipe {name} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"recipe {name} must be a mapping of keys to values")
+    ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
 
 
-def _groups() -> list[str]:
-    return [*(f.name for f in fields(Config)), "recipe"]
+def _with_search_path(overrides: Sequence[str], config_dir: str) -> list[str]:
+    """Returns `overrides` with `config_dir` in the search path, after what they put there."""
+    folder = Path(config_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    paths: list[str] = []
+    for override in parse_overrides([o for o in overrides if _SEARCH_PATH in o]):
+        value = override.value()
+        paths += [str(path) for path in value] if isinstance(value, list) else [str(value)]
+    paths.append(f"file://{folder.resolve()}")
+    others = [override for override in overrides if _SEARCH_PATH not in override]
+    return [*others, f"{_SEARCH_PATH}=[{','.join(repr(path) for path in paths)}]"]
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+def _delete(tree: dict[str, Any], key: str) -> None:
+    parent: Any = tree
+    *above, leaf = key.split(".")
+    for name in above:
+        parent = parent.get(name) if isinstance(parent, dict) else None
+    if not isinstance(parent, dict) or leaf not in parent:
+        raise ConfigError(unknown_key(key, list(flat_keys(tree))))
+    del parent[leaf]
+
+
+def _leftovers(
+    tree: Mapping[str, Any], overrides: Sequence[str], recipe: str | None
+) -> dict[str, list[str]]:
+    """Returns the keys of each open group that were not written for its `_target_`."""
+    of_recipe: Mapping[str, Any] = {}
+    if recipe is not None:
+        found = ConfigStore.instance().repo.get("recipe", {}).get(f"{recipe}.yaml")
+        if found is not None:
+            of_recipe = cast(dict[str, Any], OmegaConf.to_container(found.node))
+    keys = given_keys(overrides)
+    leftovers = {}
+    for group in OPEN_GROUPS:
+        given = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
+        in_recipe = of_recipe.get(group)
+        if "_target_" not in given:
+            if not isinstance(in_recipe, dict) or "_target_" not in in_recipe or group in keys:
+                continue
+            given |= set(in_recipe)
+        leftovers[group] = [key for key in tree.get(group) or {} if key not in given]
+    return leftovers

@@ -10,7 +10,7 @@ a config is shown quickly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridtrain.errors import ConfigError
@@ -18,6 +18,9 @@ from hybridtrain.options import LoaderOptions, PipelineOptions
 
 LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
+
+OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
+"""The groups whose keys are the arguments of a `_target_`."""
 
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
@@ -68,13 +71,16 @@ class TrainerConfig:
 
     steps: int | None = None
     epochs: int | None = None
+    max_time: Any = None
     accumulate: int = 1
     clip_norm: float | None = None
     precision: str = PipelineOptions.precision
     loss_scale: float | None = None
+    max_skipped: int | None = 10
     compile: bool = PipelineOptions.compile
     log_every: int = 10
     eval_every: int | None = None
+    eval_every_epochs: int | None = None
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
@@ -86,14 +92,36 @@ class TrainerConfig:
     there are classes."""
 
 
-@dataclass
+# The functions that `dataclass` would write have the fields' names as parameters, and `async` is a
+# keyword of Python.
+@dataclass(init=False, repr=False, eq=False)
 class CheckpointConfig:
-    """The checkpoints of a run."""
+    """The checkpoints of a run. See `TrainerOptions` for the keys `best` and `best_mode`."""
 
     every_steps: int | None = None
     """Steps between two checkpoints; null: only at the end; 0: none at all."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints."""
+    every_epochs: int | None = None
+    """Epochs between two checkpoints."""
+    best: str | None = None
+    best_mode: str = "min"
     keep: int | None = 3
     """The newest checkpoints to keep; null: all."""
+    __annotations__["async"] = "bool"
+    vars()["async"] = False
+    """Write checkpoints in the background; a step waits for the copy to host memory only."""
+
+    def __init__(self, **values: Any) -> None:
+        for each in fields(self):
+            setattr(self, each.name, values.pop(each.name, each.default))
+        if values:
+            raise TypeError(f"CheckpointConfig has no {', '.join(values)}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointConfig) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dataclass that can be changed
 
 
 @dataclass
@@ -112,14 +140,22 @@ class MonitorConfig:
 class Config:
     """A whole run."""
 
+    recipe: str | None = None
+    """A recipe of the package by its name, or any by the path of its file."""
     run_name: str | None = None
-    """The folder of the run in `output_dir`; null: the recipe's name."""
+    """The folder of the run in `output_dir`; null: the name of the recipe, or of its path."""
     output_dir: str = "outputs"
     """The folder of all runs."""
     seed: int = PipelineOptions.seed
     """The seed of the initial weights, the data order and dropout."""
     resume: str | None = "auto"
-    """`auto`: the newest checkpoint in the run directory, if any; a checkpoint's path; or null."""
+    """`auto`: the newest checkpoint in the run directory, if any; `last`: the newest, which must
+    exist; `best`; the path of a checkpoint or of a run directory; or null: none."""
+    allow_changes: bool = False
+    """Go on with a run with another model, other data or another seed than it has."""
+    init_from: Any = None
+    """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
+    of a checkpoint, a run or a folder of the Hub; or a mapping of `path`, `strict` and `best`."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as [my_project.models]."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -147,14 +183,33 @@ def check(config: Config) -> None:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
     if (config.world.stall_s or 0) < 0:
         raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
-    if (every := config.checkpoint.every_steps or 0) < 0:
+    checkpoint = config.checkpoint
+    if (every := checkpoint.every_steps or 0) < 0:
         raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
+    for name in ("every_minutes", "every_epochs", "best"):
+        value = getattr(checkpoint, name)
+        if value is not None and checkpoint.every_steps == 0:
+            raise ConfigError(
+                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
+                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
+            )
     batch_size = config.data.get("batch_size")
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
     name = config.run_name or ""
     if not name or name != name.strip("/. ") or ".." in name.split("/"):
         raise ConfigError(f"run_name={config.run_name!r} must be the name of a folder")
+
+
+def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
+    """Returns what `config` says as the arguments of `TrainerOptions`."""
+    return {
+        "checkpoint_every": config.every_steps or None,
+        "checkpoint_every_minutes": config.every_minutes,
+        "checkpoint_every_epochs": config.every_epochs,
+        "best": config.best,
+        "best_mode": config.best_mode,
+    }
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

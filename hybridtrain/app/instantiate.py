@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.errors import ConfigError, closest
+from hybridtrain.errors import ConfigError, UserError, closest
 
 T = TypeVar("T")
 
@@ -30,13 +30,17 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 
+# Packages whose objects take plain values, so that each error of theirs is about such a value.
+VALUES_ONLY = ("torch.optim", "torchmetrics")
+
+
 def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., Any]:
     """Returns the class or function that `path`, the value of `<key>._target_`, names.
 
     Raises:
         ConfigError: it is not allowed under `key`, does not exist or is not callable.
     """
-    packages = (*PACKAGES[key], *allow)
+    packages = (*_own_packages(key), *allow)
     where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
     if not isinstance(path, str) or not _within(path, packages):
         raise ConfigError(
@@ -64,7 +68,8 @@ def build(
     """Calls the target of `config`, which makes a `kind`, with `positional` and the other keys.
 
     A key that is null takes its value from `defaults`, and is left out if the target does not take
-    it. Keys in `ignore` are known but not passed on.
+    it. A parameter of the target without a key takes its value from `defaults` too. Keys in
+    `ignore` are known but not passed on.
 
     Raises:
         ConfigError: a key is unknown or missing, or the target makes something else.
@@ -87,20 +92,84 @@ def build(
     for name, value in arguments.items():
         if name not in known and not takes_any:
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
-        default = parameters[name].default if name in parameters else None
-        if isinstance(value, str) and isinstance(default, int | float):
-            expected = "true or false" if isinstance(default, bool) else "a number"
-            raise ConfigError(f"{key}.{name}={value} must be {expected}")
+        if name in parameters:
+            _check_type(f"{key}.{name}", value, parameters[name])
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name in list(parameters)[len(positional) :]:
+        if name in defaults and name not in config and parameters[name].kind in by_name:
+            arguments[name] = defaults[name]
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
         name = getattr(target, "__qualname__", repr(target))
         raise ConfigError(f"{key} ({name}): {error}") from None
     with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
-        made = target(*positional, **arguments)
+        try:
+            made = target(*positional, **arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            if not _within(f"{target.__module__}.", VALUES_ONLY):
+                raise  # the user's own code, or a model's
+            raise ConfigError(_refused_values(key, arguments, error)) from error
     if not isinstance(made, kind):
         raise ConfigError(_another_kind(key, config, kind, type(made)))
     return made
+
+
+def leave_out_leftovers(
+    key: str, config: dict[str, Any], leftovers: Sequence[str], allow: Sequence[str] = ()
+) -> list[str]:
+    """Removes those `leftovers` from `config` that its target does not take; returns their names.
+
+    A group's option has keys for its own `_target_`; with another one they are nobody's wish.
+    """
+    if not leftovers:
+        return []
+    parameters = inspect.signature(resolve(key, config.get("_target_"), allow)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    names = [name for name in leftovers if name not in (*parameters, "_target_")]
+    return [name for name in names if config.pop(name, None) is not None]
+
+
+def _own_packages(key: str) -> tuple[str, ...]:
+    """Returns the packages of `key`, or of the group that it is an entry of."""
+    while key not in PACKAGES:
+        key = key.rpartition(".")[0]
+    return PACKAGES[key]
+
+
+def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
+    """Refuses a text or a single number where the target expects another kind of value."""
+    default, annotation = parameter.default, str(parameter.annotation)
+    numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
+    if isinstance(value, str) and (isinstance(default, int | float) or numeric):
+        expected = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"{key}={value} must be {expected}")
+    if isinstance(default, tuple) and value is not None:
+        is_list = isinstance(value, list | tuple)
+        if not is_list or len(cast(Sequence[Any], value)) != len(default):
+            example = ",".join(map(str, default))
+            raise ConfigError(
+                f"{key}={value} must be a list of {len(default)} values, such as [{example}]"
+            )
+
+
+def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
+    """Returns the message for values that a target does not accept; names the one, if it can."""
+    last = str(error).rpartition(":")[2].strip()
+    suspects = [
+        name
+        for name, value in arguments.items()
+        if last in map(str, value if isinstance(value, list | tuple) else [value])
+    ]
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(suspects) == 1:
+        name = suspects[0]
+        return f"{key}.{name}={arguments[name]}: {text}"
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{key}: {text} (with {given})"
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ from hybridtrain.errors import UserError
 KEYS: dict[str, str] = {
     **{name: f"data.{name}" for name in LOADER_KEYS},
     "checkpoint_every": "checkpoint.every_steps",
+    "checkpoint_every_minutes": "checkpoint.every_minutes",
+    "checkpoint_every_epochs": "checkpoint.every_epochs",
     **{
         setting.name: f"{group}.{setting.name}"
         for group, schema in get_type_hints(Config).items()

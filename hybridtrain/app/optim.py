@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, S
 from hybridtrain.app import instantiate
 from hybridtrain.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 
 def build_optimizer(
     config: Mapping[str, Any], parameters: Iterable[Parameter], allow: Sequence[str] = ()
@@ -24,10 +28,14 @@ def build_optimizer(
         ConfigError: the target is not an optimizer, or a key does not fit it.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    try:
-        return instantiate.build("optim", config, Optimizer, allow, positional=[trained])
-    except ValueError as error:  # such as a negative learning rate
-        raise ConfigError(f"optim: {error}") from error
+    optimizer = instantiate.build("optim", config, Optimizer, allow, positional=[trained])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"optim._target_={config['_target_']}: its step computes the loss several times, which "
+            f"a pipeline does not do; choose another optimizer"
+        )
+    return optimizer
 
 
 def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
@@ -35,7 +43,12 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
     parameter = Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(config, [parameter], allow)
     parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError) as error:  # for sparse gradients only, say
+        raise ConfigError(
+            f"optim._target_={config['_target_']} fails at a step: {error}"
+        ) from error
     kept = optimizer.state[parameter].values()
     return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
 
@@ -55,14 +68,26 @@ def build_lr_schedule(
     warmup = config.get("warmup_steps") or 0
     if type(warmup) is not int or warmup < 0:
         raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
+    if warmup >= total_steps:
+        _log.warning(
+            "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the learning "
+            "rate only rises, and never reaches its value",
+            warmup,
+            total_steps,
+        )
     left = max(1, total_steps - warmup)
+    lengths = {"T_max": left, "total_iters": left, "total_steps": left}
+    if "total_iters" not in config:  # it has a default
+        del lengths["total_iters"]
+    if "epochs" in config:  # the other way to tell OneCycleLR its length
+        del lengths["total_steps"]
     schedule = instantiate.build(
         "lr_schedule",
         config,
         LRScheduler,
         allow,
         positional=[optimizer],
-        defaults={"T_max": left, "total_iters": left, "total_steps": left},
+        defaults=lengths,
         ignore=["warmup_steps"],
     )
     if isinstance(schedule, ReduceLROnPlateau):

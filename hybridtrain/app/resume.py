@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from hybridtrain.app.build import RunContext
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+# Set to the number of restarts by torchrun, and by Slurm for a job that was requeued.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def checkpoint_to_resume(context: RunContext) -> Path | None:
@@ -18,18 +24,30 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
         CheckpointError: there is no such checkpoint, or none is intact.
     """
     resume, store = context.config.resume, context.store
+    of_run = context.settings.of_run
 
     def find() -> Path | None:
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and store.steps():
-            return store.newest()  # torchrun has restarted this run: continue where it was
+        if store.steps() and any(int(os.environ.get(name) or 0) > 0 for name in _RESTARTS):
+            return store.newest()  # the job has been started again: continue where it was
+        if store.steps() and of_run is not None and _is_path(resume) and resume == of_run.resume:
+            _log.info("the run has begun at resume=%s, and goes on from its own checkpoint", resume)
+            return store.newest()
         checkpoint = None if resume is None else _named_or_newest(resume, store)
         begin = -1 if checkpoint is None else step_of(checkpoint)
         later = [step for step in store.steps() if step > begin]
-        if later and resume != "auto":
+        if later and resume not in ("auto", "last"):
             raise ConfigError(
                 f"resume={resume or 'null'} would mix new checkpoints with the later ones in "
                 f"{store.root}, up to step {later[-1]}: set resume=auto to continue that run, or "
                 f"another run_name"
+            )
+        trained = context.directory.path / "metrics.jsonl"
+        if checkpoint is None and not store.steps() and trained.exists():
+            _log.warning(
+                "this run has trained before (%s), but there are no checkpoints in %s: they were "
+                "removed, renamed or never saved. It starts from scratch",
+                trained,
+                store.root,
             )
         return checkpoint
 
@@ -56,9 +74,22 @@ def checkpoint_to_read(context: RunContext) -> Path:
     return checkpoint
 
 
+def _is_path(resume: str | None) -> bool:
+    return resume not in (None, "auto", "last", "best")
+
+
 def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
+    """Returns the checkpoint that `resume` names; None: `auto` finds none."""
     if resume == "auto":
         return store.newest()
+    if resume in ("last", "best"):
+        found = store.newest() if resume == "last" else store.best()
+        if found is None:
+            raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
+        return found
     if not (path := Path(resume)).is_dir():
         raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
+    for folder in (path / "checkpoints", path):  # of a run directory
+        if (other := CheckpointStore(folder)).steps():
+            return other.newest()
     return path

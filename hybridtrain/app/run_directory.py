@@ -6,6 +6,7 @@
         tensorboard/    event files                checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
+        run.lock        see `app.run_lock`         evaluations.jsonl   a line per `evaluate`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
 """
@@ -14,18 +15,20 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-from tqdm.contrib import DummyTqdmFile
-
-from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config
-from hybridtrain.errors import ConfigError
+from hybridtrain.app.hidden import to_yaml
+from hybridtrain.app.run_log import RunLog
+from hybridtrain.app.terminal import json_line
+from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically
+
+_log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -41,6 +44,19 @@ class RunDirectory:
         self.path = Path(config.output_dir) / str(config.run_name)
         self.checkpoints = self.path / "checkpoints"
         self.plan = self.path / "plan.yaml"
+        self._log_file: RunLog | None = None
+
+    def check_writable(self) -> None:
+        """Raises the error of `create` early, where it can be foreseen; makes nothing.
+
+        Raises:
+            ConfigError: the directory cannot be made or written to.
+        """
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not existing.is_dir():
+            raise self._unwritable(f"{existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise self._unwritable("Permission denied")
 
     def create(self) -> None:
         """Makes the directory; every process calls it, since each has a log in it.
@@ -51,42 +67,58 @@ class RunDirectory:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"cannot write to the run directory {self.path}: {error.strerror}; set output_dir "
-                f"or run_name"
-            ) from error
+            raise self._unwritable(str(error.strerror)) from error
+        if self._log_file is not None:
+            self._log_file.begin_file()
 
-    def write_config(self, config: Config, overrides: Sequence[str]) -> None:
-        """Writes `config.yaml` and `overrides.yaml`."""
-        write_atomically(self.path / "config.yaml", to_yaml(config))
-        write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))
-
-    def read_config(self) -> dict[str, Any]:
-        """Returns the config that `write_config` wrote, or an empty one."""
-        path = self.path / "config.yaml"
-        if not path.exists():
-            return {}
-        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    def write_config(
+        self,
+        config: Config,
+        overrides: Sequence[str],
+        texts: Mapping[tuple[str | int, ...], str] | None = None,
+    ) -> None:
+        """Writes `config.yaml` and `overrides.yaml`; `texts` as in `to_yaml`."""
+        self._write("config.yaml", to_yaml(config, texts or {}))
+        self._write("overrides.yaml", to_yaml(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`."""
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        """Writes `summary.json`; NaN and the infinities, which JSON does not have, are null."""
+        self._write("summary.json", json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+
+    def add_evaluation(self, result: Mapping[str, Any]) -> None:
+        """Appends a line to `evaluations.jsonl`; only warns if that fails."""
+        try:
+            with open(self.path / "evaluations.jsonl", "a", encoding="utf-8") as file:
+                file.write(json_line(result) + "\n")
+        except OSError as error:
+            _log.warning("the evaluation is not in evaluations.jsonl: %s", error)
 
     def log_to_files(self, rank: int) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too.
 
-        Without a run directory, as when the name of a run to evaluate has a typo, there is only the
-        terminal.
+        The file is there once the directory is.
         """
-        root = logging.getLogger()
-        root.setLevel(logging.INFO)
-        for handler in list(root.handlers):
-            root.removeHandler(handler)
-        if (self.path / "logs").is_dir():
-            file = logging.FileHandler(self.path / "logs" / f"rank_{rank:03d}.log")
-            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-            root.addHandler(file)
-        if rank == 0:
-            # Above the bar of `Progress`.
-            root.addHandler(logging.StreamHandler(DummyTqdmFile(sys.stderr)))
-        logging.captureWarnings(True)
+        self._log_file = RunLog(self.path / "logs", rank)
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_atomically(self.path / name, text)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path / name}: {error.strerror or error}; free some space, or "
+                f"set another output_dir="
+            ) from error
+
+    def _unwritable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"cannot write to the run directory {self.path}: {reason}; set output_dir or run_name"
+        )
+
+
+def _finite(value: Any) -> Any:
+    """Returns a tree of JSON's types with None for the floats that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

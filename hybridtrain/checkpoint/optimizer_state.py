@@ -39,7 +39,13 @@ def check_groups(
     """
     numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
     own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    saved = [[numbers.get(name, -1) for name in group["params"]] for group in state["param_groups"]]
+    try:
+        groups = state["param_groups"]
+        saved = [[numbers.get(name, -1) for name in group["params"]] for group in groups]
+        if not all(isinstance(entry, dict) for entry in state["state"].values()):
+            raise TypeError("the state of a parameter is a dict")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"the optimizer's state in {path} is damaged: {error!r}") from None
     if saved != own:
         raise CheckpointError(
             f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "

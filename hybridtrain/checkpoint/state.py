@@ -170,7 +170,7 @@ def restore(
     saved = world.broadcast(saved)
     for entry in progress.values():  # first, because it refuses a run of another kind
         entry.load_state_dict(saved)
-    _load_weights(model, weights, extra)
+    load_weights(model, weights, extra)
     if optimizer is not None:
         load_optimizer_by_name(model, optimizer, trees.get("optimizer", {}))
     for name, entry in states.items():
@@ -252,7 +252,7 @@ def _mapped(path: Path) -> Any:
 
 
 @torch.no_grad()
-def _load_weights(
+def load_weights(
     model: HybridModel, weights: Mapping[str, Tensor], extra: Mapping[str, Any]
 ) -> None:
     """Loads rank 0's `weights` and other state on every rank; a collective call."""

@@ -17,7 +17,7 @@ from hybridtrain.world import World
 
 
 class Piece(NamedTuple):
-    """What a replica has of a global batch.
+    """A replica's share of a global batch.
 
     Attributes:
         batch: `(inputs, targets)`.
@@ -80,13 +80,13 @@ def agreed(
         total = sum(counts)
         if first:
             check(digests)
-            if total and 0 in counts and (piece is None or piece.total is None):
+            if total >= at_least and 0 in counts and (piece is None or piece.total is None):
                 own = _one_sample(piece.batch) if piece is not None else None
                 spare = next(each for each in world.gather(own) if each is not None)
         if piece is not None and piece.total not in (None, total):
             raise DataError(
                 f"the replicas read different samples from {name}: its order must be the same in "
-                f"every process (shuffle with a generator of its own, from a fixed seed)"
+                f"every process (shuffle with its own generator, from a fixed seed)"
             )
         if total < at_least:
             return

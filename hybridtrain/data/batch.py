@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,16 +31,18 @@ class Batch:
 class BatchSource(Protocol):
     """An endless stream of batches, epoch after epoch: what a `Trainer` trains on.
 
-    With `state_dict` and `load_state_dict` (JSON's types; None: nothing to save) its state is part
-    of a checkpoint.
+    If it has an attribute `has_state` that is true, a checkpoint holds its `state_dict()`, which
+    every process calls, and a resumed run calls its `load_state_dict`.
 
     Attributes:
         batch_size: the samples of a global batch; 1 where batches are counted in place of samples.
         batches_per_epoch: None if it is not known.
     """
 
-    batch_size: int
-    batches_per_epoch: int | None
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+    @property
+    def batches_per_epoch(self) -> int | None: ...  # noqa: D102
 
     def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
         """Yields this replica's batches from `batch` of `epoch` on."""
@@ -52,3 +54,11 @@ def share_of(total: int, replica: int, replicas: int) -> slice:
     small, larger = divmod(total, replicas)
     start = replica * small + min(replica, larger)
     return slice(start, start + small + (replica < larger))
+
+
+def take(stream: Iterator[Batch], count: int) -> list[Batch]:
+    """Returns the next `count` batches, or fewer if their epoch ends."""
+    batches = [next(stream)]
+    while len(batches) < count and not batches[-1].last:
+        batches.append(next(stream))
+    return batches

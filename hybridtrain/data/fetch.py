@@ -120,24 +120,31 @@ class Watched:
                     if is_timeout(error):
                         worker = self.received % self._options.workers
                         reading = self._reading(worker)
+                        self.close(kill=True)
                         raise worker_hangs(worker, self._options.timeout_s, reading) from None
                     raise
-                if isinstance(batch, Failure):
-                    batch.raise_()
+                unless_failed(batch)
                 self.received += 1
                 self._on_batch()
                 yield batch
                 del batch
         finally:
-            self._iterator = None  # the workers end with it
+            if not self._loader.persistent_workers:
+                self.close()
 
     def look(self) -> None:
         """Raises a DataError if a worker process has ended that should not have."""
         for number, worker in enumerate(private.loader_workers(self._iterator)):
             if worker.exitcode is not None:
                 error = worker_ended(number, worker.pid, worker.exitcode, self._reading(number))
-                private.wake_loader(self._iterator)  # or the thread would wait for the timeout
+                self.close(kill=True)
                 raise error
+
+    def close(self, kill: bool = False) -> None:
+        """Ends the worker processes; with `kill` without asking them."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            private.end_loader(iterator, kill)
 
 
 class _Batches(Dataset[Any]):
@@ -177,6 +184,24 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
         return check_pair(batch, dataset)
     except DataError as error:
         return Failure(str(error))
+
+
+def whole_batch(
+    dataset: Any, indices: Sequence[int], collate: Callable[[Any], Any] | None = None
+) -> Any:
+    """Returns the batch `(inputs, targets)` of some samples.
+
+    Raises:
+        DataError: a sample cannot be read, or they make no batch.
+    """
+    return unless_failed(_Batches(dataset, collate or default_collate).__getitems__(indices))
+
+
+def unless_failed(batch: Any) -> Any:
+    """Returns `batch`; raises it as a DataError if it is a Failure."""
+    if isinstance(batch, Failure):
+        batch.raise_()
+    return batch
 
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from hybridtrain.data.batch import Batch, share_of
 from hybridtrain.data.faults import name_of
@@ -42,7 +41,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         world: World,
         *,
@@ -56,7 +55,7 @@ class TrainLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.samples = len(dataset)  # type: ignore[arg-type]
+        self.samples = len(dataset)
         self._world = world
         self._seed = seed
         self._options = options or LoaderOptions()
@@ -109,11 +108,14 @@ class EvalLoader:
         batch_size: samples over all replicas.
         world: tells which replica this process belongs to.
         options: how batches are loaded.
+
+    Attributes:
+        samples: of this replica; None if it is not known.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         world: World,
         *,
@@ -123,13 +125,17 @@ class EvalLoader:
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
+        self.samples: int | None = None
+        if not is_stream(dataset):
+            share = share_of(len(dataset), world.replica, world.replicas)
+            self.samples = share.stop - share.start
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         if is_stream(self._dataset):
             size, options = self._batch_size * self._world.replicas, self._options
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
             return
-        total: int = len(self._dataset)  # type: ignore[arg-type]
+        total: int = len(self._dataset)
         mine = range(total)[share_of(total, self._world.replica, self._world.replicas)]
         batches = [
             list(mine[start : start + self._batch_size])

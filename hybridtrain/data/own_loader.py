@@ -6,12 +6,12 @@ import itertools
 import pickle
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain.data.agreement import Piece, agreed, digest_of
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.batch import Batch, BatchSource
 from hybridtrain.data.faults import check_pair, name_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.microbatch import batch_size
@@ -21,7 +21,7 @@ from hybridtrain.world import World
 class OwnLoader:
     """The batches of `loader`, epoch after epoch: any iterable of `(inputs, targets)`.
 
-    Each replica's loader yields samples of its own, for example by a DistributedSampler or by
+    Each replica's loader yields its own samples, for example by a DistributedSampler or by
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
     samplers and its data set, where they have it. With `state_dict` and `load_state_dict`, as
     torchdata's StatefulDataLoader has, a resumed run continues where it was; otherwise it takes
@@ -44,8 +44,8 @@ class OwnLoader:
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise DataError(
-                f"{name_of(loader)} is no loader: pass an object whose __iter__ starts anew, and "
-                f"yields batches `(inputs, targets)`"
+                f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
+                f"and yields batches `(inputs, targets)`"
             )
         if world.replicas > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
@@ -54,7 +54,7 @@ class OwnLoader:
         self.loader = loader
         self._world = world
         self.batches_per_epoch: int | None = None
-        with suppress(TypeError):  # as it is for a DataLoader of a data set without length
+        with suppress(TypeError):  # a DataLoader of a data set without length
             self.batches_per_epoch = len(loader)  # type: ignore[arg-type]
         self._position = (0, 0)
         self._state: bytes | None = None
@@ -64,7 +64,7 @@ class OwnLoader:
         """Yields this replica's batches from `batch` of `epoch` on.
 
         Raises:
-            DataError: a batch is no pair, all replicas get the same samples, or there are none.
+            DataError: a batch is not a pair, all replicas get the same samples, or there are none.
         """
         loaded, self._loaded = self._loaded, None
         skip = batch
@@ -103,7 +103,7 @@ class OwnLoader:
             check_pair(batch, loader)
             if digest is None:
                 digest = digest_of(batch)
-            state = pickle.dumps(loader.state_dict()) if hasattr(loader, "state_dict") else None
+            state = pickle.dumps(loader.state_dict()) if self.has_state else None
             yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
 
     def _check_digests(self, digests: list[int]) -> None:
@@ -113,11 +113,14 @@ class OwnLoader:
                 f"world.replica and world.replicas, as a DistributedSampler does"
             )
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Returns the loaders' states after the last batch; None if they have none; collective."""
-        if self._state is None:
-            return None
-        state = pickle.loads(self._state)
+    @property
+    def has_state(self) -> bool:
+        """True if the loader can save and load its state."""
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the loaders' states after the last batch in use; a collective call."""
+        state = pickle.loads(self._state) if self._state is not None else None
         states = self._world.gather(state)[:: self._world.processes_per_replica]
         return {"epoch": self._position[0], "batch": self._position[1], "states": states}
 
@@ -135,6 +138,13 @@ class OwnLoader:
             )
         state = pickle.dumps(states[self._world.replica])
         self._loaded = {**state_dict, "state": state}
+
+
+def as_source(train: BatchSource | Iterable[Any], world: World) -> BatchSource:
+    """Returns what a trainer trains on: `train`, or the batches of a loader of the user's own."""
+    if hasattr(train, "stream"):
+        return cast(BatchSource, train)
+    return OwnLoader(train, world)
 
 
 def _check_batch_sampler(loader: DataLoader[Any], world: World) -> None:

@@ -1,6 +1,6 @@
 """A data set as the trainer takes it: two splits, how to batch them, and metadata for the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,15 @@ def already_batched(batch: Any) -> Any:
 class DataSplits:
     """A data set, ready for a `DataLoader`.
 
-    Both splits are map-style (they have a length), can be sent to loader workers (they pickle),
-    and yield `(inputs, target)`, where each is a tensor or a pytree of tensors.
+    Both splits are map-style (`__getitem__` and `__len__`) or iterable (see `StreamLoader`), can be
+    sent to loader workers (they pickle), and yield `(inputs, target)`, where each is a tensor or a
+    pytree of tensors.
     """
 
-    train: Dataset[Any]
+    train: Dataset[Any] | Iterable[Any]
     """The training split."""
 
-    eval: Dataset[Any] | None
+    eval: Dataset[Any] | Iterable[Any] | None
     """The evaluation split, or None where there is none."""
 
     collate: Callable[[Any], Any] | None = already_batched

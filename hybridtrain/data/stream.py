@@ -17,17 +17,17 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridtrain.data.agreement import Piece, agreed
 from hybridtrain.data.batch import Batch
 from hybridtrain.data.faults import name_of
-from hybridtrain.data.fetch import Watched, prefetch
-from hybridtrain.data.stream_part import Start, StreamPart
+from hybridtrain.data.fetch import Watched, collated, prefetch, unless_failed, whole_batch
+from hybridtrain.data.stream_part import Reader, Start, StreamPart, has_state
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
@@ -40,6 +40,30 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
     return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | None) -> Any:
+    """Returns the first `samples` of a data set as a batch `(inputs, targets)`.
+
+    Raises:
+        DataError: there are none, or they make no batch.
+    """
+    if not is_stream(dataset):
+        there = range(min(samples, len(dataset)))
+        if len(there):
+            return whole_batch(dataset, there, collate)
+        raise DataError(f"{name_of(dataset)} has no samples")
+    before = dataset.state_dict() if has_state(dataset) else None
+    reader = Reader(dataset)
+    items, total = reader.take(samples, 0, 1, keep=True)
+    if before is not None:
+        dataset.load_state_dict(before)  # training begins where the data set stood
+    if reader.failure is not None:
+        reader.failure.raise_()
+    if total == 0:
+        raise DataError(f"{name_of(dataset)} has no samples")
+    what = f"the first {total} samples of {name_of(dataset)}"
+    return unless_failed(collated(items, collate or default_collate, dataset, what))
 
 
 class StreamLoader:
@@ -189,16 +213,19 @@ class StreamLoader:
             raise DataError(
                 f"the {readers} read different samples from {name}, and each is to read all of "
                 f"them: if it divides itself over them, set divided=True; if it shuffles, it must "
-                f"do so with a generator of its own, from a fixed seed and the epoch"
+                f"do so with its own generator, from a fixed seed and the epoch"
             )
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Returns where the data set stands after the last batch that was handed out, if it can.
+    @property
+    def has_state(self) -> bool:
+        """True if the data set can save and load its state."""
+        return has_state(self.dataset)
 
-        None if the data set has no `state_dict`. A collective call if the data set divides itself.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the data set stands after the last batch in use.
+
+        A collective call if the data set divides itself.
         """
-        if not hasattr(self.dataset, "state_dict") or self._position == (0, 0):
-            return None
         own = {worker: pickle.loads(x) for worker, x in self._states.items() if x is not None}
         # the worker that made the last batch has read the furthest, as far as all have
         states: list[Any] = [own.get(self._next_worker - 1)]
@@ -244,6 +271,7 @@ class _Source:
         self._options = loader._options
         self._name = name_of(loader.dataset)
         self._compare = loader._compare
+        self._watched: Watched | None = None
         part = StreamPart(
             loader.dataset, loader.divided, loader.batch_size, loader._world, loader._options,
             loader._seed, start, drop_last,
@@ -263,6 +291,7 @@ class _Source:
     def epoch(self, skip: int) -> Generator[Piece, None, None]:
         """Yields the pieces of the next epoch, without the first `skip`."""
         watched = Watched(self._loader, self._options, lambda _: f"a batch of {self._name}")
+        self._watched = watched
         digests: dict[int, int] = {}  # by worker
         pieces = prefetch(watched.batches(), device=self._device, look=watched.look)
         try:
@@ -278,6 +307,8 @@ class _Source:
 
     def close(self) -> None:
         """Ends the worker processes."""
+        if self._watched is not None:
+            self._watched.close()
         del self._loader
 
 
@@ -289,7 +320,7 @@ def _divide(dataset: Any, world: World, options: LoaderOptions) -> tuple[Any, bo
     """
     if not hasattr(dataset, "__iter__"):
         raise DataError(
-            f"{name_of(dataset)} is no data set: it needs `__getitem__` and `__len__`, or an "
+            f"{name_of(dataset)} is not a data set: it needs `__getitem__` and `__len__`, or an "
             f"`__iter__`"
         )
     if isinstance(dataset, Iterator):

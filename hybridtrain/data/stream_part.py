@@ -24,7 +24,7 @@ _COMPARED = 16
 
 
 class Start:
-    """Where a stream begins: at a batch, or at a state of the data set."""
+    """The beginning of a stream: at a batch, or at a state of the data set."""
 
     def __init__(
         self, epoch: int, batch: int, states: Mapping[int, bytes | None] | None = None,
@@ -36,7 +36,7 @@ class Start:
 
 
 class StreamPart(IterableDataset[Any]):
-    """What a process makes of the data set: its pieces of each epoch; runs in the workers."""
+    """A process's pieces of each epoch; runs in the workers."""
 
     def __init__(
         self,
@@ -72,8 +72,11 @@ class StreamPart(IterableDataset[Any]):
             self._dataset.set_epoch(start.epoch)
         state = start.states.get(worker, start.states.get(-1))
         if state is not None:
-            self._dataset.load_state_dict(pickle.loads(state))
-        reader = _Reader(self._dataset)
+            saved = pickle.loads(state)
+            self._dataset.load_state_dict(saved["state"])
+            if saved["ended"]:
+                return  # this epoch; an iteration would begin the next
+        reader = Reader(self._dataset)
         if self._divided:
             if worker < start.worker % workers:
                 yield "a turn"  # that it had taken before the state was saved
@@ -83,7 +86,7 @@ class StreamPart(IterableDataset[Any]):
                 reader.skip(start.batch * self._batch_size)
             yield from self._of_all(reader, worker, workers)
 
-    def _of_all(self, reader: _Reader, worker: int, workers: int) -> Iterator[Any]:
+    def _of_all(self, reader: Reader, worker: int, workers: int) -> Iterator[Any]:
         """Yields the pieces of the global batches `worker`, `worker + workers`, ..."""
         for number in itertools.count():
             mine = number % workers == worker
@@ -97,7 +100,7 @@ class StreamPart(IterableDataset[Any]):
                 counts = len(range(self._replica, total, self._replicas))
                 yield self._piece(reader, samples, counts, total, worker)
 
-    def _of_my_own(self, reader: _Reader, worker: int) -> Iterator[Any]:
+    def _of_my_own(self, reader: Reader, worker: int) -> Iterator[Any]:
         """Yields pieces of all samples that the data set gives this process."""
         share = share_of(self._batch_size, self._replica, self._replicas)
         size = share.stop - share.start
@@ -111,11 +114,12 @@ class StreamPart(IterableDataset[Any]):
             yield self._piece(reader, samples, total, None, worker)
 
     def _piece(
-        self, reader: _Reader, samples: list[Any], counts: int, total: int | None, worker: int
+        self, reader: Reader, samples: list[Any], counts: int, total: int | None, worker: int
     ) -> Any:
         state = None
-        if hasattr(self._dataset, "state_dict"):
-            state = pickle.dumps(self._dataset.state_dict())
+        if has_state(self._dataset):
+            saved = {"state": self._dataset.state_dict(), "ended": reader.ended}
+            state = pickle.dumps(saved)  # now, since the data set goes on
         what = f"{len(samples)} samples of {name_of(self._dataset)}, before sample {reader.read}"
         batch = collated(samples, self._collate, self._dataset, what)
         if isinstance(batch, Failure):
@@ -123,19 +127,21 @@ class StreamPart(IterableDataset[Any]):
         return Piece(batch, counts, total, digest_of(reader.first), worker, state)
 
 
-class _Reader:
+class Reader:
     """The samples of a data set, in order.
 
     Attributes:
         read: how many were read.
         first: a few of the first.
         failure: what happened when a sample could not be read.
+        ended: whether the data set has been asked for more than there is.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.read = 0
         self.first: list[Any] = []
         self.failure: Failure | None = None
+        self.ended = False
         self._name = name_of(dataset)
         try:
             self._samples = iter(dataset)
@@ -154,6 +160,7 @@ class _Reader:
             try:
                 sample = next(self._samples)
             except StopIteration:
+                self.ended = True
                 return (kept or [spare], number)
             except Exception as error:
                 what = f"sample {self.read} of {self._name} cannot be read"
@@ -175,6 +182,11 @@ class _Reader:
             if there == 0:
                 return
             count -= there
+
+
+def has_state(dataset: Any) -> bool:
+    """Returns whether a data set can save and load where it stands."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def _seed_all(seed: int) -> None:

@@ -23,6 +23,7 @@ from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.exporter import export_tracer
 from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
+from hybridtrain.graph.prepare import check_unwrapped, initialize_lazy
 from hybridtrain.graph.segment import SingleLayer
 from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
@@ -77,7 +78,13 @@ class ChainBuilder:
         self._net = net
         self._tracer: Tracer | None = None
         self._failures: list[Exception] = []
+        check_unwrapped(net)
+        initialize_lazy(net, example_inputs)
         if is_chain(net):
+            return
+        if isinstance(net, torch.jit.ScriptModule):
+            why = "it is of TorchScript, whose code torch.fx and torch.export do not see"
+            self._failures.append(Untraceable(why))
             return
         if has_hooks(net):
             why = "the model itself has hooks, which would not run around its layers"
@@ -102,20 +109,27 @@ class ChainBuilder:
                 )
             if not self._try(export_tracer(self._signature, values, precision)):
                 self._signature = replace(self._signature, flat=True)
+            else:
+                apart = partial(trace, self._signature, outlined_share=TOO_LARGE_SHARE)
+                self._try(apart, len(self._coarse.calls) if self._tracer is not None else 1)
 
-    def _try(self, tracer: Tracer) -> str:
+    def _try(self, tracer: Tracer, layers: int = 0) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
-        It is kept if it can trace the model's own forward.
+        It is kept if it can trace the model's own forward, to more than so many `layers`.
         """
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
             self._failures.append(error)
             return user_line(error)
+        if len(coarse.calls) <= layers:
+            return "it would still be one layer"
         self._tracer, self._coarse = tracer, coarse
+        parts = dict(self._net.named_modules())
         for name, reason in coarse.unexpanded.items():
-            if _size(self._net.get_submodule(name)) > TOO_LARGE_SHARE * _size(self._net):
+            # not every name is that of a module
+            if name in parts and _size(parts[name]) > TOO_LARGE_SHARE * _size(self._net):
                 return reason
         return ""
 
@@ -136,7 +150,12 @@ class ChainBuilder:
                     units[-1] = expanded.layers()
         elif self._tracer is not None:
             rule = _expand_rule(self._net, expand, LARGE_SHARE)
-            finer = trace_both_modes(self._net, self._tracer, rule) if expand else self._coarse
+            finer = self._coarse
+            if expand:
+                try:
+                    finer = trace_both_modes(self._net, self._tracer, rule)
+                except Exception as error:  # the model as a whole can be traced without
+                    unexpanded |= dict.fromkeys(expand, user_line(error))
             graphs.append((0, finer))
             begins = {calls[-1] for calls in self._coarse.calls}
             for layer, calls in zip(finer.layers(self._signature), finer.calls, strict=True):
@@ -165,6 +184,7 @@ class ChainBuilder:
             TraceGuards(
                 ((graph.expanded, graph.modes) for _, graph in graphs),
                 any(graph.grad_matters for _, graph in graphs),
+                {change for _, graph in graphs for change in graph.changes},
             ),
         )
 

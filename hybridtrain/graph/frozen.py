@@ -9,6 +9,8 @@ every forward is traced twice: two graphs that differ contain something that cha
 
 from __future__ import annotations
 
+import dis
+import inspect
 import pickle
 import random
 import sys
@@ -16,7 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
+from functools import cache
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -195,3 +198,53 @@ def _namespaces(module: nn.Module) -> Iterator[Iterable[Any]]:
                 yield [cell.cell_contents]
             except ValueError:  # not assigned yet
                 continue
+
+
+def globals_read(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Returns the globals that the forwards of `modules` may read: where each is, and its name.
+
+    The code of their methods and of the functions that they name is looked through as well.
+    """
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    todo: list[tuple[type, FunctionType]] = []
+    for module in modules:
+        forward = getattr(type(module), "forward", None)
+        if isinstance(forward, FunctionType):
+            todo.append((type(module), inspect.unwrap(forward)))
+    seen = set(todo)
+    while todo:
+        kind, function = todo.pop()
+        if _is_library(function.__module__):
+            continue
+        names, attributes = _names_read(function.__code__)
+        held = function.__globals__
+        found |= {(id(held), name): (held, name) for name in names if name in held}
+        others = [held.get(name) for name in names]
+        others += [getattr(kind, name, None) for name in attributes]
+        new = {(kind, each) for each in others if isinstance(each, FunctionType)} - seen
+        seen |= new
+        todo += new
+    return list(found.values())
+
+
+@cache
+def _names_read(code: CodeType) -> tuple[list[str], list[str]]:
+    """Returns the globals and the attributes that a function's code reads, and those in it."""
+    names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL":
+            names[str(each.argval)] = None
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes[str(each.argval)] = None
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            more, others = _names_read(inner)
+            names |= dict.fromkeys(more)
+            attributes |= dict.fromkeys(others)
+    return list(names), list(attributes)
+
+
+def _is_library(module: str | None) -> bool:
+    package = (module or "").partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names

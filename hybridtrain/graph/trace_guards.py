@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
+from hybridtrain.graph.frozen import globals_read
 
 # The modules whose code a graph stands for, by name, and the training flags, in the order of the
 # modules, with which the graph was traced; empty if they make no difference.
@@ -22,7 +23,12 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
     """
 
-    def __init__(self, traced: Iterable[Traced] = (), grad_matters: bool = False) -> None:
+    def __init__(
+        self,
+        traced: Iterable[Traced] = (),
+        grad_matters: bool = False,
+        changes: Collection[tuple[int, str]] = (),
+    ) -> None:
         self._traced = list(traced)
         self._grad_matters = grad_matters
         self._hooks = [
@@ -38,6 +44,14 @@ class TraceGuards:
             for name, module in modules.items()
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and type(value) in simple
+            if (id(module), key) not in changes
+        ]
+        changed = {name for _, name in changes}
+        self._attributes += [
+            (f"the global {held.get('__name__')}", held, key, held[key])
+            for modules, _ in self._traced
+            for held, key in globals_read(modules.values())
+            if type(held[key]) in simple and key not in changed
         ]
 
     def check(self) -> None:

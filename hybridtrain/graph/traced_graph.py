@@ -39,6 +39,8 @@ class TracedGraph:
         output_spec: the structure of the output, if the graph returns its leaves alone.
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
+        changes: the attributes that statements taken out of a forward set: the identity of the
+            module, and the name.
     """
 
     graph: fx.Graph
@@ -48,6 +50,7 @@ class TracedGraph:
     unexpanded: dict[str, str] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
     grad_matters: bool = False
+    changes: frozenset[tuple[int, str]] = frozenset()
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
@@ -59,7 +62,11 @@ def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[A
 
     def target(node: fx.Node) -> Any:
         # tensors that a forward has from elsewhere may have one name in both graphs
-        return tensor(traced.find(str(node.target))) if node.op == "get_attr" else node.target
+        if node.op == "get_attr":
+            return tensor(traced.find(str(node.target)))
+        if node.op == "call_module":
+            return getattr(traced.find(str(node.target)), "key", node.target)
+        return node.target
 
     def by_number(arguments: Any) -> str:
         return repr(fx.node.map_arg(arguments, lambda node: number[node]))
@@ -74,7 +81,8 @@ def first_difference(one: TracedGraph, other: TracedGraph) -> fx.Node | None:
     """Returns the first node in which two graphs of one forward differ; None if they are equal."""
     for traced, against in ((one, other), (other, one)):
         pairs = zip_longest(operations(traced, _Constant), operations(against, _Constant))
-        for node, (ours, theirs) in zip(traced.graph.nodes, pairs, strict=False):
+        nodes: list[fx.Node] = list(traced.graph.nodes)
+        for node, (ours, theirs) in zip(nodes, pairs, strict=False):
             if ours != theirs:
                 return node
     return None

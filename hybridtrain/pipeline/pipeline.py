@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -23,6 +24,7 @@ from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
@@ -45,10 +47,13 @@ class Pipeline:
         planned: the layers of each stage, as `plan` has them.
         world: the processes and devices; all of them make the pipeline together.
         options: how it runs.
+        groups: for each stage the process group of an earlier pipeline; None makes new ones.
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
         plan: how the model is divided.
+        planned: the layers of all stages.
+        groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
     """
 
@@ -59,18 +64,24 @@ class Pipeline:
         planned: PlannedLayers,
         world: World,
         options: PipelineOptions,
+        groups: Sequence[ProcessGroup | None] | None = None,
     ) -> None:
         if world.engine not in ENGINES:
             hint = did_you_mean(world.engine, ENGINES, "engines")
             raise ConfigError(f"engine={world.engine} is unknown; {hint}")
         layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
+        self.planned = planned
         self._net = net
         self._world = world
         self._options = options
         self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
         self.rng = LayerRNG(options.seed, world.replica, planned.units, self._policy.is_active)
-        self.stages = _build_stages(net, planned.stages, world, options, self.rng, self._policy)
+        # collective calls, for every stage
+        self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
+        self.stages = _build_stages(
+            net, planned.stages, world, options, self.groups, self.rng, self._policy
+        )
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
@@ -80,11 +91,11 @@ class Pipeline:
                 layer.module.compile()
         segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
         self._guards = planned.guards
-        self._replicas = world.replicas
         # whether the last stage is in this process
         self._owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
-        self._requires_grad = self._trainable()
+        self._watch = ModelWatch(net)
+        self._is_first_step = True
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
@@ -102,15 +113,7 @@ class Pipeline:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
-
-        Raises:
-            ConfigError: the model has changed in a way that the stages cannot follow.
         """
-        if self._trainable() != self._requires_grad:
-            raise ConfigError(
-                "requires_grad of a parameter has changed since HybridModel was made, and the "
-                "replicas would not average its gradient: freeze first, or make a new HybridModel"
-            )
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
@@ -120,7 +123,31 @@ class Pipeline:
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.accumulate_into_owner()
+        if self._is_first_step:
+            self._is_first_step = False
+            self._watch.changed_by_forward()
         return values
+
+    def change(self) -> Change | None:
+        """Returns what has changed in the model since the stages were made; see `ModelWatch`."""
+        return self._watch.change()
+
+    def follow_requires_grad(self) -> None:
+        """Trains those parameters that now require a gradient; a collective call."""
+        for stage in self.stages:
+            for alias in stage.aliases:
+                alias.alias.requires_grad_(alias.parameter.requires_grad)
+            if stage.reducer is not None:
+                stage.reducer.build()
+        self._watch.look()
+
+    def close(self) -> None:
+        """Takes what it has hung onto the model off again, for a pipeline in its place."""
+        for stage in self.stages:
+            if stage.reducer is not None:
+                stage.reducer.close()
+        if self._norms is not None:
+            self._norms.close()
 
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
@@ -209,18 +236,13 @@ class Pipeline:
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]
 
-    def _trainable(self) -> list[bool]:
-        """Returns which parameters require a gradient; not looked at with one replica."""
-        if self._replicas == 1:
-            return []
-        return [parameter.requires_grad for parameter in self._net.parameters()]
-
 
 def _build_stages(
     net: nn.Module,
     parts: Sequence[Sequence[Layer]],
     world: World,
     options: PipelineOptions,
+    groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
     policy: CheckpointPolicy,
 ) -> list[Stage]:
@@ -234,8 +256,7 @@ def _build_stages(
     clones = in_place and policy.is_active
     stages: list[Stage] = []
     first = 0
-    for index, part in enumerate(parts):
-        group = world.new_stage_group(index)  # a collective call, for every stage
+    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
         if index in owned:
             place = cluster.process_of(index), cluster.device_of(index)
             module = nn.ModuleList(layer.module for layer in part)

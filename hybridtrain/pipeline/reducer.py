@@ -10,6 +10,8 @@ before that backward, as PyTorch's `torch.distributed.pipelining.stage` does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -49,6 +51,15 @@ class StageReducer:
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):
                 part.process_group = group  # the stage's, so that no other thread uses it
+        self.build()
+
+    def build(self) -> None:
+        """Averages the gradients of those parameters that require one now; a collective call."""
+        self.close()
+        module, names = self._module, self._names
+        parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._tables = [part._buffers.values() for part in parts if part._buffers]
+        self._buffers = list(chain.from_iterable(self._tables))
         if not any(parameter.requires_grad for parameter in names.values()):
             self._broadcast([*module.parameters(), *module.buffers()])
             return
@@ -61,17 +72,27 @@ class StageReducer:
         private.ddp_ignore_parameters(module, tied)
         self._ddp = DistributedDataParallel(
             module,
-            process_group=group,
+            process_group=self._group,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=self._find_unused,
         )
+
+    def close(self) -> None:
+        """Stops averaging: the parameters may get another reducer."""
+        if self._ddp is not None:
+            private.ddp_close(self._ddp)
+            self._ddp = None
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
         if self._ddp is None:
             self._broadcast(list(self._module.buffers()))
-        else:
-            private.ddp_sync_buffers(self._ddp)
+            return
+        now = list(chain.from_iterable(self._tables))
+        if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
+            self._buffers = now  # a forward has put others in their place
+            private.ddp_find_buffers(self._ddp)
+        private.ddp_sync_buffers(self._ddp)
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from support.launch import single
 
 from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config, to_yaml
+from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
+from hybridtrain.app.hidden import to_yaml
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,10 @@ from hybridtrain.app.compose import compose_config
         (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
         (["world.backend=mpi"], "world.backend=mpi is not available"),
         (["model.image_size=3"], "model.image_size=3 is too small"),
-        (["output_dir=in_the_way"], "cannot write to the run directory in_the_way/digits: Not a"),
+        (
+            ["output_dir=in_the_way"],
+            "cannot write to the run directory in_the_way/digits: in_the_way is a",
+        ),
         (["data=mnist", "data.root=empty"], "hybridtrain recipe=mnist_basicnet data.download=true"),
         (
             ["data=imdb", "data.root=empty"],
@@ -46,7 +49,7 @@ def test_an_impossible_run_ends_with_one_message_that_names_the_key_or_path(
         assert command is not None
         data = compose_config(shlex.split(command[1])).data
         assert (data["root"], data["download"]) == ("empty", True)  # it fetches what was missing
-    assert not list(Path().glob("outputs/*/metrics.jsonl"))
+    assert not Path("outputs").exists()
 
 
 def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
@@ -64,7 +67,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
     [
         (["optim.lr=fast"], "optim.lr=fast must be a number"),
         (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
-        (["optim.lr=-1"], "optim: Invalid learning rate: -1"),
+        (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1"),
         (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
         (["data.batch_size=x"], "data.batch_size=x must be a positive number of samples"),
         (["data.workers=-1"], "data.workers=-1 must be a number of processes"),
@@ -128,4 +131,4 @@ def test_a_wrong_argument_of_data_model_or_schedule_is_one_line_before_the_first
     said = fail(capfd, *SMALL, "monitor.tensorboard=false", *overrides)
     assert re.match("error: " + message.replace("?", r"\?"), said)
     assert said.count("\n") == 1
-    assert not list(Path().glob("outputs/*/metrics.jsonl"))
+    assert not Path("outputs").exists()

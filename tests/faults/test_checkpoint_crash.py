@@ -42,6 +42,7 @@ class Power:
         self.last = last
         self.synced = {path.stat().st_ino for path in root.rglob("*")}
         self.pending: list[tuple[str, str]] = []  # renames in the root since its last fsync
+        self.replaced: dict[str, bytes] = {}  # the files that they replaced
 
     def tick(self) -> None:
         """Crashes from the n-th call on, before it reaches the disk."""
@@ -54,6 +55,10 @@ class Power:
         self.synced.add(inode)
         if inode == self.root.stat().st_ino:
             self.pending.clear()
+
+    def before_rename(self, source: Path, target: Path) -> None:
+        if Path(target).is_file():
+            self.replaced[str(target)] = Path(target).read_bytes()
 
     def renamed(self, source: Path, target: Path) -> None:
         self.pending.append((str(source), str(target)))
@@ -68,6 +73,11 @@ class Power:
     def cut(self, undo: int) -> None:
         for source, target in reversed(self.pending[len(self.pending) - undo :]):
             os.rename(target, source)
+            if target in self.replaced:
+                Path(target).write_bytes(self.replaced[target])
+        for file in self.root.glob("*.json"):
+            if file.stat().st_ino not in self.synced and str(file) not in self.replaced:
+                os.truncate(file, file.stat().st_size // 2)
         for directory in self.root.glob("step_*"):
             for file in directory.iterdir():
                 if file.stat().st_ino not in self.synced:
@@ -81,11 +91,17 @@ def power(root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Po
     """Counts the disk calls inside, and crashes at the one after `last`."""
     line = Power(root, last)
 
-    def watch(name: str, seen: Callable[..., None] = lambda *_, **__: None) -> Any:
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def watch(
+        name: str, seen: Callable[..., None] = nothing, before: Callable[..., None] = nothing
+    ) -> Any:
         original = getattr(os, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             line.tick()
+            before(*args, **kwargs)
             result = original(*args, **kwargs)
             seen(*args, **kwargs)
             return result
@@ -104,7 +120,7 @@ def power(root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Po
     with monkeypatch.context() as patch:
         patch.setattr(manifest_module.HashingFile, "write", watched_write)
         patch.setattr(os, "fsync", watch("fsync", line.synchronised))
-        patch.setattr(os, "rename", watch("rename", line.renamed))
+        patch.setattr(os, "rename", watch("rename", line.renamed, line.before_rename))
         patch.setattr(os, "mkdir", watch("mkdir", line.made))
         for name in ("unlink", "rmdir", "open"):
             patch.setattr(os, name, watch(name))

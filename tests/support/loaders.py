@@ -1,5 +1,7 @@
 """The worlds of loaders: replicas that are asked one after the other, or side by side."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
@@ -7,4 +9,47 @@ import torch
 
 def world_of(replica, replicas):
     """Returns the part of a World that a loader reads, for a loader that sends nothing."""
-    return SimpleNamespace(replica=replica, replicas=replicas, devices=(torch.device("cpu"),))
+    return SimpleNamespace(
+        replica=replica,
+        replicas=replicas,
+        processes_per_replica=1,
+        devices=(torch.device("cpu"),),
+        gather=lambda value: [value] * replicas,
+    )
+
+
+class Replicas:
+    """Replicas as threads of this process, which send each other what a loader sends."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+        self._met = threading.Barrier(replicas, timeout=20)
+        self._said = [None] * replicas
+
+    def run(self, function):
+        """Returns `function(world)` of each replica; raises if one of them does."""
+        with ThreadPoolExecutor(self.replicas) as threads:
+            futures = [threads.submit(self._call, function, i) for i in range(self.replicas)]
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def _call(self, function, replica):
+        world = world_of(replica, self.replicas)
+        world.gather = lambda value: self._gather(replica, value)
+        world.begin_max = lambda values: SimpleNamespace(wait=lambda: self._max(replica, values))
+        try:
+            return function(world)
+        except BaseException:
+            self._met.abort()
+            raise
+
+    def _gather(self, replica, value):
+        self._met.wait()
+        self._said[replica] = value
+        self._met.wait()
+        return list(self._said)
+
+    def _max(self, replica, values):
+        values.copy_(torch.stack(self._gather(replica, values.clone())).amax(0))

@@ -19,11 +19,14 @@ from support.compare import (
 )
 from support.engine import Faulty
 from support.launch import Cells
-from support.nets import classification, inplace_net
+from support.nets import classification, inplace_net, padded_tokens, tied_gpt
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+from hybridtrain import Trainer, losses
+from hybridtrain.data.loader import TrainLoader, permutation
 from hybridtrain.errors import UserError
 
 cells = Cells()
@@ -97,6 +100,55 @@ def _five_steps(world):
     mine, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
     for number in expected:
         assert_same(mine[number], expected[number], f"moments of {number}", rtol=1e-4, atol=1e-6)
+
+
+def token_net():
+    torch.manual_seed(0)
+    return tied_gpt(tied=False)
+
+
+def token_mean(net, inputs, targets):
+    loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss.detach()
+
+
+@cells.add("a loss that counts needs no weight, also where a replica has nothing that counts")
+def _counted(world):
+    for step in range(2):
+        batches = [padded_tokens(6 - rank, 100 * step + rank) for rank in range(world.size)]
+        ours, plain = token_net(), token_net()
+        expected = token_mean(plain, *(torch.cat(each) for each in zip(*batches, strict=True)))
+        out = hybrid(ours, chunks=3).train_step(*batches[world.rank], losses.cross_entropy)
+        assert_same_gradients(ours, plain, f"step {step}", **CLOSE)
+        sums = world.sum(torch.tensor([float(out.loss) * out.count, out.count]))
+        torch.testing.assert_close(sums[0] / sums[1], expected)
+
+
+@cells.add("the trainer weighs by what counts over replicas and accumulated batches")
+def _trainer_counts(world):
+    # the last global batch is one sample: the other replica's only fills a place
+    inputs, targets = padded_tokens(11, 0)
+    targets[-1] = 1
+    loader = TrainLoader(TensorDataset(inputs, targets), 5, world)
+    ours, plain = token_net(), token_net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (ours, plain)]
+    options = {"epochs": 2, "accumulate": 2, "log_every": 1000}
+    trainer = Trainer(hybrid(ours), optimizers[0], losses.cross_entropy, loader, **options)
+    summary = trainer.fit()
+    total = counted = 0.0
+    for epoch in range(2):
+        order = permutation(11, 0, epoch)
+        for indices in (order[:10], order[10:]):
+            count = int((targets[indices] != -100).sum())
+            if count:
+                total += float(token_mean(plain, inputs[indices], targets[indices])) * count
+                counted += count
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+    assert_same(ours.state_dict(), plain.state_dict(), "weights", rtol=1e-4, atol=1e-6)
+    assert_same_on_all_ranks(world, ours.state_dict(), "weights")
+    torch.testing.assert_close(summary["train_loss"], total / counted, rtol=1e-5, atol=0)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
 """What replicas share besides gradients: buffers, draws, evaluations and messages."""
 
 import copy
+import dataclasses
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torchmetrics
+from safetensors.torch import save_file
 from support.compare import (
     CLOSE,
     assert_same,
@@ -19,12 +23,20 @@ from support.launch import Cells
 from support.nets import classification, floats, mlp
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
+from hybridtrain import Trainer
+from hybridtrain.checkpoint import saving
+from hybridtrain.checkpoint.init_from import init_from
+from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.errors import UserError
+from hybridtrain.data.stream import StreamLoader
+from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy
+from hybridtrain.options import LoaderOptions
+from hybridtrain.pipeline.replica_check import check_replicas
 
 cells = Cells()
 
@@ -86,6 +98,29 @@ def _frozen_buffers(world):
     model.sync_buffers()
     assert_same_on_all_ranks(world, buffers(net))
     assert net[1].running_mean.any()
+
+
+class MovingMean(nn.Linear):
+    """Puts a new tensor in the place of its buffer in each forward."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+@cells.add("buffers that a forward replaces are rank 0's at each step, also when recomputed")
+def _replaced_buffers(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(MovingMean(), nn.Tanh(), MovingMean())
+    model = hybrid(net, chunks=2, checkpoint="always")
+    for seed in (0, 1, 2):
+        replica_step(model, (floats(14, seed=seed), floats(14, seed=9)), ROWS, F.mse_loss)
+        model.sync_buffers()
+        assert_same_on_all_ranks(world, buffers(net), f"step {seed}")
 
 
 def deferred(checkpoint):
@@ -159,6 +194,85 @@ def _draws(world):
     assert len(set(masks)) == len(masks) == 4
 
 
+def mean_gradients(world, net, batch):
+    """The gradients of the plain net, on the samples of all ranks."""
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+@cells.add("parameters may be frozen and freed between steps, on all ranks alike")
+def _freezing(world):
+    net = mlp()
+    model = hybrid(net, chunks=2)
+    for seed, frozen in enumerate([[], [0, 2], [0, 2, 4, 6, 7], [0]]):
+        for index, layer in enumerate(net):
+            layer.requires_grad_(index not in frozen)
+        net.zero_grad()
+        if len(frozen) == 5:
+            with pytest.raises(UserError, match="no trainable parameter"):
+                replica_step(model, classification(14, seed), ROWS)
+            continue
+        batch = classification(14, seed)
+        replica_step(model, batch, ROWS)
+        mine = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        assert_same(mine, mean_gradients(world, net, batch), f"{frozen}", **CLOSE)
+        assert_same_on_all_ranks(world, mine)
+
+
+@cells.add("a head that is replaced after wrapping gets rank 0's values and averaged gradients")
+def _replaced(world):
+    net = mlp()
+    model = hybrid(net, chunks=2)
+    replica_step(model, classification(14), ROWS)
+    torch.manual_seed(world.rank)
+    net[7] = nn.Linear(5, 3)
+    for seed in (1, 2):
+        net.zero_grad()
+        batch = classification(14, seed)
+        replica_step(model, batch, ROWS)
+        assert_same_on_all_ranks(world, net.state_dict())
+        mine = {name: p.grad for name, p in net.named_parameters()}
+        assert_same(mine, mean_gradients(world, net, batch), **CLOSE)
+
+
+@cells.add("a model that is changed in other ways on each rank is one line on all of them")
+def _changed_unlike(world):
+    net = mlp()
+    model = hybrid(net, chunks=2)
+    net[world.rank * 2].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"different ways: on rank 0 .* 0\.weight.*rank 1 .* 2"):
+        replica_step(model, classification(14), ROWS)
+
+
+@cells.add("a model that is changed on some ranks alone is one line there")
+def _changed_alone(world):
+    model = hybrid(mlp(), chunks=2)
+    if world.rank:
+        model.net[0].requires_grad_(False)
+        lonely = dataclasses.replace(world)
+        lonely.all_arrive = lambda seconds: False  # nobody came
+        model.world = lonely
+        with pytest.raises(ConfigError, match=r"on rank 1 \(requires_grad of 0\..*not on all"):
+            model.train_step(*classification(4), F.cross_entropy)
+
+
+@cells.add("replicas that are apart by one bit of one weight are named with the parameter")
+def _apart(world):
+    net = mlp()
+    model = hybrid(net, chunks=2)
+    check_replicas(net, world)
+    replica_step(model, classification(14), ROWS)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer.step()
+    check_replicas(net, world)
+    if world.rank:
+        net[2].bias.data[3] = torch.nextafter(net[2].bias[3].detach(), torch.tensor(9.0))
+    with pytest.raises(UserError, match=r"2\.bias of rank 1 differs from rank 0's"):
+        check_replicas(net, world)
+
+
 @cells.add("an error on rank 0 is raised on all ranks by on_main")
 def _on_main(world):
     def fail(error):
@@ -186,6 +300,111 @@ def _collectives(world):
     world.broadcast_tensor(tensor)
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert (world.launcher, world.size, world.local_rank) == ("torchrun", 2, world.rank)
+
+
+class Counting(nn.Linear):
+    """A layer with state that is not a parameter."""
+
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+class OwnCounts:
+    """A state that differs between the processes, and gathers them."""
+
+    def __init__(self, world, count):
+        self.world, self.count = world, count
+
+    def state_dict(self):
+        return {"counts": self.world.gather(self.count)}
+
+    def load_state_dict(self, saved):
+        self.count = saved["counts"][self.world.rank]
+
+
+@cells.add("a checkpoint written and read by rank 0 alone restores every state on all ranks")
+def _checkpoint(world):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        net[0].extra = {"seed": seed, "kept": torch.tensor([float(seed)])}
+        model = hybrid(net, chunks=2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made(0)
+    replica_step(model, classification(14), ROWS)
+    optimizer.step()
+    # the other process has no such folder
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder if world.is_main else "/nowhere"), background=True)
+        counts = OwnCounts(world, 10 + world.rank)
+        with saving.finishing(store, world):
+            path = saving.save(store, 1, model, optimizer, {}, {"counts": counts})
+        other, other_optimizer = made(5 + world.rank)
+        counts.count = 0
+        restore(path, other, other_optimizer, states={"counts": counts})
+        assert counts.count == 10 + world.rank
+        assert_same(dict(other.named_parameters()), dict(model.named_parameters()))
+        extra = other.net[0].extra
+        assert extra["seed"] == 0
+        assert extra["kept"].tolist() == [0.0]
+        for one, two in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+            assert_same(one, two)
+
+        # weights alone, of which one is not there
+        third, _ = made(9 + world.rank)
+        before = third.net[2].bias.detach().clone()
+        if world.is_main:
+            weights = {n: v for n, v in model.state_dict().items() if n in ("0.weight", "2.weight")}
+            save_file(weights, Path(folder) / "some.safetensors")
+        report = init_from(third, f"{folder}/some.safetensors", strict=False)
+        assert report.missing == ("0.bias", "2.bias")
+        assert torch.equal(third.net[2].weight, model.net[2].weight)
+        assert_same_on_all_ranks(world, dict(third.named_parameters()))
+        assert world.rank or torch.equal(third.net[2].bias, before)
+
+        # a failure of rank 0's thread ends the run on all ranks
+        blocked = CheckpointStore(Path(folder) / "some.safetensors", background=True)
+        with pytest.raises(UserError, match="cannot save the checkpoint of step 2"):  # noqa: SIM117
+            with saving.finishing(blocked, world):
+                saving.save(blocked, 2, model, optimizer, {})
+
+
+class Uneven(IterableDataset):
+    """7 samples on rank 0 and 2 on rank 1."""
+
+    def __init__(self, rank):
+        self.samples = [(5, 1, 6, 2, 0, 8, 4), (7, 3)][rank]
+
+    def __iter__(self):
+        inputs, targets = classification(9)
+        yield from ((inputs[i], targets[i]) for i in self.samples)
+
+
+@cells.add("a stream that ends unevenly gives the same steps as its global batches")
+def _uneven_stream(world):
+    net = mlp()
+    plain = copy.deepcopy(net)
+    model = hybrid(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = StreamLoader(Uneven(world.rank), 4, world, options=LoaderOptions(divided=True))
+    trainer = Trainer(model, optimizer, F.cross_entropy, loader, steps=8, log_every=100)
+    trainer.fit()
+    assert (trainer.epoch, trainer.batch, trainer.samples) == (2, 0, 18)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, targets = classification(9)
+    for samples in [(5, 1, 7, 3), (6, 2), (0, 8), (4,)] * 2:
+        own.zero_grad()
+        F.cross_entropy(plain(inputs[list(samples)]), targets[list(samples)]).backward()
+        own.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert_same_on_all_ranks(world, dict(model.net.named_parameters()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Secrets: what comes from the environment is not written down, what looks like one is not shown.
+
+A key such as `token: ${oc.env:MY_TOKEN}` has its value while a run lives; `config.yaml` has the
+text between the quotes, which is resolved again when it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from hybridtrain.app.config import Config
+
+MASK = "***"
+
+# Whole words of a key: `hub_token` and `api_key`, but neither `tokenizer` nor `monkey`.
+_SECRET_KEY = re.compile(
+    r"(?:^|_)(?:token|password|passwd|secret|credentials?|(?:api|access|secret|private)_?key)$",
+    re.IGNORECASE,
+)
+_ENVIRONMENT = "oc.env"
+
+
+def to_config(tree: Mapping[str, Any]) -> Config:
+    """Resolves the interpolations of `tree` and returns its values as a `Config`.
+
+    Raises:
+        OmegaConfBaseException: a key is unknown, or a value is of a wrong type.
+    """
+    plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
+    merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
+    return cast(Config, OmegaConf.to_object(merged))
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Returns `config` as plain dicts."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+
+
+def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
+    """Returns, by path, the interpolations whose value depends on an environment variable.
+
+    Also those that take such a value over from another key: each is resolved a second time with
+    other environment variables, and compared.
+    """
+    config = OmegaConf.create(dict(tree))
+    texts = {path: text for path, text in _leaves(tree) if isinstance(text, str) and "${" in text}
+    if not any(_ENVIRONMENT in text for text in texts.values()):
+        return {}
+    now = {path: _resolved(config, path) for path in texts}
+    OmegaConf.register_new_resolver(_ENVIRONMENT, lambda *_: "another value", replace=True)
+    try:
+        others = {path: _resolved(config, path) for path in texts}
+    finally:
+        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
+    return {path: text for path, text in texts.items() if now[path] != others[path]}
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Returns a copy of `value` in which the values of keys that look like secrets are `***`."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, name) for inner in value]
+    if isinstance(value, str) and value and _SECRET_KEY.search(name) and "${" not in value:
+        return MASK
+    return value
+
+
+def put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Sets the value at `path` of nested dicts and lists, if it is still there."""
+    *above, leaf = path
+    try:
+        for key in above:
+            tree = tree[key]
+        tree[leaf]
+    except (KeyError, IndexError, TypeError):
+        return
+    tree[leaf] = value
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def _resolved(config: Any, path: tuple[str | int, ...]) -> Any:
+    """Returns the value at `path`; an object that equals no other if it cannot be resolved."""
+    try:
+        for key in path:
+            config = config[key]
+    except OmegaConfBaseException:
+        return object()
+    return config
+
+
+def to_yaml(
+    value: Config | list[str],
+    texts: Mapping[tuple[str | int, ...], str] | None = None,
+    mask: bool = False,
+) -> str:
+    """Returns a config, or a list of overrides, as written to the run directory.
+
+    Args:
+        value: a resolved config or a list.
+        texts: by path, interpolations to write in the place of the values (`from_environment`).
+        mask: for people: without what looks like a secret.
+    """
+    if isinstance(value, list):
+        return OmegaConf.to_yaml(value)
+    tree = to_tree(value)
+    for path, text in (texts or {}).items():
+        put(tree, path, text)
+    if mask:
+        tree = masked(tree)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))

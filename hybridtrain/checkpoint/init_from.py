@@ -1,0 +1,274 @@
+"""Initial weights from elsewhere: a file, a checkpoint, a run, or a folder of the Hub."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.checkpoint.manifest import MANIFEST, verify
+from hybridtrain.checkpoint.state import load_weights, read_weights
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases
+from hybridtrain.errors import CheckpointError
+from hybridtrain.model import HybridModel
+
+_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+# what wrappers put before the names, and where other libraries put the weights in a file
+_PREFIXES = ("module.", "_orig_mod.")
+_KEYS = ("state_dict", "model_state_dict", "model")
+_EXTRA_STATE = "_extra_state"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """The names of tensors that were loaded into a model, and of those that were not."""
+
+    source: str
+    """The file or directory."""
+    loaded: tuple[str, ...]
+    """Names of the model."""
+    missing: tuple[str, ...]
+    """Names of the model that the source lacks: they keep their initial values."""
+    unexpected: tuple[str, ...]
+    """Names of the source that the model lacks: they are left out."""
+    reshaped: tuple[str, ...]
+    """Names of both, whose shapes differ: left out; each with the two shapes."""
+    prefix: str
+    """The beginning of the names in the source, or in the model, that was left out to match."""
+
+    def problems(self) -> list[str]:
+        """Returns one phrase per tensor that was not loaded."""
+        return [
+            *(f"it lacks {name}" for name in self.missing),
+            *(f"the model has no {name}" for name in self.unexpected),
+            *self.reshaped,
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"initial weights from {self.source}: {len(self.loaded)} tensors loaded"]
+        if self.prefix:
+            lines[0] += f", by their names without {self.prefix!r}"
+        for kind in ("missing", "unexpected", "reshaped"):
+            if names := getattr(self, kind):
+                shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" * (len(names) > 5))
+                lines.append(f"  {kind}: {shown}")
+        return "\n".join(lines)
+
+
+def init_from(
+    model: HybridModel, source: str | Path, *, strict: bool = True, best: bool = False
+) -> InitReport:
+    """Loads weights alone into `model`; a collective call. Call it before training begins.
+
+    Args:
+        model: whose parameters and buffers are overwritten.
+        source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
+            with `weights_only=True`); the directory of a checkpoint or of a run; or a folder as on
+            the Hugging Face Hub. Rank 0 alone reads it.
+        strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
+            others are loaded, and the report is logged.
+        best: of a run, the best checkpoint in place of the newest.
+
+    Returns:
+        what was loaded, on every rank.
+
+    Raises:
+        CheckpointError: the source is missing, damaged or holds no weights; or, if `strict`, does
+            not fit; or none of its names is one of the model.
+    """
+
+    def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
+        weights, extra = _read(Path(source), best)
+        chosen, report = _match(model.state_dict(), weights, str(source))
+        problems = report.problems()
+        if not report.loaded:
+            raise CheckpointError(
+                f"init_from={source} has no tensor that the model has: it has "
+                f"{', '.join(sorted(weights)[:3])}, ..., and the model has "
+                f"{', '.join(list(model.state_dict())[:3])}, ..."
+            )
+        if strict and problems:
+            shown = "; ".join(problems[:3])
+            more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
+            raise CheckpointError(
+                f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
+                f"other {len(report.loaded)} tensors are loaded"
+            )
+        return chosen, extra, report
+
+    chosen, extra, report = model.world.on_main(read) or ({}, {}, None)
+    report = model.world.broadcast(report)
+    own = model.state_dict()
+    load_weights(
+        model,
+        {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **chosen},
+        {name: extra.get(name, v) for name, v in own.items() if not isinstance(v, Tensor)},
+    )
+    assert report is not None
+    if model.world.is_main:
+        _log.log(logging.WARNING if report.problems() else logging.INFO, "%s", report)
+    return report
+
+
+def _match(
+    own: Mapping[str, Any], weights: Mapping[str, Any], source: str
+) -> tuple[dict[str, Tensor], InitReport]:
+    """Returns the weights under the model's names, and the report."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    plain_own = {_plain(name): name for name in tensors}
+    chosen: dict[str, Tensor] = {}
+    unexpected, reshaped, prefixes = [], [], set()
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
+            continue
+        target = name if name in tensors else plain_own.get(_plain(name))
+        if target is None:
+            unexpected.append(name)
+        elif value.shape != tensors[target].shape and not target.endswith(_EXTRA_STATE):
+            there, here = list(value.shape), list(tensors[target].shape)
+            reshaped.append(f"{target} is {there} there and {here} in the model")
+        else:
+            chosen[target] = value
+        if target is not None and target != name:
+            prefixes |= {prefix for prefix in _PREFIXES if prefix in name or prefix in target}
+    # a tied tensor has its values if one of its names has
+    _, others = without_aliases(tensors)
+    given = {others.get(name, name) for name in chosen}
+    wrong = {line.partition(" is ")[0] for line in reshaped}
+    missing = [
+        name
+        for name in tensors
+        if others.get(name, name) not in given
+        and name not in wrong
+        and not name.endswith(_EXTRA_STATE)
+    ]
+    report = InitReport(
+        source,
+        tuple(chosen),
+        tuple(missing),
+        tuple(unexpected),
+        tuple(reshaped),
+        "".join(sorted(prefixes)),
+    )
+    return chosen, report
+
+
+def _plain(name: str) -> str:
+    """Returns a name without what DDP and torch.compile put into it."""
+    name = name.replace("_orig_mod.", "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _read(source: Path, best: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors at `source`, memory-mapped where possible, and other state."""
+    if source.is_file():
+        if source.suffix == ".safetensors":
+            return open_tensors(source), {}
+        if source.suffix in _TORCH_FILES:
+            return _read_torch_file(source), {}
+        raise CheckpointError(
+            f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
+            f"{', '.join(_TORCH_FILES)}"
+        )
+    if not source.is_dir():
+        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+    if (source / MANIFEST).exists():
+        return read_weights(source, verify(source)["files"])
+    for root in (source / "checkpoints", source):
+        store = CheckpointStore(root)
+        if store.steps():
+            path = store.best() if best else store.newest()
+            if path is None:
+                raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
+            return read_weights(path, verify(path)["files"])
+    for stem in ("model", "diffusion_pytorch_model", "adapter_model"):
+        if any(source.glob(f"{stem}.safetensors*")):
+            return read_tensors(source, stem), {}
+    files = sorted(_candidates(source))
+    if len(files) == 1:
+        return _read(files[0], best)
+    found = ", ".join(file.name for file in files) or "none"
+    raise CheckpointError(
+        f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
+        f"weights (found there: {found})"
+    )
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in (".safetensors", *_TORCH_FILES):
+            yield file
+
+
+def _read_torch_file(path: Path) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            content = torch.load(path, mmap=True, **options)
+        except RuntimeError:  # of before PyTorch 1.6, or not a file of torch.save
+            content = torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(path) and not _is_pickle(path):
+            raise CheckpointError(f"init_from={path} is not a file of torch.save") from None
+        raise CheckpointError(
+            f"init_from={path} holds more than tensors, which is not loaded because it could run "
+            f"code: save its state_dict() alone ({_first_line(error)})"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"init_from={path} is not a file of torch.save: {_first_line(error)}"
+        ) from None
+    for key in _KEYS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not any(isinstance(v, Tensor) for v in content.values()):
+        raise CheckpointError(f"init_from={path} holds no tensors by name")
+    return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+
+
+def _is_pickle(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def parse_init_from(setting: Any) -> dict[str, Any] | None:
+    """Returns the arguments of `init_from` in a config's value, or None if it is null.
+
+    Args:
+        setting: a path, or a mapping of `path`, `strict` and `best`.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if setting is None:
+        return None
+    given = setting if isinstance(setting, Mapping) else {"path": setting}
+    path = given.get("path")
+    flags = {key: value for key, value in given.items() if key != "path"}
+    if (
+        not isinstance(path, str)
+        or not path
+        or flags.keys() - {"strict", "best"}
+        or not all(isinstance(value, bool) for value in flags.values())
+    ):
+        raise CheckpointError(
+            f"init_from={setting} must be a path, or a mapping such as "
+            f"{{path: weights.safetensors, strict: false, best: false}}"
+        )
+    return {"source": path, **flags}

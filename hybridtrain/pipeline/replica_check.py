@@ -1,0 +1,52 @@
+"""Checks that the replicas still have the same weights.
+
+They begin equal, and averaged gradients keep them equal, to the last bit. A replica that leaves out
+an optimizer step, or changes a weight by itself, would go on unnoticed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hybridtrain.errors import UserError
+from hybridtrain.world import World
+
+# Whole numbers of as many bytes.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(net: nn.Module, world: World) -> None:
+    """Compares a checksum of each parameter over the replicas; all processes call it together.
+
+    Reads the weights once, and waits for the devices.
+
+    Raises:
+        UserError: a parameter differs; names the first one, and the ranks.
+    """
+    if world.replicas == 1:
+        return
+    named = [(name, p) for name, p in net.named_parameters() if not p.is_meta]
+    sums = [checksum(parameter) for _, parameter in named]
+    mine = [int(value) for value in sums]
+    everyones = world.gather((world.pipeline_rank, mine))
+    first = dict(reversed(everyones))  # of replica 0
+    for index, (name, _) in enumerate(named):
+        ranks = [
+            rank
+            for rank, (part, values) in enumerate(everyones)
+            if index < len(values) and values[index] != first[part][index]
+        ]
+        if ranks:
+            raise UserError(
+                f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
+                f"{', '.join(map(str, ranks))} differs from rank 0's. Each rank must take the same "
+                f"optimizer steps, and change no weight by itself"
+            )
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns the sum of the bits of each number in `tensor`, a 0-dim int64 tensor, which wraps."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return values.contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

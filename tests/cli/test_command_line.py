@@ -1,0 +1,315 @@
+"""The words of a command line: flags, commands, names of runs, sweeps, and messages."""
+
+import csv
+import io
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_runs import fail, succeed
+from omegaconf import OmegaConf
+from support.launch import SMALL, environment
+
+import hybridtrain
+from hybridtrain.app import instantiate
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config, compose_settings, sweep_choices
+from hybridtrain.app.config import Config
+from hybridtrain.app.sweep import _names
+from hybridtrain.app.terminal import LastingStream
+from hybridtrain.errors import ConfigError
+
+QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    return str(caught.value)
+
+
+# Names of runs
+
+
+def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
+    for folder in ("recs/a", "recs/b"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "base.yaml").write_text("seed: 1\n")
+    names = [compose_config([f"recipe=recs/{x}/base.yaml"]).run_name for x in "ab"]
+    assert names == ["recs-a-base", "recs-b-base"]
+    absolute = Path("recs/a/base.yaml").resolve()
+    assert compose_config([f"recipe={absolute}"]).run_name == "recs-a-base"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (
+            ["recipe=digits", "optim.lr=1e-3,1e-2"],
+            ["digits-optim.lr=0.001", "digits-optim.lr=0.01"],
+        ),
+        (["recipe=digits", "run_name=digits,mine"], ["digits", "mine"]),
+        (["recipe=digits,mnist_basicnet"], ["digits", "mnist_basicnet"]),
+        (
+            ["recipe=digits,mnist_basicnet", "run_name=x"],
+            ["x-recipe=digits", "x-recipe=mnist_basicnet"],
+        ),
+        (["run_name=a,b", "seed=1,2"], ["a-seed=1", "a-seed=2", "b-seed=1", "b-seed=2"]),
+    ],
+)
+def test_a_sweep_names_its_runs_by_the_values_that_vary(
+    overrides: list[str], names: list[str]
+) -> None:
+    choices = sweep_choices(overrides)
+    varying = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
+    points = [[o for o, v in zip(choice, varying, strict=True) if v] for choice in choices]
+    assert _names([compose_config(choice) for choice in choices], points) == names
+
+
+def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["-m", *QUICK, "optim.lr=-1,1e-2", "optim.betas=0.5,[0.9,0.99]"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("error: optim.") == 3
+    path = Path("outputs/digits-sweep-optim.lr-optim.betas.csv")
+    table = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert [(line["optim.lr"], line["exit code"]) for line in table] == [
+        ("-1", "2"),
+        ("-1", "2"),
+        ("0.01", "2"),
+        ("0.01", "0"),
+    ]
+    assert table[3]["step"] == "2"
+    assert float(table[3]["loss"]) > 0
+    assert re.search(
+        r"^  digits-optim.lr=0.01-optim.betas=\[0.9,0.99\] .* 0 +2 +2\.\d+", said, re.M
+    )
+
+
+# Flags and commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config-path", "x"], "--config-path has no effect here: --config-dir adds a folder"),
+        (["--config-name", "x"], "--config-name has no effect here: recipe=<file> takes a whole"),
+        (["--experimental-rerun", "x"], "--experimental-rerun has no effect here: recipe="),
+        (["hydra.run.dir=x"], "hydra.run.dir=x: hydra.run.dir has no effect here"),
+        (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: hydra/sweeper has no effect here"),
+        (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
+        (["--resolve"], "--resolve goes with --cfg job only"),
+        (["evaluate", "plan"], "one command at a time, not evaluate and plan"),
+        (["trian"], "there is no command 'trian'; the commands are: train"),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["recipe=digits", *arguments], [*arguments, "recipe=digits"]):
+        assert fail(capfd, *words).startswith(f"error: {message}")
+    assert not Path("outputs").exists()
+
+
+def test_a_command_may_stand_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    for words in (
+        ["recipe=digits", "evaluate"],
+        ["--config-dir", "mine", "evaluate", "recipe=digits"],
+        ["evaluate", "recipe=digits", "--config-dir", "mine", "world.devices=cpu"],
+    ):
+        assert "there is no checkpoint in outputs/digits" in fail(capfd, *words)
+
+
+def test_the_version_is_hybridtrains(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(f"hybridtrain {hybridtrain.__version__}, torch 2.")
+    assert "hydra-core 1." in said
+
+
+def test_cfg_job_shows_each_key_with_its_comment(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["recipe=digits", "optim=sgd", "~lr_schedule.T_max", "trainer.steps=${seed}"]
+    assert main(["--cfg", "job", *arguments]) == 0
+    shown = capfd.readouterr().out
+    assert "  batch_size: 64  # samples per batch, over all replicas\n" in shown
+    assert "  chunks: 8  # micro-batches that a replica's batch is cut into\n" in shown
+    assert "  workers: 0  # processes per replica that load batches ahead; 0: a thread\n" in shown
+    assert "T_max" not in shown
+    tree = yaml.safe_load(shown)
+    assert tree["trainer"]["steps"] == "${seed}"
+    OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree))
+    assert main(["--cfg", "job", *arguments, "--resolve", "--package", "trainer"]) == 0
+    assert yaml.safe_load(capfd.readouterr().out)["trainer"]["steps"] == 0
+
+
+def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
+    Path("my_conf/model").mkdir(parents=True)
+    Path("my_conf/__init__.py").touch()
+    Path("my_conf/model/wide.yaml").write_text("_target_: my.wide\nwidth: 3\n")
+    script = "import sys; sys.path.remove(''); from hybridtrain.app.cli import main; "
+    script += "sys.exit(main(['--cfg', 'job', 'hydra.searchpath=[pkg://my_conf]', 'model=wide']))"
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+    )
+    assert yaml.safe_load(shown.stdout)["model"] == {"_target_": "my.wide", "width": 3}
+
+
+# What a mistake says
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("pipeline.nbpart=2", "pipeline.nbpart: .*did you mean pipeline.nb_part?"),
+        ("trainer.epochs=0.5", "trainer.epochs: .*'0.5'"),
+        ("pipeline.nb_part=two", "pipeline.nb_part: .*'two'"),
+        ("data.bath_size=8", "data.bath_size: .*did you mean data.batch_size?"),
+        ("trainer.loss_scale=x", "trainer.loss_scale: .*'x'"),
+    ],
+)
+def test_a_right_key_that_was_added_is_not_blamed_for_another_mistake(
+    mistake: str, message: str
+) -> None:
+    mine = ["recipe=digits", "model._target_=mine.wide", "+model.width=32", "allow_targets=[mine]"]
+    assert re.match(message.replace("?", r"\?"), refusal(*mine, mistake))
+
+
+def test_a_key_that_a_group_lacks_says_how_to_add_it() -> None:
+    assert refusal("recipe=digits", "model.width=3").endswith(
+        "if your own function takes it, write +model.width=3"
+    )
+
+
+def test_a_null_key_can_be_removed_and_a_key_that_is_not_there_cannot() -> None:
+    assert "T_max" not in compose_config(["recipe=digits", "~lr_schedule.T_max"]).lr_schedule
+    assert refusal("recipe=digits", "~lr_schedule.T_mux").startswith("lr_schedule.T_mux: unknown")
+
+
+def test_what_is_left_of_another_target_is_left_out_and_what_the_user_gave_is_not() -> None:
+    given = ["recipe=digits", "optim._target_=torch.optim.SGD", "optim.lr=0.5"]
+    composed = compose_settings(given)
+    assert composed.leftovers["optim"] == ["betas", "eps", "weight_decay"]
+    optim = dict(composed.config.optim)
+    removed = instantiate.leave_out_leftovers("optim", optim, composed.leftovers["optim"])
+    assert removed == ["betas", "eps"]
+    assert optim == {"_target_": "torch.optim.SGD", "lr": 0.5, "weight_decay": 0.01}
+    wanted = compose_settings([*given, "optim.eps=1"])
+    assert "eps" not in wanted.leftovers["optim"]
+
+
+def test_a_run_with_a_target_of_another_kind_needs_no_tilde(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    other = [
+        "optim._target_=torch.optim.SGD",
+        "lr_schedule._target_=torch.optim.lr_scheduler.StepLR",
+    ]
+    said = succeed(capfd, *QUICK, *other, "+lr_schedule.step_size=3")
+    assert "optim.eps=1e-08 is left out: torch.optim.SGD does not take it\n" in said
+    assert "lr_schedule.eta_min=0.0 is left out" in said
+    assert set(OmegaConf.load("outputs/digits/config.yaml").optim) == {
+        *("_target_", "lr", "weight_decay")
+    }
+
+
+def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def takes(vocab_size, *, num_classes=3, seq_len=None, other=0, **more):  # type: ignore
+        return {"seen": (vocab_size, num_classes, seq_len, other, more)}
+
+    takes.__module__ = "mine"
+    facts = {"vocab_size": 5, "num_classes": 2, "image_size": 8, "more": 1}
+    module = types.ModuleType("mine")
+    module.takes = takes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    made = instantiate.build("model", {"_target_": "mine.takes"}, dict, ["mine"], defaults=facts)
+    assert made["seen"] == (5, 2, None, 0, {})
+    config = {"_target_": "mine.takes", "num_classes": 7}
+    made = instantiate.build("model", config, dict, ["mine"], defaults=facts)
+    assert made["seen"][1] == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.betas=0.9"], "optim.betas=0.9 must be a list of 2 values, such as [0.9,0.999]"),
+        (["optim.betas=[0.9]"], "optim.betas=[0.9] must be a list of 2 values"),
+        (["optim.betas=[2,0.9]"], "optim.betas=[2, 0.9]: Invalid beta parameter"),
+        (["optim.weight_decay=-1"], "optim.weight_decay=-1: Invalid weight_decay value: -1"),
+        (
+            ["optim._target_=torch.optim.LBFGS"],
+            "optim._target_=torch.optim.LBFGS: its step computes",
+        ),
+        (["lr_schedule.T_max=foo"], "lr_schedule.T_max=foo must be a number"),
+        (
+            ["trainer.metrics={f: {_target_: torchmetrics.F1}}"],
+            "trainer.metrics.f._target_=torchmetrics.F1: torchmetrics has no F1",
+        ),
+        (
+            ["trainer.metrics={_target_: torchmetrics.F1Score}"],
+            "trainer.metrics._target_=torchmetrics.F1Score: give the metric a name",
+        ),
+    ],
+)
+def test_a_value_that_a_target_cannot_take_is_one_line_and_leaves_no_directory(
+    overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(capfd, *SMALL, *overrides)
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+    assert not Path("outputs").exists()
+
+
+def test_settings_that_can_have_no_effect_are_said(capfd: pytest.CaptureFixture[str]) -> None:
+    said = succeed(capfd, *QUICK, "pipeline.chunks=1000", "data.batch_size=16")
+    assert "pipeline.chunks=1000, but a replica's batch has 16 samples: it is cut into 16" in said
+    assert "lr_schedule.warmup_steps=20 is not less than the 2 steps of the run" in said
+
+
+def test_a_config_that_cannot_be_written_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("outputs/digits/summary.json").mkdir(parents=True)
+    Path("outputs/digits/overrides.yaml").mkdir()
+    said = fail(capfd, *QUICK)
+    assert said.startswith("error: cannot write outputs/digits/overrides.yaml: Is a directory")
+
+
+# The terminal
+
+
+class Closed(io.StringIO):
+    """A pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_stream_that_nobody_reads_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = LastingStream(Closed())
+    assert stream.write("three") == 5
+    assert stream.broken
+    stream.flush()
+    assert not stream.isatty()
+
+
+def test_training_goes_on_when_nobody_reads_its_output() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.log_every=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=100) == 0
+    assert Path("outputs/digits/summary.json").exists()
+    log = Path("outputs/digits/logs/rank_000.log").read_text()
+    assert re.findall(r"step (\d)/2  loss", log) == ["1", "2"]

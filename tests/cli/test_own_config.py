@@ -1,0 +1,247 @@
+"""A run is its own config: what a later command takes from it, lists, refuses and allows."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_runs import contents, fail, succeed
+from omegaconf import OmegaConf
+from support.launch import SMALL
+
+from hybridtrain.app.cli import main
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.settings import settle
+from hybridtrain.errors import ConfigError
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A run directory with a config and a checkpoint, for what is settled before anything is read.
+
+    It was begun with `recipe=imdb_transformer data.max_len=64 optim.lr=0.01`.
+    """
+    run = tmp_path / "outputs" / "imdb_transformer"
+    (run / "checkpoints" / "step_00000008").mkdir(parents=True)
+    first = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
+    write_config(run, first)
+    return run
+
+
+def write_config(run: Path, overrides: list[str]) -> None:
+    (run / "config.yaml").unlink(missing_ok=True)
+    settings = settle("train", overrides)
+    run.mkdir(parents=True, exist_ok=True)
+    RunDirectory(settings.config).write_config(settings.config, overrides, settings.texts)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "plan", "train"])
+def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
+    settings = settle(command, ["run_name=imdb_transformer"])
+    assert settings.config.data["max_len"] == 64
+    assert settings.config.model["_target_"] == "hybridtrain.models.transformer"
+    assert settings.config.optim["lr"] == 0.01
+    assert settings.config.recipe == "imdb_transformer"
+    assert (settings.changes, settings.kept, settings.notes) == ([], [], [])
+
+
+def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> None:
+    settings = settle("evaluate", ["recipe=imdb_transformer"])
+    assert (settings.config.data["max_len"], settings.config.optim["lr"]) == (64, 0.01)
+    assert settings.notes == [
+        "kept as in outputs/imdb_transformer/config.yaml, although the recipe imdb_transformer "
+        "differs:\n"
+        "  data.max_len  64  (recipe: 256)\n"
+        "  optim.lr      0.01  (recipe: 0.0005)"
+    ]
+
+
+def test_the_same_command_again_says_nothing(begun: Path) -> None:
+    again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
+    assert settle("train", again).notes == []
+    again += ["+model.width=3", "~optim.eps", "~model.pad_index", "monitor=default"]
+    again += ["lr_schedule=linear", "lr_schedule.end_factor=0.5"]
+    write_config(begun, again)
+    settings = settle("train", again)
+    assert settings.notes == []
+    assert settings.config.model["width"] == 3
+    assert settings.config.lr_schedule["warmup_steps"] == 200  # the recipe's
+
+
+def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
+    changed = ["optim.lr=0.1", "pipeline.nb_part=3", "optim=sgd", "data.workers=2"]
+    settings = settle("train", ["run_name=imdb_transformer", *changed])
+    assert settings.config.optim["_target_"] == "torch.optim.SGD"
+    assert settings.notes == [
+        "settings are those of outputs/imdb_transformer/config.yaml, except for:\n"
+        "  data.workers      0 -> 2\n"
+        "  optim._target_    torch.optim.AdamW -> torch.optim.SGD\n"
+        "  pipeline.nb_part  2 -> 3"
+    ]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "train"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.nhead=2", "model.nhead=4, not 2"),
+        ("data.max_len=32", "data.max_len=64, not 32"),
+        ("seed=3", "seed=0, not 3"),
+        ("+model.bias=true", "model.bias=(not set), not true"),
+        ("data=digits", "data._target_=hybridtrain.data.imdb, not hybridtrain.data.digits"),
+    ],
+)
+def test_another_model_other_data_or_another_seed_is_refused(
+    command: str, override: str, words: str, begun: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(command, ["recipe=imdb_transformer", override])
+    message = str(caught.value)
+    assert message.startswith(f"outputs/imdb_transformer is a run with {words}: ")
+    assert "\n" not in message
+    allowed = settle(command, ["recipe=imdb_transformer", override, "allow_changes=true"])
+    assert len(allowed.changes) >= 1
+
+
+def test_a_batch_size_and_the_place_of_the_data_may_be_others(begun: Path) -> None:
+    settle("evaluate", ["run_name=imdb_transformer", "data.batch_size=8", "data.root=/elsewhere"])
+
+
+def test_the_recipe_of_another_run_is_refused_and_the_runs_own_config_is_a_recipe(
+    begun: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="is a run of recipe=imdb_transformer, not of recipe=dig"):
+        settle("evaluate", ["recipe=digits", "run_name=imdb_transformer"])
+    settings = settle("evaluate", ["recipe=outputs/imdb_transformer/config.yaml"])
+    assert (settings.changes, settings.kept) == ([], [])
+    assert settings.config.recipe == "imdb_transformer"
+
+
+def test_a_run_without_a_checkpoint_begins_with_the_recipe_of_now(begun: Path) -> None:
+    shutil.rmtree(begun / "checkpoints")
+    again = settle("train", ["recipe=imdb_transformer", "model.nhead=2"])
+    assert (again.config.model["nhead"], again.config.data["max_len"]) == (2, 256)
+    by_name = settle("train", ["run_name=imdb_transformer", "model.nhead=2"])
+    assert (by_name.config.model["nhead"], by_name.config.data["max_len"]) == (2, 64)
+
+
+def test_a_run_of_an_older_version_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
+    saved = OmegaConf.load(begun / "config.yaml")
+    del saved["recipe"], saved["monitor"], saved["trainer"]["log_every"]
+    saved["trainer"]["no_longer_there"] = 3
+    saved["removed"] = 1
+    (begun / "config.yaml").write_text(OmegaConf.to_yaml(saved))
+    settings = settle("evaluate", ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"])
+    assert settings.config.trainer.log_every == 10
+    assert settings.config.recipe == "imdb_transformer"  # out of overrides.yaml
+    (begun / "config.yaml").unlink()
+    assert settle("evaluate", ["recipe=imdb_transformer"]).config.data["max_len"] == 256
+
+
+def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path) -> None:
+    with_code = [
+        *("recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"),
+        "allow_targets=[my_nets]",
+    ]
+    write_config(begun, with_code)
+    with pytest.raises(ConfigError, match=r"a run with code of my_nets: .*=\[my_nets\]"):
+        settle("evaluate", ["run_name=imdb_transformer"])
+    trusted = settle("evaluate", ["run_name=imdb_transformer", "allow_targets=[my_nets]"])
+    assert trusted.config.allow_targets == ["my_nets"]
+
+
+def test_a_secret_of_the_environment_is_not_written_but_found_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    secret = ["+model.key=${oc.env:MY_KEY}", "+model.copy=${model.key}", "+model.api_key=literal"]
+    run = Path("outputs/digits")
+    write_config(run, ["recipe=digits", *secret])
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    for path in (run / "config.yaml", run / "overrides.yaml"):
+        assert "hunter2" not in path.read_text()
+    settings = settle("evaluate", ["run_name=digits"])
+    assert (settings.config.model["key"], settings.config.model["copy"]) == ("hunter2", "hunter2")
+    monkeypatch.setenv("MY_KEY", "hunter3")
+    assert settle("evaluate", ["run_name=digits"]).config.model["key"] == "hunter3"
+    capfd.readouterr()
+    assert main(["--cfg", "job", "recipe=digits", *secret]) == 0
+    shown = capfd.readouterr().out
+    assert "hunter" not in shown
+    assert "literal" not in shown
+    assert "api_key: '***'" in shown
+
+
+def test_evaluate_says_its_result_on_stdout_and_in_a_file(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, step in (
+        (["run_name=digits"], 6),
+        (["resume=outputs/digits"], 6),
+        (["resume=outputs/digits/checkpoints"], 6),
+        (["resume=outputs/digits/checkpoints/step_00000004"], 4),
+        (["run_name=digits", "resume=last", "data.batch_size=5", "pipeline.nb_part=1"], 6),
+    ):
+        capfd.readouterr()
+        assert main([*arguments, "evaluate"]) == 0
+        out, err = capfd.readouterr()
+        result = json.loads(out)
+        assert (result["step"], result["samples"]) == (step, 355)
+        line = json.loads((copied / "evaluations.jsonl").read_text().splitlines()[-1])
+        assert {key: line[key] for key in result} == result
+    assert line["changes"] == {"data.batch_size": 5, "pipeline.nb_part": 1}
+    assert "pipeline.nb_part  2 -> 1" in err
+
+
+def test_a_complete_run_with_other_settings_is_not_reported_as_trained(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    said = fail(capfd, *SMALL, "optim.lr=0.01")
+    assert "the run outputs/digits is complete, at step 6, with optim.lr=0.003, not 0.01: " in said
+    said = fail(capfd, "recipe=digits")  # which is another length, among others
+    assert "trainer.steps=6, not null" in said
+    said = succeed(capfd, *SMALL, "pipeline.chunks=2", "trainer.log_every=1")
+    assert "the run is complete at step 6" in said
+    assert contents(copied) == before
+    succeed(capfd, "run_name=digits", "trainer.steps=7", "optim.lr=0.01")
+    assert OmegaConf.load(copied / "config.yaml").optim.lr == 0.01
+
+
+@pytest.mark.parametrize("requeued", [True, False])
+def test_a_job_with_an_explicit_start_goes_on_when_it_is_called_again(
+    requeued: bool,
+    finished: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = f"resume={finished}/checkpoints/step_00000002"
+    command = [*SMALL, "run_name=second", start, "monitor.tensorboard=false"]
+    succeed(capfd, *command, "trainer.steps=4")
+    if requeued:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        Path("outputs/second/config.yaml").unlink()
+    said = succeed(capfd, *command)
+    assert "resumed from outputs/second/checkpoints/step_00000004, at step 4 of 6" in said
+    if not requeued:
+        assert f"has begun at {start}, and goes on from its own checkpoint" in said
+        other = f"resume={finished}/checkpoints/step_00000004"
+        message = fail(capfd, *command, "trainer.steps=8", other)
+        assert "would mix new checkpoints with the later ones" in message
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    longer = [*SMALL, "trainer.steps=8", "monitor.tensorboard=false"]
+    with RunLock(copied):
+        said = fail(capfd, *longer)
+        assert f"outputs/digits is being written by another run: process {os.getpid()} on" in said
+        assert "resumed" not in said
+        succeed(capfd, "evaluate", "run_name=digits")
+    assert {k: v for k, v in contents(copied).items() if k != "evaluations.jsonl"} == before
+    succeed(capfd, *longer)
+    assert not (copied / "run.lock").exists()

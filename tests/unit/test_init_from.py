@@ -1,0 +1,216 @@
+"""Initial weights from elsewhere: every kind of source, and what does not fit."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+from support.training import assert_same, plain_net, trainer
+from torch import nn
+
+from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint.init_from import init_from, parse_init_from
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.tensor_files import tensor_writers
+from hybridtrain.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def fresh(net=None):
+    """Returns a model with other values than those that are loaded."""
+    net = net or plain_net()
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    return HybridModel(net, World.from_env(nb_part=1, devices="cpu"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run with checkpoints of steps 1 to 3; 2 is the best."""
+    folder = tmp_path_factory.mktemp("run")
+    store = CheckpointStore(folder / "checkpoints")
+    trainer(steps=3, checkpoint_every=1, store=store).fit()
+    store.mark_best(2, 0.5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(run):
+    return load_file(run / "checkpoints" / "step_00000003" / "model.safetensors")
+
+
+def sources(folder, weights, run):
+    """Returns what a user has, by kind."""
+    save_file(weights, folder / "weights.safetensors")
+    torch.save(weights, folder / "weights.pt")
+    torch.save(weights, folder / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save({"state_dict": weights, "epoch": 3}, folder / "lightning.ckpt")
+    torch.save({"model": weights, "optimizer": {}}, folder / "both.pth")
+    (folder / "hub").mkdir()
+    for name, write in tensor_writers("model", weights, shard_bytes=300).items():
+        with open(folder / "hub" / name, "wb") as file:
+            write(file)
+    (folder / "hub" / "config.json").write_text("{}")
+    (folder / "linked").mkdir()  # as in the Hub's cache
+    (folder / "linked" / "model.safetensors").symlink_to(folder / "weights.safetensors")
+    (folder / "single").mkdir()
+    shutil.copy(folder / "weights.pt", folder / "single" / "pytorch_model.bin")
+    return [
+        *(folder / n for n in ("weights.safetensors", "weights.pt", "old.bin", "lightning.ckpt")),
+        *(folder / n for n in ("both.pth", "hub", "linked", "single")),
+        run,
+        run / "checkpoints",
+        run / "checkpoints" / "step_00000003",
+    ]
+
+
+def test_weights_come_from_every_kind_of_source(tmp_path, weights, run):
+    for source in sources(tmp_path, weights, run):
+        model = fresh()
+        report = init_from(model, str(source))
+        assert_same(model.state_dict(), weights, str(source))
+        assert not report.problems()
+        assert len(report.loaded) == len(weights)
+
+
+def test_a_checkpoint_of_an_older_version_is_a_source(tmp_path, weights):
+    model = fresh()
+    torch.save(weights, tmp_path / "model.pt")
+    store = CheckpointStore(tmp_path / "checkpoints")
+    path = store.save(1, {"model.pt": lambda file: torch.save(weights, file)})
+    init_from(model, path)
+    assert_same(model.state_dict(), weights, "format 1")
+
+
+def test_the_best_checkpoint_of_a_run_is_taken_if_asked_for(run):
+    model = fresh()
+    init_from(model, run, best=True)
+    best = load_file(run / "checkpoints" / "step_00000002" / "model.safetensors")
+    assert_same(model.state_dict(), best, "best")
+
+
+def other_head():
+    return nn.Sequential(*list(plain_net())[:4], nn.Linear(8, 7), nn.Linear(7, 2))
+
+
+def test_a_strict_load_names_what_does_not_fit_and_changes_nothing(run, weights):
+    model = fresh(other_head())
+    with pytest.raises(CheckpointError) as caught:
+        init_from(model, run)
+    assert "it lacks 5.weight; it lacks 5.bias" in str(caught.value)
+    assert "4.bias is [3] there and [7] in the model" in str(caught.value)
+    assert "strict=false" in str(caught.value)
+    assert all(p.eq(0.5).all() for p in model.parameters())
+
+
+def test_a_lenient_load_takes_the_rest_and_reports(run, weights, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    save_file({**weights, "extra.bias": torch.ones(1)}, tmp_path / "more.safetensors")
+    model = fresh(other_head())
+    report = init_from(model, tmp_path / "more.safetensors", strict=False)
+    assert sorted(report.loaded) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert report.missing == ("5.weight", "5.bias")
+    assert report.unexpected == ("extra.bias",)
+    assert sorted(report.reshaped) == [
+        "4.bias is [3] there and [7] in the model",
+        "4.weight is [3, 8] there and [7, 8] in the model",
+    ]
+    for name in report.loaded:
+        assert torch.equal(model.state_dict()[name], weights[name])
+    assert model.net[4].weight.eq(0.5).all()
+    assert "4 tensors loaded" in caplog.text
+    assert "missing: 5.weight, 5.bias" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
+def test_names_of_wrapped_models_are_matched_and_reported(prefix, weights, tmp_path):
+    save_file({f"{prefix}{name}": v for name, v in weights.items()}, tmp_path / "w.safetensors")
+    model = fresh()
+    report = init_from(model, tmp_path / "w.safetensors")
+    assert_same(model.state_dict(), weights, prefix)
+    assert "module." in report.prefix or "_orig_mod." in report.prefix
+    assert "by their names without" in str(report)
+
+
+def tied():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    net[2].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize("left_out", ["0.weight", "2.weight"])
+def test_a_tied_tensor_needs_one_of_its_names(left_out, tmp_path):
+    net = tied()
+    save_model(net, tmp_path / "model.safetensors")
+    state = {n: v.clone() for n, v in net.state_dict().items() if n != left_out}
+    save_file(state, tmp_path / "one.safetensors")
+    for name in ("model.safetensors", "one.safetensors"):
+        model = fresh(tied())
+        report = init_from(model, tmp_path / name)
+        assert report.missing == ()
+        assert_same(model.state_dict(), net.state_dict(), name)
+        assert model.net[2].weight is model.net[0].weight
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_a_wrong_source_is_one_clear_error(tmp_path, capfd, weights, run):
+    (tmp_path / "text.safetensors").write_text("not tensors")
+    (tmp_path / "text.pt").write_text("not tensors")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "empty").mkdir()
+    torch.save(3, tmp_path / "number.pt")
+    torch.save({"weights": Harmful()}, tmp_path / "harmful.pt")
+    save_file({"nothing.alike": torch.ones(1)}, tmp_path / "other.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(
+        (run / "checkpoints/step_00000003/model.safetensors").read_bytes()[:-4]
+    )
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "gone.safetensors"}})
+    )
+    for name, message in {
+        "text.safetensors": "not a readable safetensors file",
+        "cut.safetensors": "not a readable safetensors file",
+        "text.pt": "is not a file of torch.save",
+        "empty.pt": "is not a file of torch.save: EOFError",
+        "notes.txt": "not a file of weights",
+        "empty": "not a checkpoint, a run or a folder of the Hub",
+        "number.pt": "holds no tensors by name",
+        "harmful.pt": "holds more than tensors",
+        "other.safetensors": "no tensor that the model has: it has nothing.alike",
+        "hub": "gone.safetensors is missing",
+        "nowhere": "no such file or directory",
+    }.items():
+        with pytest.raises(CheckpointError, match=message) as caught:
+            init_from(fresh(), tmp_path / name, strict=False)
+        assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="no checkpoint is marked as the best"):
+        init_from(
+            fresh(),
+            shutil.copytree(run, tmp_path / "run", ignore=lambda *_: ["best.json"]),
+            best=True,
+        )
+    assert "code ran" not in capfd.readouterr().out
+
+
+def test_the_setting_is_a_path_or_a_mapping():
+    assert parse_init_from(None) is None
+    assert parse_init_from("a.pt") == {"source": "a.pt"}
+    given = {"path": "runs/one", "strict": False, "best": True}
+    assert parse_init_from(given) == {"source": "runs/one", "strict": False, "best": True}
+    for wrong in (3, "", {}, {"path": 3}, {"path": "a", "strit": True}, {"path": "a", "best": 1}):
+        with pytest.raises(CheckpointError, match="must be a path, or a mapping such as"):
+            parse_init_from(wrong)

@@ -1,0 +1,167 @@
+"""One writer in a run directory: the lock names its owner, and knows a dead one."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.app import run_lock
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.errors import UserError
+
+HOLD = """
+import sys
+from pathlib import Path
+from hybridtrain.app.run_lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> subprocess.Popen[str]:
+    """Another process, which holds the lock of `tmp_path`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process  # type: ignore[misc]
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stdout.close()
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Makes the owner in the lock's file another one."""
+    path = folder / "run.lock"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    for attempt in (RunLock(tmp_path).acquire, RunLock(tmp_path).check):
+        with pytest.raises(UserError) as caught:
+            attempt()
+        message = str(caught.value)
+        assert f"being written by another run: process {other.pid} on {os.uname().nodename}" in (
+            message
+        )
+        assert "set another run_name=" in message
+        assert "\n" not in message
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once_with_a_notice(
+    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    other.kill()  # it stays a zombie until it is waited for, as under a launcher
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    with caplog.at_level(logging.WARNING), RunLock(tmp_path):
+        assert f"from process {other.pid} on " in caplog.text
+        assert "that process is gone" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    rewrite(tmp_path, began="1")
+    with RunLock(tmp_path):
+        pass
+
+
+def test_the_lock_is_given_back_also_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a bug"), RunLock(tmp_path):
+        raise ValueError("a bug")
+    assert list(tmp_path.iterdir()) == []
+    with RunLock(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+            RunLock(tmp_path).acquire()
+
+
+def test_the_owner_on_another_host_is_dead_when_it_gives_no_sign(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    rewrite(tmp_path, host="far-away", pid=1, job="Slurm job 7")
+    with pytest.raises(UserError, match=r"process 1 on far-away, Slurm job 7, .*if that one is de"):
+        RunLock(tmp_path).acquire()
+    old = run_lock.STALE_S + 10
+    path = tmp_path / "run.lock"
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - old))
+    with RunLock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("now", "takes_over"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RUN_ID": "other", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_restart_of_the_same_job_on_another_host_takes_over(
+    now: dict[str, str],
+    takes_over: bool,
+    tmp_path: Path,
+    other: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewrite(tmp_path, host="far-away", job="torchrun abc", attempt=0)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name, value in now.items():
+        monkeypatch.setenv(name, value)
+    if takes_over:
+        with RunLock(tmp_path):
+            pass
+    else:
+        with pytest.raises(UserError, match="far-away, torchrun abc"):
+            RunLock(tmp_path).acquire()
+
+
+def test_of_many_that_find_a_dead_owner_one_gets_the_lock(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    rewrite(tmp_path, pid=2**22 + 1)
+    locks = [RunLock(tmp_path) for _ in range(8)]
+    outcomes: list[str] = []
+    start = threading.Barrier(len(locks))
+
+    def compete(lock: RunLock) -> None:
+        start.wait()
+        try:
+            lock.acquire()
+            outcomes.append("got")
+        except UserError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=compete, args=[lock]) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["got"] + ["refused"] * 7
+    for lock in locks:
+        lock.release()
+
+
+def test_a_lock_without_sense_is_nobodys_when_it_is_old(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    path.write_text("{")
+    os.utime(path, (0, 0))
+    with RunLock(tmp_path):
+        pass

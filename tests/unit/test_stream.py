@@ -1,0 +1,362 @@
+"""Iterable data sets: every sample once, the same batches for any division, exact resume."""
+
+import itertools
+import random
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.loaders import Replicas, world_of
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data.own_loader import OwnLoader
+from hybridtrain.data.stream import StreamLoader
+from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.options import LoaderOptions
+
+
+class Numbers(IterableDataset):
+    """Sample i is (i + 1000 epoch, 10 times that)."""
+
+    def __init__(self, samples, replica=None, replicas=1):
+        self.samples, self.replica, self.replicas = samples, replica, replicas
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def numbers(self):
+        """All of them, or those of this replica and worker."""
+        if self.replica is None:
+            return range(self.samples)
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        mine = range(self.samples)[self.replica :: self.replicas]
+        return mine[worker::workers]
+
+    def sample(self, number):
+        number += 1000 * self.epoch
+        return torch.tensor(number), torch.tensor(10 * number)
+
+    def __iter__(self):
+        for number in self.numbers():
+            yield self.sample(number)
+
+
+class Stateful(Numbers):
+    """Knows where it stands; what was read before a resume is not read again."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.at = 0
+        self.read = []
+
+    def __iter__(self):
+        numbers = self.numbers()
+        while self.at < len(numbers):
+            self.at += 1
+            self.read.append(numbers[self.at - 1])
+            yield self.sample(numbers[self.at - 1])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def take(loader, count, epoch=0, batch=0):
+    stream = loader.stream(epoch, batch)
+    try:
+        return list(itertools.islice(stream, count))
+    finally:
+        stream.close()
+
+
+def counted(batch):
+    assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
+    return batch.inputs.tolist()[: batch.samples]
+
+
+def shares(count, batch_size, replicas, make, epoch=0, batch=0, **options):
+    """Returns the batches of each replica."""
+    options = LoaderOptions(**options)
+
+    def run(world):
+        data = make(world)
+        return take(StreamLoader(data, batch_size, world, options=options), count, epoch, batch)
+
+    return Replicas(replicas).run(run)
+
+
+def check_agreed(found):
+    """Checks that all replicas say the same of each batch; returns the samples of each."""
+    batches = []
+    for together in zip(*found, strict=True):
+        total = sum(batch.samples for batch in together)
+        assert {batch.total for batch in together} == {total}
+        assert len({batch.last for batch in together}) == 1
+        assert all(len(batch.inputs) == max(1, batch.samples) for batch in together)
+        batches.append(sorted(chain.from_iterable(map(counted, together))))
+    return batches
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 30), st.integers(1, 9), st.sampled_from([1, 2, 3]), st.booleans())
+def test_batches_are_consecutive_samples_for_any_number_of_replicas(
+    samples, batch_size, replicas, drop_last
+):
+    if drop_last and samples < batch_size:
+        return
+    per_epoch = samples // batch_size if drop_last else -(-samples // batch_size)
+    found = check_agreed(
+        shares(per_epoch + 1, batch_size, replicas, lambda _: Numbers(samples),
+               drop_last=drop_last)
+    )  # fmt: skip
+    for number, batch in enumerate(found[:-1]):
+        assert batch == list(range(samples))[number * batch_size :][:batch_size]
+    assert found[-1] == [1000 + i for i in range(samples)][:batch_size]  # of the next epoch
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_worker_processes_make_the_same_batches_epoch_after_epoch(workers):
+    plain = take(StreamLoader(Numbers(22), 4, world_of(0, 1)), 14)
+    options = LoaderOptions(workers=workers)
+    ours = take(StreamLoader(Numbers(22), 4, world_of(0, 1), options=options), 14)
+    for a, b in zip(plain, ours, strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert (a.samples, a.total, a.last) == (b.samples, b.total, b.last)
+    assert [batch.last for batch in plain] == ([False] * 5 + [True]) * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_uneven_ends_of_a_data_set_that_divides_itself_lose_and_repeat_nothing(replicas, drop_last):
+    lengths = [11, 5, 1][:replicas]
+
+    class Uneven(Numbers):
+        def numbers(self):
+            return range(100 * self.replica, 100 * self.replica + lengths[self.replica])
+
+    count = 1 if drop_last and replicas == 3 else 4
+    if drop_last and replicas == 3:  # the third has less than its share of one batch
+        with pytest.raises(DataError, match="gave less than one batch of samples in epoch 0"):
+            shares(1, 6, 3, lambda w: Uneven(0, w.replica), divided=True, drop_last=True)
+        return
+    found = shares(
+        count, 6, replicas, lambda w: Uneven(0, w.replica), divided=True, drop_last=drop_last
+    )
+    batches = check_agreed(found)
+    lasts = [batch.last for batch in found[0]]
+    epoch = batches[: lasts.index(True) + 1] if True in lasts else batches
+    seen = sorted(chain.from_iterable(epoch))
+    everything = [100 * r + i for r in range(replicas) for i in range(lengths[r])]
+    if drop_last:
+        assert [len(batch) for batch in epoch] == [6]
+        assert set(seen) < set(everything)
+    else:
+        long = shares(8, 6, replicas, lambda w: Uneven(0, w.replica), divided=True)
+        epoch = check_agreed(long)[: [batch.last for batch in long[0]].index(True) + 1]
+        assert sorted(chain.from_iterable(epoch)) == everything
+
+
+def test_a_replica_without_any_sample_takes_part():
+    class First(Numbers):
+        def numbers(self):
+            return range(4 if self.replica == 0 else 0)
+
+    found = shares(3, 2, 2, lambda w: First(0, w.replica), divided=True)
+    assert [batch.samples for batch in found[1]] == [0, 0, 0]
+    assert check_agreed(found) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stateful])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [1, 4, 5, 6, 9])
+def test_a_stream_goes_on_where_it_was(at, workers, kind):
+    options = LoaderOptions(workers=workers)
+
+    def loader():
+        return StreamLoader(kind(22), 4, world_of(0, 1), options=options)
+
+    whole = take(loader(), 15)
+    first = loader()
+    take(first, at)
+    again = loader()
+    if first.has_state:
+        again.load_state_dict(first.state_dict())
+    rest = take(again, 15 - at, *divmod(at, 6))
+    assert [counted(batch) for batch in rest] == [counted(batch) for batch in whole[at:]]
+    assert [batch.last for batch in rest] == [batch.last for batch in whole[at:]]
+    if kind is Stateful and workers == 0:
+        assert first.dataset.read[0] == 0
+        assert again.dataset.read[0] == 4 * (at % 6)
+
+
+def test_a_state_is_the_same_for_any_number_of_replicas_and_workers():
+    def begin(world):
+        loader = StreamLoader(Stateful(40), 4, world, options=LoaderOptions(workers=2))
+        take(loader, 3)
+        return loader.state_dict()
+
+    states = Replicas(2).run(begin)
+    assert (
+        states[0]
+        == states[1]
+        == {"epoch": 0, "batch": 3, "states": [{"state": {"at": 12}, "ended": False}]}
+    )
+    alone = StreamLoader(Stateful(40), 6, world_of(0, 1))
+    alone.load_state_dict(states[0])
+    assert counted(take(alone, 1, 0, 3)[0]) == [12, 13, 14, 15, 16, 17]
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
+    options = LoaderOptions(workers=2, divided=True)
+
+    def loader(world):
+        return StreamLoader(Stateful(46, world.replica, 2), 4, world, options=options)
+
+    def whole(world):
+        return [counted(batch) for batch in take(loader(world), 9)]
+
+    def resumed(world):
+        first, again = loader(world), loader(world)
+        begun = take(first, at)
+        again.load_state_dict(first.state_dict())
+        return [counted(batch) for batch in [*begun, *take(again, 9 - at, 0, at)]]
+
+    assert Replicas(2).run(resumed) == Replicas(2).run(whole)
+
+    def on_other_workers(world):
+        first = loader(world)
+        take(first, 1)
+        StreamLoader(
+            Stateful(46, world.replica, 2), 4, world, options=LoaderOptions(divided=True)
+        ).load_state_dict(first.state_dict())
+
+    with pytest.raises(CheckpointError, match=r"of 2 replicas with workers=2, not of 2 with wor"):
+        Replicas(2).run(on_other_workers)
+
+
+def test_a_data_set_that_divides_itself_unasked_is_refused():
+    with pytest.raises(DataError, match=r"replicas read different samples .*set divided=True"):
+        shares(1, 4, 2, lambda w: Numbers(40, w.replica, 2))
+    options = LoaderOptions(workers=2)
+    with pytest.raises(DataError, match="worker processes read different samples from Numbers"):
+        take(StreamLoader(Numbers(40, 0), 4, world_of(0, 1), options=options), 3)
+
+
+def test_a_data_set_that_was_to_divide_itself_and_does_not_is_refused():
+    with pytest.raises(DataError, match="gives several replicas the same samples"):
+        shares(1, 4, 2, lambda _: Numbers(40), divided=True)
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(1, 0), (1, 2), (2, 0), (3, 0)])
+def test_an_iterable_evaluation_set_is_counted_exactly_once(replicas, workers):
+    for samples in (0, 1, 7):
+
+        def seen(world):
+            options = LoaderOptions(workers=workers)
+            data = EvalLoader(Numbers(samples), 3, world, options=options)  # noqa: B023
+            return [x for _ in range(2) for inputs, _ in data for x in inputs.tolist()]
+
+        found = chain.from_iterable(Replicas(replicas).run(seen))
+        assert sorted(found) == sorted([*range(samples)] * 2)
+
+
+class Broken(Numbers):
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 7)
+        raise ValueError("the shard is cut off")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_one_line(workers):
+    options = LoaderOptions(workers=workers)
+    stream = StreamLoader(Broken(9), 2, world_of(0, 1), options=options).stream()
+    assert counted(next(stream)) == [0, 1]
+    message = r"^sample 7 of Broken cannot be read: ValueError: the shard is cut off \(.*test_stre"
+    with pytest.raises(DataError, match=message):
+        list(stream)
+
+
+def test_a_stream_that_gives_nothing_or_can_be_read_once_is_refused():
+    with pytest.raises(DataError, match=r"Numbers gave less than one batch of samples in epoch 0"):
+        take(StreamLoader(Numbers(0), 2, world_of(0, 1)), 1)
+    with pytest.raises(DataError, match="generator can be read only once"):
+        StreamLoader((i for i in range(3)), 2, world_of(0, 1))
+    with pytest.raises(DataError, match=r"Numbers has no samples by number .*StreamLoader"):
+        TrainLoader(Numbers(3), 2, world_of(0, 1))
+
+
+# Loaders of one's own.
+def table(samples=10):
+    x = torch.arange(samples)
+    return TensorDataset(x, 10 * x)
+
+
+class Stepwise:
+    """A loader of batches of different sizes, in another order each epoch, with a state."""
+
+    def __init__(self, replica=0, replicas=1):
+        self.replica, self.replicas, self.epoch, self.at = replica, replicas, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(range(20))
+        random.Random(self.epoch).shuffle(order)
+        batches = [order[:3], order[3:8], order[8:9], order[9:15], order[15:]]
+        batches = batches[self.replica :: self.replicas]
+        while self.at < len(batches):
+            self.at += 1
+            x = torch.tensor(batches[self.at - 1])
+            yield x, 10 * x
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
+    per_epoch = -(-5 // replicas)
+
+    def whole(world):
+        loader = OwnLoader(Stepwise(world.replica, replicas), world)
+        return take(loader, 9)
+
+    def resumed(world):
+        first = OwnLoader(Stepwise(world.replica, replicas), world)
+        begun = take(first, at)
+        again = OwnLoader(Stepwise(world.replica, replicas), world)
+        again.load_state_dict(first.state_dict())
+        return [*begun, *take(again, 9 - at, *divmod(at, per_epoch))]
+
+    expected = check_agreed(Replicas(replicas).run(whole))
+    assert check_agreed(Replicas(replicas).run(resumed)) == expected
+    assert sorted(chain.from_iterable(expected[:per_epoch])) == list(range(20))
+
+
+def test_a_loader_without_state_goes_on_at_the_same_batch():
+    loader = DataLoader(table(), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]])
+    own = OwnLoader(loader, world_of(0, 1))
+    assert own.batches_per_epoch == 4
+    assert [counted(x) for x in take(own, 3, 2, 2)] == [[4, 5, 6, 7], [8, 9], [0, 1, 2]]
+
+
+def test_a_loader_that_gives_every_replica_all_samples_is_refused():
+    with pytest.raises(DataError, match=r"each of the 2 replicas all samples.*DistributedSampler"):
+        OwnLoader(DataLoader(table(), batch_size=2), world_of(0, 2))
+    with pytest.raises(DataError, match="Stepwise gives several replicas the same samples"):
+        Replicas(2).run(lambda world: take(OwnLoader(Stepwise(), world), 1))
