@@ -25,7 +25,6 @@ from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.settings import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.early_signals import end_on_signals
 
 COMMANDS = ("train", "plan", "evaluate", "export")
 

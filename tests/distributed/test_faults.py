@@ -11,7 +11,7 @@ from scripts.reliability.first_errors import Outcome, run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
-    pytest.mark.timeout(400),  # several launches in one test
+    pytest.mark.timeout(600),  # several launches in one test
 ]
 
 LAST = "checkpoints/step_00000010"
