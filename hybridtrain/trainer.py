@@ -433,12 +433,14 @@ class Trainer:
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
+        share = getattr(self.evaluation, "samples", None)
         result = evaluate(
             self.model,
             self.evaluation,
             self.loss_fn,
             self.metrics,
             stop=self._interruptions.stop_wanted,
+            on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         self._interruptions.begin_step()
         wanted = self._interruptions.end_step()

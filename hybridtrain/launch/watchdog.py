@@ -101,7 +101,7 @@ class Watchdog:
             return Failure(
                 job.rank,
                 f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
-                f"{f', last seen {doing.what}' if doing else ''}: it was killed (by the system if "
+                f"{f', last heard of {doing.what}' if doing else ''}: it was killed (by the system if "
                 f"memory ran out), has crashed or has called exit; the launcher's report has its "
                 f"signal or exit code",
                 1,
@@ -128,7 +128,7 @@ class Watchdog:
             doing = job.said("doing", silent)
             culprit, process = silent[0], self._processes[silent[0]]
             state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
-            last = f", last seen {doing[culprit].what}" if culprit in doing else ""
+            last = f", last heard of {doing[culprit].what}" if culprit in doing else ""
             line = (
                 f"rank {culprit} does not answer (pid {process.pid} on {process.host}, {state})"
                 f"{last}; nothing has moved for {seconds:.0f} s"
@@ -179,7 +179,7 @@ class Watchdog:
                 if self._job.stacks_are_asked_for():
                     self._answer(self._job)
                 doing = summary(self._activity)
-                if doing != published:
+                if doing != published and phase != "setup":
                     self._job.say("doing", Report(doing, 0))
                     published = doing
             if now - since >= self._limit(phase):
@@ -224,7 +224,7 @@ class Watchdog:
         if failure.exit_code == EXIT_STALLED:
             self.exit_code = EXIT_STALLED
         else:
-            grace = _GRACE_INTERRUPTED_S if failure.exit_code in (75, 130) else _GRACE_S
+            grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
         if failure.rank != self._job.rank:

@@ -79,6 +79,12 @@ class Monitor:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Reports values measured at `step`, by tag."""
 
+    def evaluating(self, done: int, total: int | None) -> None:
+        """Reports that an evaluation has `done` samples of `total` (None: not known) behind it.
+
+        Both are rank 0's share. Called after each batch.
+        """
+
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """Reports the predicted and the measured spans of `step`, in seconds."""
 
@@ -106,6 +112,11 @@ class Monitors(Monitor):
         """See `Monitor.scalars`."""
         for monitor in self._monitors:
             monitor.scalars(step, values)
+
+    def evaluating(self, done: int, total: int | None) -> None:
+        """See `Monitor.evaluating`."""
+        for monitor in self._monitors:
+            monitor.evaluating(done, total)
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`."""

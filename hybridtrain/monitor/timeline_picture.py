@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import median
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -19,8 +18,8 @@ _WORDS = {"F": "forward", "B": "backward"}
 _LEFT, _RIGHT, _TOP = 74, 24, 52
 _LANE, _BAR, _TITLE, _AXIS = 28, 22, 24, 30
 _NARROWEST, _WIDEST = 900, 4000
-# room for the label of an action of the usual length
-_ACTION = 26
+# room for the label of a short action
+_ACTION = 18
 
 
 def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
@@ -35,8 +34,9 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     """
     lanes = len(measured)
     longest = max(_length(predicted), _length(measured)) or 1e-9
-    usual = median(end - start for lane in measured for _, start, end in lane)
-    wanted = longest / max(usual, longest / 1e4) * _ACTION
+    durations = sorted(end - start for lane in measured for _, start, end in lane)
+    short = durations[len(durations) // 4]
+    wanted = longest / max(short, longest / 1e4) * _ACTION
     width = round(min(max(wanted, _NARROWEST), _WIDEST)) + _LEFT + _RIGHT
     panel = _TITLE + lanes * _LANE + _AXIS
     image = Image.new("RGB", (width, _TOP + 2 * panel), "white")
@@ -107,11 +107,10 @@ class _Picture:
                 shade = min(action.stage // self._devices, len(colours) - 1)
                 self._painter.rectangle((left, y, right, y + _BAR), fill=colours[shade])
                 ink = "white" if shade > 1 else "black"
-                for label in (f"{action.kind}{action.microbatch}", str(action.microbatch)):
-                    if self._painter.textlength(label, font=self._font) + 2 <= right - left:
-                        middle = (left + right) / 2, y + _BAR / 2
-                        self._painter.text(middle, label, ink, self._font, anchor="mm")
-                        break
+                label = str(action.microbatch)
+                if self._painter.textlength(label, font=self._font) + 2 <= right - left:
+                    middle = (left + right) / 2, y + _BAR / 2
+                    self._painter.text(middle, label, ink, self._font, anchor="mm")
 
 
 def _ticks(length: float) -> Iterator[float]:

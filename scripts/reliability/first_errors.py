@@ -87,7 +87,8 @@ def run(fault: str, folder: Path, *overrides: str, limit_s: float = LIMIT_S) -> 
 def judge(fault: str, output: str) -> tuple[bool, str]:
     """Returns whether the output of torchrun reports the fault rightly, and what it says of it."""
     kind, phase, rank = fault.split(":")
-    ours = re.split(r"\n[WE]\d{4} .*(?:closing signal|failed \(exitcode)", output)[0]
+    ours = re.split(r"\n[WE]\d{4} .*failed \(exitcode", output)[0]
+    ours = re.sub(r"^W\d{4} .*closing signal.*$", "", ours, flags=re.M)
     reports = re.findall(r"^(?:error: |\w+Error: |MemoryError).*", ours, re.M)
     line = reports[-1] if reports else ""
     root = output.partition("Root Cause")[2]
