@@ -25,10 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What ends the second run of torch.utils.checkpoint early; there is no other way to end it.
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
 __all__ = [
     "GRAD_MODE_SETTER",
     "FakeTensorMode",
     "PrefixStore",
+    "StopRecomputation",
     "Store",
     "TCPStore",
     "TorchDispatchMode",

@@ -30,6 +30,7 @@ def evaluate(
     loss_fn: LossFn,
     metrics: Mapping[str, Metric],
     stop: Callable[[], bool] | None = None,
+    on_batch: Callable[[int], object] = lambda samples: None,
 ) -> dict[str, float]:
     """Returns the mean loss and the metrics over all samples of `data`; a collective call.
 
@@ -44,6 +45,7 @@ def evaluate(
             and synchronises itself over all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
             process is free in that.
+        on_batch: called after each batch with the samples of this process so far.
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
@@ -85,6 +87,7 @@ def evaluate(
                 for value, unit in zip(losses, weight.units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
+                on_batch(samples)
             if stop is not None and stop():
                 break
     finally:

@@ -26,6 +26,7 @@ class RunStats:
         self.loss: float | None = None
         self.bubble: float | None = None
         self._model = model
+        self._reduced = model.world.replicas > 1  # the last backward waits for other replicas
         self._losses: list[torch.Tensor] = []
         self._samples: list[float] = []
         # Sums, not means: a sum of float32 losses times counts is exact in float64 as long as they
@@ -92,7 +93,7 @@ class RunStats:
         spans = self._timeline.spans()
         self._bubbles.append(bubble_fraction(spans))
         self.bubble = sum(self._bubbles) / len(self._bubbles)
-        times = stage_times(spans, len(self._times))
+        times = stage_times(spans, len(self._times), self._reduced)
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
         for index, stage in enumerate(self.stages(optimizer)):
@@ -108,7 +109,7 @@ class RunStats:
         """
         assert self._timeline is not None
         spans = self._timeline.spans()
-        return predict(self._timeline.schedule, spans), spans
+        return predict(self._timeline.schedule, spans, self._reduced), spans
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the summary of each stage, with the times that were last read."""

@@ -260,13 +260,31 @@ def simulate(
     return tuple(map(tuple, spans))
 
 
-def predict(schedule: Schedule, measured: Spans) -> Spans:
-    """Returns the spans that `schedule` predicts for the mean measured costs of each stage."""
-    cost = {kind: [0.0] * schedule.stages for kind in "FB"}
+def predict(schedule: Schedule, measured: Spans, reduced: bool = False) -> Spans:
+    """Returns the spans that `schedule` predicts for the mean measured costs of each stage.
+
+    See `mean_costs` for `reduced`.
+    """
+    costs = mean_costs(measured, schedule.stages, reduced)
+    return simulate(schedule, costs["F"], costs["B"])
+
+
+def mean_costs(measured: Spans, stages: int, reduced: bool = False) -> dict[str, list[float]]:
+    """Returns the mean duration of a micro-batch, by kind of action (`F` or `B`) and stage.
+
+    Args:
+        measured: the spans of a step.
+        stages: how many.
+        reduced: the last backward of each stage waits for the gradients of other replicas too, so
+            it is left out of the mean where there are others.
+    """
+    costs: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in "FB"}
     for lane in measured:
         for action, start, end in lane:
-            cost[action.kind][action.stage] += (end - start) / schedule.chunks
-    return simulate(schedule, cost["F"], cost["B"])
+            costs[action.kind][action.stage].append(end - start)
+    if reduced:  # a stage takes its micro-batches in order, so the last one is the last measured
+        costs["B"] = [times[:-1] or times for times in costs["B"]]
+    return {kind: [sum(x) / max(len(x), 1) for x in each] for kind, each in costs.items()}
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:

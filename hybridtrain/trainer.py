@@ -285,9 +285,8 @@ class Trainer:
         self.step, self.samples = state_dict["step"], state_dict["samples"]
         self.epoch = state_dict["epoch"]
         self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        if self.batch >= (
-            self.train.batches_per_epoch or math.inf
-        ):  # drop_last leaves out the rest
+        # the rest is what drop_last leaves out
+        if self.batch >= (self.train.batches_per_epoch or math.inf):
             self.epoch, self.batch = self.epoch + 1, 0
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -319,6 +318,12 @@ class Trainer:
             "best": self._best.state_dict(),
             "resumed_from": self._resumed_from and str(self._resumed_from),
         }
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are done, and the evaluation after the last one too."""
+        evaluated = self.evaluation is None or self._evaluated[0] == self.step
+        return self.step >= self.total_steps and evaluated
 
     @property
     def skipped_steps(self) -> int:
@@ -408,7 +413,6 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, save: bool = False) -> None:
         options, last = self.options, self.step == self.total_steps
-        improved = False
         if self.evaluation is not None and (
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
@@ -416,32 +420,36 @@ class Trainer:
             if evaluates or self._ends_epoch(options.eval_every_epochs):
                 activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
-                    improved = self._evaluate_in_run()
+                    save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)
-        save |= improved or self._ends_epoch(options.checkpoint_every_epochs)
+        save |= self._ends_epoch(options.checkpoint_every_epochs)
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
-        if save and (last or improved or not self._finite.skipping):
+        best = self._best.step == self.step
+        if save and (last or best or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:
-        """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
+        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
+        share = getattr(self.evaluation, "samples", None)
         result = evaluate(
             self.model,
             self.evaluation,
             self.loss_fn,
             self.metrics,
             stop=self._interruptions.stop_wanted,
+            on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         self._interruptions.begin_step()
-        if "stop" in self._interruptions.end_step():
+        wanted = self._interruptions.end_step()
+        if "stop" in wanted:
             self._stop()  # the result may be of a part of the samples
         self._evaluated = self.step, result
         values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
         self.monitor.scalars(self.step, values)
-        return self._best.improves(self.step, result)
+        return self._best.improves(self.step, result) or "save" in wanted
 
     def _stop(self) -> NoReturn:
         with self.throughput.pause():

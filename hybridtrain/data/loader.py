@@ -108,6 +108,9 @@ class EvalLoader:
         batch_size: samples over all replicas.
         world: tells which replica this process belongs to.
         options: how batches are loaded.
+
+    Attributes:
+        samples: of this replica; None if it is not known.
     """
 
     def __init__(
@@ -122,6 +125,10 @@ class EvalLoader:
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
+        self.samples: int | None = None
+        if not is_stream(dataset):
+            share = share_of(len(dataset), world.replica, world.replicas)
+            self.samples = share.stop - share.start
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         if is_stream(self._dataset):

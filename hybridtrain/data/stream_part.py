@@ -72,7 +72,10 @@ class StreamPart(IterableDataset[Any]):
             self._dataset.set_epoch(start.epoch)
         state = start.states.get(worker, start.states.get(-1))
         if state is not None:
-            self._dataset.load_state_dict(pickle.loads(state))
+            saved = pickle.loads(state)
+            self._dataset.load_state_dict(saved["state"])
+            if saved["ended"]:
+                return  # this epoch; an iteration would begin the next
         reader = Reader(self._dataset)
         if self._divided:
             if worker < start.worker % workers:
@@ -115,7 +118,8 @@ class StreamPart(IterableDataset[Any]):
     ) -> Any:
         state = None
         if has_state(self._dataset):
-            state = pickle.dumps(self._dataset.state_dict())
+            saved = {"state": self._dataset.state_dict(), "ended": reader.ended}
+            state = pickle.dumps(saved)  # now, since the data set goes on
         what = f"{len(samples)} samples of {name_of(self._dataset)}, before sample {reader.read}"
         batch = collated(samples, self._collate, self._dataset, what)
         if isinstance(batch, Failure):
@@ -130,12 +134,14 @@ class Reader:
         read: how many were read.
         first: a few of the first.
         failure: what happened when a sample could not be read.
+        ended: whether the data set has been asked for more than there is.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.read = 0
         self.first: list[Any] = []
         self.failure: Failure | None = None
+        self.ended = False
         self._name = name_of(dataset)
         try:
             self._samples = iter(dataset)
@@ -154,6 +160,7 @@ class Reader:
             try:
                 sample = next(self._samples)
             except StopIteration:
+                self.ended = True
                 return (kept or [spare], number)
             except Exception as error:
                 what = f"sample {self.read} of {self._name} cannot be read"

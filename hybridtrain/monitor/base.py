@@ -1,9 +1,41 @@
 """The base class of monitors, which the training loop reports to, and several as one."""
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from hybridtrain.schedule import Spans
+
+_log = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def never_fatal(method: Method) -> Method:
+    """Decorates a method of a monitor that writes: what it cannot write does not end the run.
+
+    After a full disk, a directory that is gone or a closed terminal, the monitor warns once, and
+    does nothing any more.
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.broken:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and "closed file" not in str(error):
+                raise
+            self.broken = True
+            self.abandon()
+            _log.warning(
+                "%s has stopped, and training goes on without it: %s", type(self).__name__, error
+            )
+
+    return cast(Method, call)
 
 
 class Monitor:
@@ -16,7 +48,17 @@ class Monitor:
     `train/samples_per_second`, `train/step_ms`, `stage0/forward_ms`, `stage0/memory_bytes`,
     `eval/loss`, `eval/accuracy`. The values are numbers on the host, because only the loop may
     decide to wait for a device.
+
+    An exception of a monitor ends the run, unless it writes with methods that are `never_fatal`.
+
+    Attributes:
+        broken: a `never_fatal` method has failed.
     """
+
+    broken = False
+
+    def abandon(self) -> None:
+        """Lets go of what it writes to, after a failure; must not raise."""
 
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """Begins a run, or continues one after a resume.
@@ -36,6 +78,12 @@ class Monitor:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Reports values measured at `step`, by tag."""
+
+    def evaluating(self, done: int, total: int | None) -> None:
+        """Reports that an evaluation has `done` samples of `total` (None: not known) behind it.
+
+        Both are rank 0's share. Called after each batch.
+        """
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """Reports the predicted and the measured spans of `step`, in seconds."""
@@ -64,6 +112,11 @@ class Monitors(Monitor):
         """See `Monitor.scalars`."""
         for monitor in self._monitors:
             monitor.scalars(step, values)
+
+    def evaluating(self, done: int, total: int | None) -> None:
+        """See `Monitor.evaluating`."""
+        for monitor in self._monitors:
+            monitor.evaluating(done, total)
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`."""

@@ -4,12 +4,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from hybridtrain.files import atomic_file
-from hybridtrain.monitor.base import Monitor
+from hybridtrain.monitor.base import Monitor, never_fatal
 
 
 class MetricsFile(Monitor):
@@ -23,37 +24,62 @@ class MetricsFile(Monitor):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._first_step = -1
 
+    @never_fatal
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; a fresh start (`first_step` 0) begins an empty file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if first_step == 0:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
-            _keep_until(self.path, first_step)
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            _keep(self.path, lambda line: _step_of(line) <= first_step)
+        self._first_step = first_step
+        self._open()
 
+    @never_fatal
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`."""
         if self._file is None:
             raise RuntimeError("call MetricsFile.start() first")
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path} has been removed")
+        if step == self._first_step:  # an evaluation that is done again replaces the one before
+            self._file.close()
+            _keep(self.path, lambda line: _step_of(line) < step or not _has_tags(line, values))
+            self._open()
         finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         line = {"step": step, "time": round(time.time(), 3), **finite}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
+    @never_fatal
     def close(self) -> None:
         """See `Monitor.close`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def abandon(self) -> None:
+        """See `Monitor.abandon`."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
 
-def _keep_until(path: Path, last_step: int) -> None:
-    """Drops the lines of steps after `last_step` and incomplete lines."""
+def _keep(path: Path, wanted: Callable[[bytes], bool]) -> None:
+    """Drops all other lines."""
     with open(path, "rb") as old, atomic_file(path) as new:
-        new.writelines(line for line in old if _step_of(line) <= last_step)
+        new.writelines(filter(wanted, old))
         new.flush()
         os.fsync(new.fileno())
+
+
+def _has_tags(line: bytes, values: Mapping[str, float]) -> bool:
+    return bool(json.loads(line).keys() - {"step", "time"} == values.keys())
 
 
 def _step_of(line: bytes) -> float:

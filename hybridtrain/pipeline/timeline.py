@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridtrain.schedule import Action, Schedule, Span
+from hybridtrain.schedule import Action, Schedule, Span, mean_costs
 
 
 class Timeline:
@@ -65,16 +65,15 @@ def _since(zero: Mark, end: Mark) -> float:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The time that a stage computed in one step, summed over micro-batches, in milliseconds."""
+    """The time that a stage computes for a micro-batch, the mean of one step, in milliseconds."""
 
     forward_ms: float
     backward_ms: float
 
 
-def stage_times(spans: Sequence[Sequence[Span]], stages: int) -> list[StageTimes]:
-    """Returns the sums of the spans of each stage."""
-    total = {"F": [0.0] * stages, "B": [0.0] * stages}
-    for lane in spans:
-        for action, start, end in lane:
-            total[action.kind][action.stage] += (end - start) * 1e3
-    return [StageTimes(f, b) for f, b in zip(total["F"], total["B"], strict=True)]
+def stage_times(
+    spans: Sequence[Sequence[Span]], stages: int, reduced: bool = False
+) -> list[StageTimes]:
+    """Returns the means of the spans of each stage; see `mean_costs` for `reduced`."""
+    costs = mean_costs(spans, stages, reduced)
+    return [StageTimes(f * 1e3, b * 1e3) for f, b in zip(costs["F"], costs["B"], strict=True)]

@@ -9,7 +9,13 @@ import torch
 
 def world_of(replica, replicas):
     """Returns the part of a World that a loader reads, for a loader that sends nothing."""
-    return SimpleNamespace(replica=replica, replicas=replicas, devices=(torch.device("cpu"),))
+    return SimpleNamespace(
+        replica=replica,
+        replicas=replicas,
+        processes_per_replica=1,
+        devices=(torch.device("cpu"),),
+        gather=lambda value: [value] * replicas,
+    )
 
 
 class Replicas:
@@ -31,7 +37,6 @@ class Replicas:
 
     def _call(self, function, replica):
         world = world_of(replica, self.replicas)
-        world.processes_per_replica = 1
         world.gather = lambda value: self._gather(replica, value)
         world.begin_max = lambda values: SimpleNamespace(wait=lambda: self._max(replica, values))
         try:

@@ -1,20 +1,30 @@
 """TensorBoard, the metrics file, and several monitors as one."""
 
+import gc
 import io
 import json
 import math
 import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard
-from hybridtrain.schedule import Spans
+from hybridtrain.monitor import (
+    MetricsFile,
+    Monitor,
+    Monitors,
+    Progress,
+    TensorBoard,
+    TimelineFiles,
+)
+from hybridtrain.schedule import Action, Span, Spans
 
 
 def run(
@@ -61,7 +71,7 @@ def test_tensorboard_shows_every_scalar_under_its_tag(tmp_path: Path) -> None:
 
     run(TensorBoard(tmp_path), range(1, 4), values=values)
     assert curve(tmp_path, "train/loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert curve(tmp_path, "stage0/forward_ms") == [(1, 3.0), (2, 6.0), (3, 9.0)]
+    assert curve(tmp_path, "train_stages/forward_ms/0") == [(1, 3.0), (2, 6.0), (3, 9.0)]
 
 
 def test_tensorboard_shows_a_diverged_loss(tmp_path: Path) -> None:
@@ -95,6 +105,38 @@ def test_tensorboard_drops_points_of_an_interrupted_attempt_after_the_checkpoint
     run(TensorBoard(tmp_path), range(6, 11, 2), first_step=4, values=lambda _: {"train/loss": 2.0})
     expected = [(step, 1.0) for step in (1, 2, 3, 4)] + [(step, 2.0) for step in (6, 8, 10)]
     assert curve(tmp_path, "train/loss") == expected
+
+
+def test_tensorboard_lists_the_config_and_has_one_chart_for_all_stages(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    config = "seed: 3\noptim:\n  lr: 0.1\n  betas: [0.9, 0.99]\n  eps: null\n"
+    run(
+        TensorBoard(tmp_path),
+        range(1, 3),
+        texts={"config": config},
+        values=lambda _: {"stage11/forward_ms": 1.0, "pipeline/bubble_fraction": 0.1},
+    )
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == [
+        "train_stages/forward_ms/11",
+        "train_stages/bubble_fraction",
+    ]
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in found.items()} == {
+        "seed": "number_value",
+        "optim.lr": "number_value",
+        "optim.betas": "string_value",
+    }
+    (entry,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(entry.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    (pattern,) = charts["forward, ms a micro-batch"]
+    assert re.fullmatch(pattern, "train_stages/forward_ms/11")
 
 
 def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_path: Path) -> None:
@@ -185,6 +227,109 @@ def test_the_metrics_file_of_a_fresh_start_is_empty(tmp_path: Path) -> None:
     run(MetricsFile(path), range(5))
     run(MetricsFile(path), range(2))
     assert [line["step"] for line in lines(path)] == [0, 1]
+
+
+def test_the_metrics_file_has_the_evaluation_of_a_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run(MetricsFile(path), range(1, 3), values=lambda _: {"train/loss": 1.0})
+    for value in (2.0, 3.0):
+        again = {"eval/loss": value}
+        run(MetricsFile(path), range(2, 3), first_step=2, values=lambda _: again)  # noqa: B023
+    assert [(line["step"], line.get("eval/loss")) for line in lines(path)] == [
+        (1, None), (2, None), (2, 3.0),
+    ]  # fmt: skip
+
+
+# --- what cannot be written ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Lets no file grow, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def spans() -> Spans:
+    return [[Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 1.0, 3.0)]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [MetricsFile, TensorBoard, TimelineFiles])
+def test_a_full_disk_is_one_warning_and_training_goes_on(
+    tmp_path: Path, kind: type[Monitor], full_disk: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl" if kind is MetricsFile else tmp_path
+    monitor = kind(path)  # type: ignore[call-arg]
+    monitor.start(total_steps=9, first_step=0, texts={})
+    for step in range(1, 40):
+        monitor.scalars(step, {"train/loss": 1.0})
+        monitor.timeline(step, spans(), spans())
+        time.sleep(0.005)  # TensorBoard writes in a thread
+    monitor.close()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{kind.__name__} has stopped, and training goes on without it: [Err")
+
+
+@pytest.mark.parametrize("kind", [MetricsFile, TimelineFiles])
+def test_a_directory_that_has_gone_is_one_warning(
+    tmp_path: Path, kind: type[Monitor], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monitor = kind(folder / "metrics.jsonl" if kind is MetricsFile else folder)  # type: ignore[call-arg]
+    monitor.start(total_steps=9, first_step=0, texts={})
+    shutil.rmtree(folder)
+    for step in range(1, 4):
+        monitor.scalars(step, {"train/loss": 1.0})
+        monitor.timeline(step, spans(), spans())
+    monitor.close()
+    assert len(caplog.messages) == 1
+    assert str(folder) in caplog.messages[0]
+
+
+class Gone(io.StringIO):
+    """A terminal that is closed, or a pipe that nobody reads."""
+
+    def __init__(self, error: Exception, tty: bool) -> None:
+        super().__init__()
+        self.error, self.tty, self.closed_now = error, tty, False
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> int:
+        if self.closed_now:
+            raise type(self.error)(*self.error.args)  # its traceback holds the bar
+        return len(text)
+
+
+@pytest.mark.parametrize("tty", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(32, "Broken pipe"), ValueError("I/O operation on closed file."), OSError(5)],
+)
+def test_a_closed_terminal_or_pipe_is_one_warning(
+    error: Exception, tty: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Gone(error, tty)
+    monitor = Progress(stream)
+    monitor.start(total_steps=99, first_step=0, texts={})
+    stream.closed_now = True
+    for step in range(1, 40):
+        monitor.step(step, 4)
+        monitor.scalars(step, {"train/loss": 1.0})
+        monitor.evaluating(step, 40)
+        time.sleep(0.005)
+    monitor.scalars(40, {"eval/loss": 1.0})
+    monitor.close()
+    del monitor
+    gc.collect()
+    assert len(caplog.messages) == 1
 
 
 # --- all together -------------------------------------------------------------------------------

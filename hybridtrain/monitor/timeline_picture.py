@@ -1,0 +1,126 @@
+"""A picture of a step's timeline: predicted above measured, on one axis of milliseconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from PIL import Image, ImageDraw, ImageFont
+
+from hybridtrain.schedule import Spans, bubble_fraction
+
+# forward and backward, for up to four stages that share a device; darker ones are later stages
+COLOURS = {
+    "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
+    "B": ("#a1d99b", "#74c476", "#41ab5d", "#238b45"),
+}
+_WORDS = {"F": "forward", "B": "backward"}
+_LEFT, _RIGHT, _TOP = 74, 24, 52
+_LANE, _BAR, _TITLE, _AXIS = 28, 22, 24, 30
+_NARROWEST, _WIDEST = 900, 4000
+# room for the label of a short action
+_ACTION = 18
+
+
+def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
+    """Draws both timelines on one time scale, each with its length and bubble fraction.
+
+    The picture is as wide as the labels of the actions need, within bounds.
+
+    Args:
+        predicted: the spans of each device, in seconds.
+        measured: likewise.
+        title: for example the run and the step.
+    """
+    lanes = len(measured)
+    longest = max(_length(predicted), _length(measured)) or 1e-9
+    durations = sorted(end - start for lane in measured for _, start, end in lane)
+    short = durations[len(durations) // 4]
+    wanted = longest / max(short, longest / 1e4) * _ACTION
+    width = round(min(max(wanted, _NARROWEST), _WIDEST)) + _LEFT + _RIGHT
+    panel = _TITLE + lanes * _LANE + _AXIS
+    image = Image.new("RGB", (width, _TOP + 2 * panel), "white")
+    picture = _Picture(ImageDraw.Draw(image), (width - _LEFT - _RIGHT) / longest, lanes)
+    picture.legend(title, max(span.action.stage for lane in measured for span in lane) + 1)
+    for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
+        text = f"{name}: {_length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
+        picture.panel(_TOP + number * panel, text, spans, longest)
+    return image
+
+
+class _Picture:
+    """A painter with a time scale.
+
+    Args:
+        painter: of the image.
+        scale: pixels of a second.
+        devices: how many.
+    """
+
+    def __init__(self, painter: ImageDraw.ImageDraw, scale: float, devices: int) -> None:
+        self._painter = painter
+        self._scale = scale
+        self._devices = devices
+        self._font = ImageFont.load_default(size=12)
+        self._bold = ImageFont.load_default(size=14)
+
+    def legend(self, title: str, stages: int) -> None:
+        """Writes the title, and what the colours mean."""
+        self._painter.text((8, 6), title, fill="black", font=self._bold)
+        x = 8.0
+        shades = -(-stages // self._devices)
+        for kind, word in _WORDS.items():
+            for shade in range(min(shades, len(COLOURS[kind]))):
+                first, end = shade * self._devices, min((shade + 1) * self._devices, stages)
+                if shade + 1 == len(COLOURS[kind]):
+                    end = stages  # the last colour is that of all further ones
+                which = f"stage {first}" if end == first + 1 else f"stages {first} to {end - 1}"
+                x = self._entry(x, COLOURS[kind][shade], f"{word} ({kind}), {which}")
+        self._painter.text(
+            (x, 30), "number: micro-batch    white: waiting", fill="#666666", font=self._font
+        )
+
+    def _entry(self, x: float, colour: str, text: str) -> float:
+        self._painter.rectangle((x, 30, x + 14, 44), fill=colour)
+        self._painter.text((x + 19, 30), text, fill="black", font=self._font)
+        return x + 19 + self._painter.textlength(text, font=self._font) + 18
+
+    def panel(self, top: int, text: str, spans: Spans, longest: float) -> None:
+        """Draws the lanes of one timeline, above its axis."""
+        begin = min(lane[0].start for lane in spans)
+        bottom = top + _TITLE + self._devices * _LANE
+        self._painter.text((8, top + 3), text, fill="black", font=self._bold)
+        for tick in _ticks(longest * 1e3):
+            x = _LEFT + tick / 1e3 * self._scale
+            self._painter.line((x, top + _TITLE, x, bottom + 3), fill="#dddddd")
+            self._painter.text((x, bottom + 5), f"{tick:g}", "#444444", self._font, anchor="ma")
+        self._painter.text((8, bottom + 5), "ms", fill="#444444", font=self._font)
+        for device, lane in enumerate(spans):
+            y = top + _TITLE + device * _LANE
+            name = f"device {device}"
+            self._painter.text((8, y + 4), name, fill="black", font=self._font)
+            for action, start, end in lane:
+                left = _LEFT + (start - begin) * self._scale
+                # a gap of one pixel between two actions
+                right = max(left + 1, _LEFT + (end - begin) * self._scale - 1)
+                colours = COLOURS[action.kind]
+                shade = min(action.stage // self._devices, len(colours) - 1)
+                self._painter.rectangle((left, y, right, y + _BAR), fill=colours[shade])
+                ink = "white" if shade > 1 else "black"
+                label = str(action.microbatch)
+                if self._painter.textlength(label, font=self._font) + 2 <= right - left:
+                    middle = (left + right) / 2, y + _BAR / 2
+                    self._painter.text(middle, label, ink, self._font, anchor="mm")
+
+
+def _ticks(length: float) -> Iterator[float]:
+    """Yields 0 and up to about ten round numbers, up to `length`."""
+    rough = length / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    for number in range(int(length / step + 1e-9) + 1):
+        yield round(number * step, 12)
+
+
+def _length(spans: Spans) -> float:
+    return max(lane[-1].end for lane in spans) - min(lane[0].start for lane in spans)

@@ -1,0 +1,141 @@
+"""Runs on streams and on loaders of one's own: a resumed one ends with bitwise equal weights."""
+
+import pytest
+import torch
+from support.training import Recorder, assert_same_run, rich_net
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.stream import StreamLoader
+from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.losses import cross_entropy
+from hybridtrain.options import LoaderOptions
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+SAMPLES = 22  # in batches of 4, 6 an epoch
+
+
+def sample(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(6, generator=generator), number % 3
+
+
+class Plain(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from (sample(100 * self.epoch + i) for i in range(SAMPLES))
+
+
+class Shuffled(Plain):
+    """Shuffles with a generator that goes on from epoch to epoch, and can save all of that."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+        self.order, self.at = None, 0
+
+    def __iter__(self):
+        if self.order is None:
+            self.order = torch.randperm(SAMPLES, generator=self.generator)
+        while self.at < SAMPLES:
+            self.at += 1
+            yield sample(int(self.order[self.at - 1]))
+        self.order, self.at = None, 0
+
+    def state_dict(self):
+        return {"order": self.order, "at": self.at, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.order, self.at = state["order"], state["at"]
+        self.generator.set_state(state["generator"])
+
+
+class Table(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return sample(index)
+
+
+class Buckets:
+    """Batches of samples of similar size, in another order each epoch."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(11, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from ([2 * i, 2 * i + 1] for i in order)
+
+
+def stream_of(data, workers=0):
+    return lambda world: StreamLoader(data(), 4, world, options=LoaderOptions(workers=workers))
+
+
+TRAIN = {
+    "stream": stream_of(Plain),
+    "stream in workers": stream_of(Plain, 2),
+    "stream with a state": stream_of(Shuffled),
+    "stream with a state in workers": stream_of(Shuffled, 2),
+    "own loader": lambda _: DataLoader(Table(), batch_sampler=Buckets()),
+}
+
+
+def trainer(kind, **options):
+    world = World.from_env(nb_part=2, devices="cpu")
+    model = HybridModel(rich_net(), world, chunks=1, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    options = {"steps": 9, "log_every": 2, **options}
+    monitor = Recorder()
+    return Trainer(
+        model, optimizer, cross_entropy, TRAIN[kind](world), monitor=monitor, accumulate=2,
+        evaluation=EvalLoader(Plain(), 4, world), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("kind", TRAIN)
+def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
+    whole = trainer(kind)
+    whole.fit()
+    first = trainer(kind, store=CheckpointStore(tmp_path))
+    first.total_steps = step
+    first.fit()
+    again = trainer(kind)
+    for parameter in again.model.parameters():
+        nn.init.zeros_(parameter)
+    again.resume(first.store.newest())
+    torch.manual_seed(1234)
+    again.fit()
+    assert_same_run(again, whole)
+    assert again.summary()["eval"] == whole.summary()["eval"]
+    assert again.summary()["eval"]["samples"] == SAMPLES
+
+
+def test_epochs_of_a_stream_without_length_are_refused():
+    with pytest.raises(ConfigError, match=r"^epochs=2 needs the length of the training.*steps="):
+        trainer("stream", steps=None, epochs=2)
+
+
+def test_a_step_does_not_reach_into_the_next_epoch_of_a_stream():
+    ours = trainer("stream")
+    ours.fit()
+    # 22 samples an epoch, two batches of 4 a step; the last batch of an epoch has 2
+    assert [samples for _, samples in ours.monitor.steps] == [8, 8, 6] * 3
+    assert (ours.epoch, ours.batch) == (3, 0)
+
+
+def test_anything_else_that_is_passed_to_train_on_is_refused():
+    world = World.from_env(devices="cpu")
+    model = HybridModel(rich_net(), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(DataError, match="generator is not a loader: pass an object whose __iter__"):
+        Trainer(model, optimizer, cross_entropy, (i for i in range(3)), steps=1)
