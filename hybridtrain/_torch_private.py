@@ -25,14 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What ends the second run of torch.utils.checkpoint early; there is no other way to end it.
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
 __all__ = [
     "GRAD_MODE_SETTER",
     "FakeTensor",
     "FakeTensorMode",
     "PrefixStore",
+    "StopRecomputation",
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "compiled_module",
     "ddp_check_reduced",
     "ddp_close",
     "ddp_find_buffers",
@@ -53,6 +58,14 @@ __all__ = [
 
 # torch._C._set_grad_enabled: all of torch.no_grad, enable_grad and set_grad_enabled call it.
 GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Returns the module that `module` is the result of compiling; None if it is no such result.
+
+    Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
+    """
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -78,4 +78,4 @@ class Interruptions:
             self._flags.set("stop", reason="max_time")
         if self._save_at is not None and now >= self._save_at:
             self._flags.set("save")
-            self._save_at = None  # until it is saved
+            self.saved()  # it will be; and if it must not, it is asked for again then

@@ -11,12 +11,12 @@ from torch import Tensor
 from hybridtrain.errors import BatchError
 from hybridtrain.loss_counts import Loss, TargetCount, refuse_ignored
 from hybridtrain.losses import MeanLoss, SumLoss
-from hybridtrain.microbatch import split
+from hybridtrain.microbatch import batch_size, chunk_sizes, split
 from hybridtrain.world import World
 
 
 class Counts:
-    """What the parts of a batch count: numbers, which may be on their way from a GPU.
+    """The counts of the parts of a batch: numbers, which may be on their way from a GPU.
 
     The copy is queued before the forwards and waited for at the first loss, so that a step's
     forwards are launched while the GPU is still busy with the step before.
@@ -81,12 +81,12 @@ class BatchWeight:
 
     @property
     def units(self) -> Sequence[float]:
-        """What multiplies the value of the loss function, by micro-batch."""
+        """The factors of the loss function's values, by micro-batch."""
         return self._counts.numbers() if self._units is None else self._units
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches the weight is for."""
+        """The number of micro-batches of the batch."""
         return len(self._counts if self._units is None else self._units)
 
     @property
@@ -136,11 +136,20 @@ class StepWeights(Sequence[BatchWeight]):
 
     def __init__(
         self,
-        parts: Sequence[tuple[Counts, Sequence[float] | None, bool]],
+        loss: Loss,
+        batches: Sequence[tuple[Any, Any]],
+        chunks: int,
         world: World,
-        total: float | None = None,
+        samples: Sequence[int] | None,
+        total: float | None,
     ) -> None:
-        self._weights = [BatchWeight(*part, self) for part in parts]
+        more = len(batches) > 1 or world.replicas > 1
+        self._weights = []
+        for index, (inputs, targets) in enumerate(batches):
+            sizes = chunk_sizes(batch_size(inputs, targets), chunks)
+            counts = batch_counts(loss, inputs, targets, sizes, more)
+            counts_in_step = samples is None or samples[index] > 0
+            self._weights.append(BatchWeight(*counts, counts_in_step, self))
         self._replicas = world.replicas
         self._total = total
         self._sum: Tensor | None = None

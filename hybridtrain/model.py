@@ -18,6 +18,7 @@ from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, z
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
+from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
@@ -83,12 +84,14 @@ class HybridModel:
     def __init__(
         self,
         net: nn.Module,
-        world: World,
+        world: World | None = None,
         options: PipelineOptions | None = None,
         *,
         example_inputs: Any = None,
         **settings: Any,
     ) -> None:
+        check_arguments(net, world, options)
+        assert world is not None
         self.options = options = with_settings(options or PipelineOptions(), settings)
         if options.sync_batch_norm:
             net = _with_sync_batch_norm(net, world)
@@ -167,6 +170,7 @@ class HybridModel:
             Exception: an exception of a layer or of `loss_fn`, with a note that names the layer,
                 the stage and the micro-batch. Gradients are incomplete then.
         """
+        check_grad_mode()
         self._follow_changes(trains=True)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
@@ -235,14 +239,8 @@ class HybridModel:
                 the all-reduce for a loss without a count.
         """
         loss = self.with_count(loss_fn)
-        parts = []
-        for index, (inputs, targets) in enumerate(batches):
-            sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
-            more = len(batches) > 1 or self.world.replicas > 1
-            fills_a_place = samples is not None and not samples[index]
-            counts = batch_counts(loss, inputs, targets, sizes, more)
-            parts.append((*counts, not fills_a_place))
-        return StepWeights(parts, self.world, None if has_count(loss) else total)
+        total = None if has_count(loss) else total
+        return StepWeights(loss, batches, self.options.chunks, self.world, samples, total)
 
     def with_count(self, loss_fn: LossFn) -> Loss:
         """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
@@ -316,6 +314,27 @@ class HybridModel:
         """Returns the parameters of `net` under its names."""
         return self.net.named_parameters()
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Returns the modules of `net`."""
+        return self.net.modules()
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Returns the modules of `net` under its names."""
+        yield from self.net.named_modules()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Returns the buffers of `net`."""
+        return self.net.buffers()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns the buffers of `net` under its names."""
+        return self.net.named_buffers()
+
+    def requires_grad_(self, requires_grad: bool = True) -> HybridModel:
+        """Freezes or frees all parameters, from the next step on; all replicas must do it."""
+        self.net.requires_grad_(requires_grad)
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, as `nn.Module.zero_grad`."""
         self.net.zero_grad(set_to_none)
@@ -353,8 +372,18 @@ class HybridModel:
         return self.pipeline.stage_summaries(optimizer)
 
     def __repr__(self) -> str:
-        stages = ", ".join(f"{count} layers" for count in self.plan.counts)
-        return f"HybridModel({type(self.net).__name__}: {stages}; {self.options})"
+        options, replicas = self.options, self.world.replicas
+        head = f"{type(self.net).__name__}, chunks={options.chunks}, schedule={options.schedule}"
+        if options.checkpoint != "never":
+            head += f", checkpoint={options.checkpoint}"
+        if options.precision != "fp32":
+            head += f", precision={options.precision}"
+        if replicas > 1:
+            head += f", replica {self.world.replica} of {replicas}"
+        return f"HybridModel({head})\n{self.plan}"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        no_attribute(self.__dict__.get("net"), name)
 
     def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(

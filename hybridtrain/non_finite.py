@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.buffer_snapshot import BufferSnapshot
 from hybridtrain.data.loader import Batch
+from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
+from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 
 
@@ -92,9 +94,15 @@ def _origin_in_forward(
     watch = _Watch(model)
     last = len(model.plan.stages)
     ends: list[_Origin] = []
+    counts: Iterator[float]
 
     def measure(output: Any, targets: Any) -> None:
-        if loss_fn is None or _bad(output) or not (bad := _bad(loss_fn(output, targets))):
+        if (
+            not next(counts)
+            or loss_fn is None
+            or _bad(output)
+            or not (bad := _bad(loss_fn(output, targets)))
+        ):
             return  # of an output that is not finite, a layer is the cause
         layer = model.stages[-1].layers[-1].name
         text = f"stage {last - 1}, the loss after layer {layer!r}: it {bad}, of a finite output"
@@ -114,6 +122,7 @@ def _origin_in_forward(
                 if bad := _bad(batch.inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
                     ends.append((-1, watch.batch, 0, text))
+                counts = iter(_counts(model, batch, loss_fn))
                 model.map_outputs(batch.inputs, batch.targets, measure)
     finally:
         hook.remove()
@@ -122,6 +131,15 @@ def _origin_in_forward(
     # -inf alone may be meant, as in a mask or as the logarithm of a probability
     certain = [place for doubtful, place in watch.found if not doubtful] + ends
     return min(certain or [place for _, place in watch.found], default=None)
+
+
+def _counts(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequence[float]:
+    """Returns what each micro-batch counts: the loss of one that counts nothing is NaN by right."""
+    sizes = chunk_sizes(batch_size(batch.inputs, batch.targets), model.options.chunks)
+    if loss_fn is None:
+        return sizes
+    counts, units = batch_counts(model.with_count(loss_fn), batch.inputs, batch.targets, sizes)
+    return units or counts.numbers()
 
 
 def _origin_in_backward(model: HybridModel) -> str:

@@ -1,7 +1,7 @@
 """Counts for `output.loss` of the models of transformers, which compute it from their labels.
 
-The rules are those of transformers' `loss/loss_utils.py` and of the models' own forwards, read in
-versions 4.57 to 5.23. A model is only counted by a rule that its forward is seen to follow.
+The rules are those of transformers 5.23 (`loss/loss_utils.py`, and the models' own forwards). A
+model is only counted by a rule that its forward is seen to follow, and is refused otherwise.
 """
 
 from __future__ import annotations

@@ -320,6 +320,12 @@ class Trainer:
         }
 
     @property
+    def finished(self) -> bool:
+        """True if all steps are done, and the evaluation after the last one too."""
+        evaluated = self.evaluation is None or self._evaluated[0] == self.step
+        return self.step >= self.total_steps and evaluated
+
+    @property
     def skipped_steps(self) -> int:
         """Steps without an optimizer step: the loss was not finite, or no target counted."""
         return self._finite.skipped
@@ -407,7 +413,6 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, save: bool = False) -> None:
         options, last = self.options, self.step == self.total_steps
-        improved = False
         if self.evaluation is not None and (
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
@@ -415,17 +420,18 @@ class Trainer:
             if evaluates or self._ends_epoch(options.eval_every_epochs):
                 activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
-                    improved = self._evaluate_in_run()
+                    save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)
-        save |= improved or self._ends_epoch(options.checkpoint_every_epochs)
+        save |= self._ends_epoch(options.checkpoint_every_epochs)
         # weights that the last step could not be taken with may be at fault: the checkpoints of
         # before stay until a step succeeds
-        if save and (last or improved or not self._finite.skipping):
+        best = self._best.step == self.step
+        if save and (last or best or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self.save(required=last)
 
     def _evaluate_in_run(self) -> bool:
-        """Evaluates and reports, unless somebody stops the run; returns whether it is the best."""
+        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
         share = getattr(self.evaluation, "samples", None)
         result = evaluate(
@@ -437,12 +443,13 @@ class Trainer:
             on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         self._interruptions.begin_step()
-        if "stop" in self._interruptions.end_step():
+        wanted = self._interruptions.end_step()
+        if "stop" in wanted:
             self._stop()  # the result may be of a part of the samples
         self._evaluated = self.step, result
         values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
         self.monitor.scalars(self.step, values)
-        return self._best.improves(self.step, result)
+        return self._best.improves(self.step, result) or "save" in wanted
 
     def _stop(self) -> NoReturn:
         with self.throughput.pause():

@@ -124,14 +124,16 @@ def seconds(max_time: Any) -> float | None:
     text = str(max_time).strip()
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
     amount = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smhd]?)", text)
-    if clock:
+    if type(max_time) in (int, float):
+        total = float(max_time)
+    elif clock:
         days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
         total = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
     elif amount:
         total = float(amount[1]) * _UNITS[amount[2] or "s"]
     else:
         total = 0.0
-    if not total > 0:
+    if not 0 < total < math.inf:
         raise ConfigError(
             f"max_time={max_time} must be a positive number of seconds, or a time such as "
             f'"01:30:00" (hours:minutes:seconds), "1-12:00:00" (days-...), "90m" or "1.5h"'

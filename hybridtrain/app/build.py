@@ -22,6 +22,7 @@ from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_log import LogLines
 from hybridtrain.app.settings import Settings
 from hybridtrain.app.settled import agreed, leave_out_leftovers
+from hybridtrain.checkpoint.init_from import parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
@@ -171,6 +172,7 @@ def _checked_options(
 ) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, LossFn, dict[str, Any]]:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
     check(config)
+    parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     loss_fn = build_loss(config)
     metrics = _metrics(config, loss_fn)

@@ -33,7 +33,6 @@ Result: TypeAlias = dict[str, Any]
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    initial_weights = parse_init_from(settings.config.init_from)
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
@@ -56,24 +55,22 @@ def train(settings: Settings) -> Result:
         monitor=build_monitor(config, context.directory) if world.is_main else None,
     )
     with context.writing():
-        return _train(context, trainer, initial_weights)
+        return _train(context, trainer)
 
 
-def _train(
-    context: RunContext, trainer: Trainer, initial_weights: Mapping[str, Any] | None
-) -> Result:
+def _train(context: RunContext, trainer: Trainer) -> Result:
     """Trains from the newest checkpoint, or from none; only one process does so in a directory."""
     settings, config, world = context.settings, context.config, context.world
     directory, plan, total_steps = context.directory, context.model.plan, trainer.total_steps
     checkpoint = checkpoint_to_resume(context)
     placement = _placement(plan, world)
     _log.info("run directory %s\n%s", directory.path, placement)
-    if checkpoint is None and initial_weights is not None:
-        init_from(context.model, **initial_weights)
+    if checkpoint is None and (initial := parse_init_from(config.init_from)) is not None:
+        init_from(context.model, **initial)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
-    if trainer.step >= total_steps:
+    if trainer.finished:
         _refuse_other_settings(context, trainer.step)
         _log.info(
             "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "

@@ -121,6 +121,8 @@ class CheckpointConfig:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointConfig) and vars(self) == vars(other)
 
+    __hash__ = None  # type: ignore[assignment]  # as of any dataclass that can be changed
+
 
 @dataclass
 class MonitorConfig:

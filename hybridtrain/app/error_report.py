@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _WAIT_FOR_RANK_0_S = 4.0
 # How long a process with a broken connection waits for the one that has caused it to say why.
 _WAIT_FOR_CAUSE_S = 3.0
+
+_WAIT_FOR_LOST_S = 0.3
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
@@ -74,6 +77,8 @@ def report(error: BaseException, rank: int) -> int:
         first = _cause(error, own, watchdog) or watchdog.job.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
         first = own
+        if rank != 0 and isinstance(error, UserError):
+            end_process(code)  # rank 0 says the same
     if first is own or first == own:
         _say(text, own.line, own.time, on=f"on rank {rank}")
     elif first.rank == rank:  # found out by this process, of another one
@@ -93,7 +98,9 @@ def describe(error: BaseException) -> tuple[str, str, int]:
         line = f"{error}{''.join(f' ({note})' for note in notes)}"
         return f"error: {line}", line, error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "error: interrupted", "interrupted", 130
+        name = str(error) or "SIGINT"
+        line = f"ended by {name}; a run that has saved a checkpoint goes on with the same command"
+        return f"error: {line}", line, 128 + signal.Signals[name]
     name = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0]
     line = f"{name}: {first}" if first else name
@@ -135,9 +142,10 @@ def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | 
     copied = isinstance(error, (Rank0UserError, Rank0Error))
     broken = any(sign in text for sign in _BROKEN_CONNECTION)
     late = any(sign in text for sign in _TIMED_OUT)
-    if not (copied or broken or late):
+    ended = isinstance(error, KeyboardInterrupt)  # perhaps by the launcher, as another has died
+    if not (copied or broken or late or ended):
         return None
-    deadline = time.monotonic() + _WAIT_FOR_CAUSE_S
+    deadline = time.monotonic() + (_WAIT_FOR_LOST_S if ended else _WAIT_FOR_CAUSE_S)
     while time.monotonic() < deadline:
         failure = watchdog.job.failure()
         if failure is not None:

@@ -41,6 +41,14 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
                 f"{store.root}, up to step {later[-1]}: set resume=auto to continue that run, or "
                 f"another run_name"
             )
+        trained = context.directory.path / "metrics.jsonl"
+        if checkpoint is None and not store.steps() and trained.exists():
+            _log.warning(
+                "this run has trained before (%s), but there are no checkpoints in %s: they were "
+                "removed, renamed or never saved. It starts from scratch",
+                trained,
+                store.root,
+            )
         return checkpoint
 
     return context.world.broadcast(context.world.on_main(find))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,8 +82,8 @@ class RunDirectory:
         self._write("overrides.yaml", to_yaml(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`."""
-        self._write("summary.json", json.dumps(summary, indent=1) + "\n")
+        """Writes `summary.json`; NaN and the infinities, which JSON does not have, are null."""
+        self._write("summary.json", json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
 
     def add_evaluation(self, result: Mapping[str, Any]) -> None:
         """Appends a line to `evaluations.jsonl`; only warns if that fails."""
@@ -112,3 +113,12 @@ class RunDirectory:
         return ConfigError(
             f"cannot write to the run directory {self.path}: {reason}; set output_dir or run_name"
         )
+
+
+def _finite(value: Any) -> Any:
+    """Returns a tree of JSON's types with None for the floats that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

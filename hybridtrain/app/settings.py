@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = (
     "trainer.eval_every",
     "trainer.compile",
     "trainer.max_time",
+    "trainer.max_skipped",
 )
 _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
 _PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
@@ -185,8 +186,18 @@ def _on_top_of(
     }
     others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
     given = compose_settings(others, config_dir, base=base)
-    _put_overrides(base, given.tree, others)
-    base |= {name: given.tree[name] for name in _OF_THE_COMMAND if name in given.tree}
+    tree, leftovers = dict(given.tree), dict(given.leftovers)
+    # An option that is chosen has the recipe's keys on top, as when the run began.
+    for group, values in given.tree.items():
+        if group in keys and isinstance(values, Mapping):
+            of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
+            if recipe is not None:
+                of_group.insert(0, f"recipe={recipe}")
+            chosen = compose_settings([*of_group, *_allowed(overrides)], config_dir)
+            tree[group] = chosen.tree[group]
+            leftovers[group] = chosen.leftovers.get(group, [])
+    _put_overrides(base, tree, others)
+    base |= {name: tree[name] for name in _OF_THE_COMMAND if name in tree}
     base["recipe"] = recipe
     try:
         config = to_config(base)
@@ -194,7 +205,7 @@ def _on_top_of(
         raise ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}") from error
     leftovers = {
         group: [key for key in getattr(config, group) if key in names]
-        for group, names in given.leftovers.items()
+        for group, names in leftovers.items()
     }
     return Settings(
         config,
@@ -288,6 +299,10 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def _allowed(overrides: Sequence[str]) -> list[str]:
+    return [o for o in overrides if o.lstrip("+").startswith(("allow_targets", "hydra."))]
+
+
 def _put_overrides(
     base: dict[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
 ) -> None:
@@ -302,17 +317,17 @@ def _put_overrides(
         for name in above:
             here = here.setdefault(name, {}) if isinstance(here, dict) else {}
             there = there.get(name) if isinstance(there, Mapping) else None
-        if isinstance(there, Mapping) and leaf in there:
+        if not override.is_delete() and isinstance(there, Mapping) and leaf in there:
             here[leaf] = copy.deepcopy(there[leaf])
         elif isinstance(here, dict):
-            here.pop(leaf, None)  # ~key
+            here.pop(leaf, None)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Returns the config in the file, with interpolations as text; None: there is no file."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error

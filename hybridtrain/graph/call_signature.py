@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -45,7 +45,7 @@ class CallSignature:
         Raises:
             BatchError: `module.forward` cannot be called with `inputs`.
         """
-        signature = inspect.signature(module.forward)
+        signature = _signature(module)
         parameters = list(signature.parameters.values())
         attempts: list[tuple[Sequence[Any], Mapping[Any, Any]]] = [((inputs,), {})]
         if isinstance(inputs, Mapping):
@@ -80,7 +80,7 @@ class CallSignature:
     @classmethod
     def of_required(cls, module: nn.Module) -> CallSignature:
         """Returns the arguments that every call of `module` must pass."""
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = _signature(module).parameters.values()
         required = [p for p in parameters if p.default is p.empty]
         positional = tuple(p.name for p in required if p.kind in _POSITIONAL)
         return cls(module, positional, tuple(p.name for p in required if p.kind is p.KEYWORD_ONLY))
@@ -127,7 +127,26 @@ class CallSignature:
         return tree_leaves(values) if self.flat else values
 
 
+def _signature(module: nn.Module) -> inspect.Signature:
+    """Returns the signature of the forward of a module, also of one of TorchScript."""
+    try:
+        return inspect.signature(module.forward)
+    except ValueError:
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    argument.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=argument.default_value
+                    if argument.has_default_value()
+                    else inspect.Parameter.empty,
+                )
+                for argument in cast(Any, module.forward).schema.arguments[1:]  # the first is self
+            ]
+        )
+
+
 def optional_arguments(module: nn.Module) -> list[str]:
     """Returns the names of the arguments that calls of `module` may leave out."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = _signature(module).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty]

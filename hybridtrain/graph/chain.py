@@ -23,6 +23,7 @@ from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.exporter import export_tracer
 from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
+from hybridtrain.graph.prepare import check_unwrapped, initialize_lazy
 from hybridtrain.graph.segment import SingleLayer
 from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
@@ -77,7 +78,13 @@ class ChainBuilder:
         self._net = net
         self._tracer: Tracer | None = None
         self._failures: list[Exception] = []
+        check_unwrapped(net)
+        initialize_lazy(net, example_inputs)
         if is_chain(net):
+            return
+        if isinstance(net, torch.jit.ScriptModule):
+            why = "it is of TorchScript, whose code torch.fx and torch.export do not see"
+            self._failures.append(Untraceable(why))
             return
         if has_hooks(net):
             why = "the model itself has hooks, which would not run around its layers"

@@ -63,9 +63,8 @@ def report(activity: Activity) -> Report:
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
-    what = f"in the {action}" if action else "busy" if blame == 2 else "waiting"
-    if activity.phase:
-        what += f" ({activity.phase})"
+    phase = activity.phase or "no phase of training"
+    what = f"in the {action} ({phase})" if action else f"in {phase!r}"
     where = _user_frame(innermost)
     if where:
         what += f", {where}"
@@ -77,7 +76,7 @@ def summary(activity: Activity) -> str:
     """Says in a few words what the training loop and the first busy lane are doing."""
     actions = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
     phase = activity.phase or "no phase of training"
-    return f"in the {describe(actions[0])} ({phase})" if actions else f"in {phase}"
+    return f"in the {describe(actions[0])} ({phase})" if actions else f"in {phase!r}"
 
 
 def describe(action: Action) -> str:

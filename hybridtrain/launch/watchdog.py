@@ -21,7 +21,7 @@ from hybridtrain.launch.processes import has_ended, is_stopped, kill
 from hybridtrain.launch.stacks import report, summary, write_stacks
 from hybridtrain.launch.torchrun_report import write_error_file
 
-_TICK_S = 0.5
+_TICK_S = 0.25
 # How long a process may take to end by itself after a failure, and after an interruption.
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
@@ -101,7 +101,7 @@ class Watchdog:
             return Failure(
                 job.rank,
                 f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
-                f"{f', last seen {doing.what}' if doing else ''}: it was killed (by the system if "
+                f"{f', last heard of {doing.what}' if doing else ''}: it was killed (by the system if "
                 f"memory ran out), has crashed or has called exit; the launcher's report has its "
                 f"signal or exit code",
                 1,
@@ -128,7 +128,7 @@ class Watchdog:
             doing = job.said("doing", silent)
             culprit, process = silent[0], self._processes[silent[0]]
             state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
-            last = f", last seen {doing[culprit].what}" if culprit in doing else ""
+            last = f", last heard of {doing[culprit].what}" if culprit in doing else ""
             line = (
                 f"rank {culprit} does not answer (pid {process.pid} on {process.host}, {state})"
                 f"{last}; nothing has moved for {seconds:.0f} s"
@@ -163,7 +163,7 @@ class Watchdog:
             now = time.monotonic()
             phase = self._activity.phase
             current = self._state()
-            if current != state or now - before > 10 * _TICK_S:  # it was stopped itself meanwhile
+            if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
             before = now
             failure = self._job.failure()
@@ -179,7 +179,7 @@ class Watchdog:
                 if self._job.stacks_are_asked_for():
                     self._answer(self._job)
                 doing = summary(self._activity)
-                if doing != published:
+                if doing != published and phase != "setup":
                     self._job.say("doing", Report(doing, 0))
                     published = doing
             if now - since >= self._limit(phase):
@@ -224,7 +224,7 @@ class Watchdog:
         if failure.exit_code == EXIT_STALLED:
             self.exit_code = EXIT_STALLED
         else:
-            grace = _GRACE_INTERRUPTED_S if failure.exit_code in (75, 130) else _GRACE_S
+            grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
         if failure.rank != self._job.rank:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from hybridtrain._torch_private import StopRecomputation
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.pipeline.layer_state import Snapshot
@@ -71,7 +72,7 @@ def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointP
     return CheckpointPolicy(layers=frozenset(chosen))
 
 
-def checkpointed(run: Callable[..., Any], copy: bool, early_stop: bool, *args: Any) -> Any:
+def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
     """Returns `run(snapshots, *args)`, whose activations the backward recomputes.
 
     Args:
@@ -79,7 +80,6 @@ def checkpointed(run: Callable[..., Any], copy: bool, early_stop: bool, *args: A
             first run has saved for the second, empty at first.
         copy: give `run` copies of the arguments: it may work in place, and they must be the same
             the second time.
-        early_stop: end the second run where nothing more is needed, by an exception.
         *args: a pytree of tensors and other values.
     """
     first = True
@@ -103,12 +103,16 @@ def checkpointed(run: Callable[..., Any], copy: bool, early_stop: bool, *args: A
         _state.recomputing = True
         try:
             return run(snapshots, *args)
+        except RuntimeError as error:
+            # What ends a recomputation once all is there, raised inside TorchScript, comes out as
+            # another error. If it was a real one, checkpoint finds that tensors are missing.
+            if "TorchScript interpreter" not in str(error):
+                raise
+            raise StopRecomputation from error
         finally:
             _state.recomputing = False
 
-    result = checkpoint(
-        run_again, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop
-    )
+    result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
     if failure is None:
         return result
     try:

@@ -66,8 +66,6 @@ class LayerRunner:
         # The samples of a batch are views, and a copy is aligned otherwise, which may change last
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
-        # TorchScript turns the exception that ends a recomputation early into another one
-        self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
         self._states: dict[int, LayerState] = {}
 
     def run(
@@ -114,9 +112,7 @@ class LayerRunner:
         ) -> tuple[Any, dict[str, Any]]:
             return self.run(microbatch, value, skipped, snapshots)
 
-        output, skipped = checkpointed(
-            run, self._copies_to_recompute, not self._scripted, microbatch, value, skipped
-        )
+        output, skipped = checkpointed(run, self._copies_to_recompute, microbatch, value, skipped)
         return output, skipped
 
     def _run_with_state(
@@ -145,7 +141,7 @@ class LayerRunner:
         popped = {name: pop(name) for name in sorted(names)}
         if self._clone_inputs and (index or self._copies_to_recompute):
             value, popped = map_tensors(torch.clone, (value, popped))
-        value, values = checkpointed(run, in_place, not self._scripted, value, popped)
+        value, values = checkpointed(run, in_place, value, popped)
         # a layer that works in place has changed copies of what it popped
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])

@@ -89,7 +89,7 @@ class ModelWatch:
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
         self._values = [table.values() for table in tables]
         self._objects = list(chain.from_iterable(self._values))
-        self._parameters = [p for p in self._net.parameters() if not is_lazy(p)]
+        self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = list(map(_requires_grad, self._parameters))
         self._memory = list(map(Tensor.data_ptr, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
@@ -113,6 +113,14 @@ class ModelWatch:
             and list(map(Tensor.data_ptr, self._parameters)) == self._memory
             and _identical(self._objects, list(chain.from_iterable(self._values)))
         )
+
+
+def _has_memory(parameter: Tensor) -> bool:
+    """Returns whether it is known where `parameter` is: not of wrappers of other tensors."""
+    try:
+        return not is_lazy(parameter) and parameter.data_ptr() >= 0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _identical(some: Collection[Any], others: Collection[Any]) -> bool:

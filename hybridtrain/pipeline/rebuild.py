@@ -92,7 +92,7 @@ def _planned(
 def _check_replicas(change: Change, world: World) -> None:
     if world.size == 1:
         return
-    if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s)):
+    if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s / 2)):
         raise ConfigError(
             f"the model was changed on rank {world.rank} ({change.text}), but not on all ranks: "
             f"change it on all of them before the same step"

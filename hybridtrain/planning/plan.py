@@ -75,6 +75,9 @@ class Plan:
             f"chunks={self.chunks}, costs_from={self.costs_from!r}, layers=[{stages}])"
         )
 
+    def __str__(self) -> str:
+        return table(self)
+
     @property
     def costs(self) -> list[LayerCost]:
         """The costs of all layers, in order."""

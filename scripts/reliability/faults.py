@@ -1,7 +1,6 @@
 """A model, data and an optimizer with a fault, for the runs of this folder's scripts.
 
-The environment variable FAULT says which: `kind:phase:rank`, such as `exception:forward:1`. The
-fault happens in the fourth call of that phase (`setup` and `save`: the first) on that rank.
+The environment variable FAULT says which: `kind:phase:rank`, such as `exception:forward:1`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,11 @@ from torch.utils.data import Dataset
 
 from hybridtrain.data.splits import DataSplits
 
+# In which call of its phase a fault happens: in the first step (the data of one is read ahead), or
+# in the fourth, since a run that stands still in its first steps is given more time.
+_FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 4}
+_LATER = {"setup": 1, "save": 1, "data": 56, "forward": 14, "backward": 14, "optimizer": 4}
+
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
 CALLS: dict[str, int] = {}
 
@@ -30,7 +34,7 @@ def fault(phase: str) -> None:
     CALLS[phase] = CALLS.get(phase, 0) + 1
     if phase != PHASE or os.environ.get("RANK", "0") != RANK:
         return
-    if CALLS[phase] != (1 if phase in ("setup", "save") else 14 if phase == "data" else 4):
+    if CALLS[phase] != (_LATER if KIND in ("sleep", "stop") else _FIRST).get(phase, 4):
         return
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     if KIND == "exception":

@@ -1,8 +1,8 @@
 """Faults of every kind in every phase on every rank: is the first one reported, and how soon?
 
-Each run has two processes with two stages each. A fault is named rightly if what the processes print
-names the rank, exactly once and as their last words, with the phase's layer, stage and micro-batch
-where there are any; and if the root cause in torchrun's report is the same, or of that rank.
+Each run has two processes with two stages each. A fault is named rightly if what the processes
+print says which rank, exactly once and last, with the layer, the stage and the micro-batch where
+there are any; and if the root cause in torchrun's report is the same, or of that rank.
 
     python -m scripts.reliability.first_errors [--only exception:forward:1] [--markdown]
 """
@@ -87,7 +87,8 @@ def run(fault: str, folder: Path, *overrides: str, limit_s: float = LIMIT_S) -> 
 def judge(fault: str, output: str) -> tuple[bool, str]:
     """Returns whether the output of torchrun reports the fault rightly, and what it says of it."""
     kind, phase, rank = fault.split(":")
-    ours = re.split(r"\n[WE]\d{4} .*(?:closing signal|failed \(exitcode)", output)[0]
+    ours = re.split(r"\n[WE]\d{4} .*failed \(exitcode", output)[0]
+    ours = re.sub(r"^W\d{4} .*closing signal.*$", "", ours, flags=re.M)
     reports = re.findall(r"^(?:error: |\w+Error: |MemoryError).*", ours, re.M)
     line = reports[-1] if reports else ""
     root = output.partition("Root Cause")[2]
@@ -98,6 +99,11 @@ def judge(fault: str, output: str) -> tuple[bool, str]:
     right = root_rank[1] == rank or f"rank {rank}" in root_text
     if kind in ("exit", "kill", "segfault"):
         return right and f"rank {rank} (pid" in line and "has ended" in line, line
+    if kind in ("sleep", "stop"):
+        right = line.startswith(f"error: rank {rank} ") and "stalls" in line
+        if phase in ("forward", "backward"):
+            right &= f"{phase} of micro-batch" in line and "on stage 1" in line
+        return right, line
     after = ours[ours.rindex(line) :]
     expected = {"exception": f"boom in {phase}", "memory": "memory", "disk": "checkpoint"}[kind]
     right &= expected in after and (f"on rank {rank}" in after or line.startswith("error: "))

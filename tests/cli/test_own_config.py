@@ -12,6 +12,7 @@ from support.launch import SMALL
 
 from hybridtrain.app.cli import main
 from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.settings import settle
 from hybridtrain.errors import ConfigError
 
@@ -61,10 +62,12 @@ def test_the_same_command_again_says_nothing(begun: Path) -> None:
     again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
     assert settle("train", again).notes == []
     again += ["+model.width=3", "~optim.eps", "~model.pad_index", "monitor=default"]
+    again += ["lr_schedule=linear", "lr_schedule.end_factor=0.5"]
     write_config(begun, again)
     settings = settle("train", again)
     assert settings.notes == []
     assert settings.config.model["width"] == 3
+    assert settings.config.lr_schedule["warmup_steps"] == 200  # the recipe's
 
 
 def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
@@ -224,7 +227,21 @@ def test_a_job_with_an_explicit_start_goes_on_when_it_is_called_again(
     assert "resumed from outputs/second/checkpoints/step_00000004, at step 4 of 6" in said
     if not requeued:
         assert f"has begun at {start}, and goes on from its own checkpoint" in said
-        monkeypatch.chdir(os.getcwd())
         other = f"resume={finished}/checkpoints/step_00000004"
         message = fail(capfd, *command, "trainer.steps=8", other)
         assert "would mix new checkpoints with the later ones" in message
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(copied)
+    longer = [*SMALL, "trainer.steps=8", "monitor.tensorboard=false"]
+    with RunLock(copied):
+        said = fail(capfd, *longer)
+        assert f"outputs/digits is being written by another run: process {os.getpid()} on" in said
+        assert "resumed" not in said
+        succeed(capfd, "evaluate", "run_name=digits")
+    assert {k: v for k, v in contents(copied).items() if k != "evaluations.jsonl"} == before
+    succeed(capfd, *longer)
+    assert not (copied / "run.lock").exists()

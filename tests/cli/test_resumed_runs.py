@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import LAST, assert_same_checkpoint, contents, fail, learned, succeed
+from cli_runs import LAST, assert_same, assert_same_checkpoint, contents, fail, learned, succeed
 from safetensors.torch import load_file
 from support.launch import SMALL
 
@@ -177,3 +177,38 @@ def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_
     target = "model._target_=hybridtrain.models.basicnet, not hybridtrain.models.torchvision_model"
     assert f"outputs/digits is a run with {target}: " in said
     assert "set another run_name=" in said
+
+
+def test_checkpoints_written_in_the_background_are_those_of_a_plain_run(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    succeed(
+        capfd, *SMALL, "run_name=background", "checkpoint.async=true", "checkpoint.every_steps=2"
+    )
+    assert_same_checkpoint(
+        Path("outputs/background/checkpoints") / LAST, finished / "checkpoints" / LAST
+    )
+
+
+def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = finished / "checkpoints" / LAST / "model.safetensors"
+    new = [*SMALL, "run_name=tuned", f"init_from={source}", "optim.lr=0", "trainer.steps=2"]
+    said = succeed(capfd, *new)
+    assert f"initial weights from {source}: 8 tensors loaded" in said
+    weights = load_file("outputs/tuned/checkpoints/step_00000002/model.safetensors")
+    assert_same(weights, load_file(source))
+    assert "initial weights" not in succeed(capfd, *new, "trainer.steps=3")
+    head = [*SMALL, "run_name=head", "model.num_classes=7", f"init_from={source}"]
+    assert "fc2.bias is [10] there and [7] in the model" in fail(capfd, *head)
+    assert "must be a path, or a mapping" in fail(capfd, *head[:-1], "init_from=3")
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_scratch(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "checkpoints").rename(copied / "renamed")
+    said = succeed(capfd, *SMALL, "trainer.steps=1")
+    assert "this run has trained before" in said
+    assert "It starts from scratch" in said

@@ -52,6 +52,7 @@ def test_the_commands_of_a_page_compose(page: Path) -> None:
     Path("my_recipe.yaml").write_text(RECIPE.read_text())
     for block in blocks(page, "bash", "sh"):
         for words in commands(block.text):
+            words = [word for word in words if word not in COMMANDS]
             overrides = [word for word in words if word not in ("--multirun", "--cfg", "job")]
             for choice in sweep_choices(overrides):
                 compose_config(choice)

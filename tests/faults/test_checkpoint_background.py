@@ -73,9 +73,7 @@ def test_a_failure_is_logged_at_once_and_raised_by_the_next_save_and_by_wait(tmp
 
 
 def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path):
-    plain, ours = trainer(rich_net(), store=CheckpointStore(tmp_path / "plain")), None
-    plain.total_steps = 2
-    plain.fit()
+    trainer(rich_net(), store=CheckpointStore(tmp_path / "plain"), checkpoint_every=2).fit()
     store = CheckpointStore(tmp_path / "background", background=True)
     ours = trainer(rich_net(), store=store, checkpoint_every=2)
     gate, save = Gate(), store.save

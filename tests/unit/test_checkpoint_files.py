@@ -146,6 +146,34 @@ def plain_net_like(net):
     return net
 
 
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_transformers_opens_the_files_and_the_other_way_round(shard_bytes, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=2,
+        vocab_size=64,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    net = transformers.GPT2LMHeadModel(config)
+    (tmp_path / "ours").mkdir()
+    write(tmp_path / "ours", "model", net.state_dict(), shard_bytes=shard_bytes)
+    config.save_pretrained(tmp_path / "ours")
+    theirs, found = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(found.values())
+    assert_same(theirs.state_dict(), net.state_dict(), "from_pretrained")
+    net.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
+    read = read_tensors(tmp_path / "theirs", "model")
+    for name, value in read.items():
+        assert torch.equal(value, net.state_dict()[name]), name
+
+
 # --- other values ---------------------------------------------------------------------------------
 
 

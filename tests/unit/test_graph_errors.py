@@ -1,11 +1,24 @@
 """A model or a batch that cannot be traced is refused in one message that says what to do."""
 
+import copy
+
 import pytest
 import torch
-from support.traced import Shapes, TwoInputs, assert_same, hybrid, linear, loss_of, samples
+from support.traced import (
+    WIDTH,
+    Shapes,
+    TwoInputs,
+    assert_same,
+    hybrid,
+    linear,
+    loss_of,
+    samples,
+)
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain.errors import BatchError, ConfigError, SplitError
+from hybridtrain.graph.chain import ChainBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +39,13 @@ class Decides(nn.Module):
 
 
 def test_control_flow_in_the_models_own_forward_is_named_with_its_line():
+    net = Decides()
+    net.forward = lambda x: Decides.forward(net, x)  # of which there is no source to take apart
     message = (
         r"Decides cannot be traced.*test_graph_errors\.py:\d+: `if x\.sum\(\) > 0:`.*submodule"
     )
     with pytest.raises(SplitError, match=message):
-        hybrid(Decides(), 2, example_inputs=samples())
+        hybrid(net, 2, example_inputs=samples())
     assert_same(Decides(), samples(), 1, example_inputs=samples())
 
 
@@ -92,3 +107,145 @@ def test_an_object_that_may_hide_tensors_does_not_cross_a_cut():
     with pytest.raises(SplitError, match="layer '0' passes a Carrier to a later stage, "):
         hybrid(net, 2).train_step(samples(), None, loss_of)
     hybrid(net, 1).train_step(samples(), None, loss_of)
+
+
+def two_layers():
+    return nn.Sequential(linear(), linear())
+
+
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [
+        (
+            lambda: nn.DataParallel(two_layers()),
+            r"DataParallel.*pass the module inside, net\.module",
+        ),
+        (lambda: torch.compile(two_layers()), r"compiled as a whole.*compile=true"),
+    ],
+)
+def test_a_wrapped_model_is_refused_in_one_short_line(wrap, what):
+    with pytest.raises(ConfigError, match=what) as caught:
+        hybrid(wrap(), 2, example_inputs=samples())
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_model_is_one_layer_and_no_more():
+    net = torch.jit.trace(TwoInputs(), (samples(0), samples(1)))
+    inputs = samples(0), samples(1)
+    hybrid(net, 1).train_step(inputs, None, loss_of)
+    with pytest.raises(SplitError, match=r"it is of TorchScript, whose code .* do not see"):
+        hybrid(net, 2, example_inputs=inputs)
+
+
+def test_lazy_modules_get_their_shapes_from_example_inputs():
+    def net():
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+
+    with pytest.raises(ConfigError, match=r"0\.weight is lazy.*pass example_inputs="):
+        hybrid(net(), 2)
+    lazy = net()
+    model = hybrid(lazy, 2, example_inputs=samples())
+    assert lazy.training
+    assert not lazy[1].running_mean.any()
+    whole = copy.deepcopy(lazy)
+    out = model(samples())
+    whole.train()
+    assert torch.equal(out, torch.cat([whole(part) for part in samples().split([3, 2, 2])]))
+
+
+class Packs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm, self.head = (
+            linear(),
+            nn.LSTM(WIDTH, WIDTH, batch_first=True),
+            linear(),
+        )
+
+    def forward(self, x, lengths):
+        y = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        y, _ = self.lstm(y)
+        y, _ = pad_packed_sequence(y, batch_first=True, total_length=5)
+        return self.head(y)
+
+
+def test_packed_sequences_may_go_from_stage_to_stage():
+    inputs = {"x": torch.randn(7, 5, WIDTH), "lengths": torch.tensor([5, 4, 3, 5, 2, 5, 1])}
+    assert_same(Packs(), inputs, 3, example_inputs=inputs)
+
+
+class DependsOnSizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        y = self.first(x)
+        if isinstance(x, torch.Tensor) and x.shape[0] >= 3:  # torch.fx cannot follow this
+            y = y * 2
+        return self.second(y)
+
+
+def test_a_micro_batch_of_a_size_that_the_graph_is_not_for_is_refused_in_one_line():
+    model = hybrid(DependsOnSizes(), 2, example_inputs=torch.randn(9, WIDTH))
+    model(torch.randn(9, WIDTH))
+    message = r"DependsOnSizes depends on sizes: .* x\.size\(\)\[0\] >= 3, .* \[2, 6\]\. Choose"
+    with pytest.raises(BatchError, match=message):
+        model(torch.randn(7, WIDTH))
+
+
+class AsksTorchScript(nn.Module):
+    """As the U-nets of MONAI."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.both = linear(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, skipped):
+        x = self.up(x)
+        if torch.jit.isinstance(skipped, torch.Tensor):
+            return self.both(torch.cat([x, skipped], 1))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.head = linear(), AsksTorchScript(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = self.down(x)
+        return self.head(self.up(x.relu(), x))
+
+
+def test_a_branch_on_the_type_of_a_value_is_not_chosen_while_tracing():
+    assert_same(Net(), samples(), 2, example_inputs=samples())
+
+
+class ReadsATable(nn.Module):
+    """Reads a buffer of a submodule that is called whole, as relative position biases are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.big = Decides(), nn.Sequential(*(linear() for _ in range(6)))
+        self.inner.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.big(self.inner(x)) + self.inner.table
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.part, self.last = linear(), ReadsATable(), linear()
+
+    def forward(self, x):
+        return self.last(self.part(self.first(x)))
+
+
+def test_a_module_that_cannot_be_expanded_further_is_left_whole():
+    chain = ChainBuilder(Around(), samples()).chain({"part", "part.inner"})
+    assert "part" in [layer.name for layer in chain.layers]
+    assert "reads 'table'" in chain.unexpanded["part"]
+    assert_same(Around(), samples(), 2, example_inputs=samples())

@@ -110,6 +110,16 @@ class ScriptCounting(nn.Module):
         return torch.tanh(self.linear(x)) * self.count
 
 
+@torch.jit.script
+def scripted_function(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * torch.sigmoid(x)
+
+
+class Calls(TanhLinear):
+    def forward(self, x):
+        return scripted_function(super().forward(x))
+
+
 LAYERS = {
     "spectral_norm by a hook": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
@@ -123,6 +133,7 @@ LAYERS = {
     "containers": Containers,
     "trained parameter": Renorming,
     "kept activation": Remembering,
+    "torchscript function": Calls,
     "torchscript": scripted,
     "torchscript counter": scripted_counter,
 }

@@ -11,8 +11,9 @@ from torch import nn
 
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.pipeline.engines import ThreadEngine
+from hybridtrain.planning.plan import table
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)
 
@@ -136,10 +137,77 @@ def test_the_norm_is_that_of_all_stages_and_clipping_scales_them_alike():
         torch.testing.assert_close(parameter.grad, 0.5 * grad, rtol=1e-4, atol=1e-6)
 
 
-def test_its_repr_says_how_it_is_divided():
+def test_its_repr_and_the_printed_plan_are_the_table_of_the_command_line():
     model = HybridModel(chain(), World.from_env(nb_part=2, devices="cpu"), chunks=4)
-    assert repr(model).startswith("HybridModel(Sequential: 2 layers, 1 layers; PipelineOptions(")
-    assert "chunks=4" in repr(model)
+    head, *lines = repr(model).splitlines()
+    assert head == "HybridModel(Sequential, chunks=4, schedule=1f1b)"
+    assert "\n".join(lines) == str(model.plan) == table(model.plan)
+    assert lines[1].split() == ["0", "2", "40", "0.6", "KiB", "60%", "cpu", "0", "...", "1"]
+    assert "checkpoint=always, precision=bf16)" in repr(
+        HybridModel(chain(), World.from_env(devices="cpu"), checkpoint="always", precision="bf16")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((chain(),), r"world= is missing, .*HybridModel\(net, World.from_env\(nb_part=2\)"),
+        ((chain(), None), "world= is missing"),
+        ((chain(), 2), "world=2 is not a World"),
+        ((lambda x: x, World()), r"net= must be a torch.nn.Module, not <function"),
+        ((TwoInputs, World()), "not the class TwoInputs, not a module of it"),
+        ((chain(), World(), 4), "options=4 is not a PipelineOptions; single settings go by name"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_one_line_with_the_right_call(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridModel(*arguments)
+
+
+def test_chunks_that_are_no_number_are_one_line():
+    with pytest.raises(ConfigError, match="chunks='4' must be a whole number of at least 1"):
+        HybridModel(chain(), World(), chunks="4")
+
+
+def test_what_a_module_has_and_it_has_not_says_where_it_is():
+    model = HybridModel(nn.Sequential(chain(), nn.Linear(3, 3)), World())
+    for name in ("to", "cuda", "half"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': its layers are on"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match=r"'forward': call model\(inputs\)"):
+        _ = model.forward
+    with pytest.raises(AttributeError, match=r"Use the module that it trains: model\.net\.append"):
+        _ = model.append
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        _ = model.nonsense
+    assert not hasattr(model, "forward")
+
+
+def test_it_lists_modules_and_buffers_and_freezes_as_the_module_does():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = HybridModel(net, World())
+    assert list(model.modules()) == list(net.modules())
+    assert dict(model.named_modules()) == dict(net.named_modules())
+    assert list(map(id, model.buffers())) == list(map(id, net.buffers()))
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in net.named_buffers()]
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_a_step_in_inference_mode_says_that_it_is_on():
+    model = HybridModel(chain(), World())
+    x = torch.randn(4, 4)
+    with torch.inference_mode(), pytest.raises(UserError, match=r"inference_mode\(\) is on"):
+        model.train_step(x, x[:, :3], nn.functional.mse_loss)
+    with torch.no_grad():
+        model.train_step(x, x[:, :3], nn.functional.mse_loss)
+    assert model.net[0].weight.grad is not None
+
+
+def test_the_package_lists_its_public_names():
+    assert set(hybridtrain.__all__) < set(dir(hybridtrain))
+    assert not {"Any", "import_module", "TYPE_CHECKING"} & set(dir(hybridtrain))
 
 
 def test_copying_or_pickling_it_says_what_to_do_instead():

@@ -1,5 +1,8 @@
-"""Loss scaling in fp16 over replicas: all skip a step that overflows anywhere."""
+"""Steps that all replicas skip alike, and stop after: overflows in fp16, NaN, signals."""
 
+import math
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -7,8 +10,12 @@ from pathlib import Path
 from support.compare import assert_same, assert_same_on_all_ranks
 from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
+from support.training import Recorder, data, rich_net, trainer
 
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.errors import DivergedError, Interrupted
+from hybridtrain.losses import cross_entropy
+from hybridtrain.non_finite import non_finite_names
 
 cells = Cells()
 
@@ -91,6 +98,133 @@ def _scale_comes_back(world):
     again.fit()
     assert again.monitor.of("train/loss_scale") == scales[4:]
     assert_same(again.monitor.weights[6], whole.monitor.weights[6])
+
+
+# Not a number, on one rank only.
+def raised(kind, function):
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def small(**options):
+    """A trainer with batch norms and dropout on 4 batches of 8 samples."""
+    return trainer(rich_net(), data=data(32), batch_size=8, **options)
+
+
+def sample_of(world, ours, step, rank):
+    """Returns the inputs of a data set, and which of them `rank` has in `step`."""
+    stream = ours.train.stream()
+    batch = [next(stream) for _ in range(step)][-1]
+    stream.close()
+    theirs = world.gather(batch.inputs[:1])[rank]
+    inputs = ours.train.dataset.tensors[0]
+    return inputs, (inputs == theirs).all(1)
+
+
+def nan_in_the_data(rank, **options):
+    def check(world):
+        ours = small(steps=3, **options)
+        inputs, where = sample_of(world, ours, 2, rank)
+        inputs[where] = math.nan
+        assert world.gather(ours.fit()["skipped_steps"]) == [1, 1]
+        state = ours.model.state_dict()
+        assert not non_finite_names(state)
+        assert_same_on_all_ranks(world, dict(ours.model.named_parameters()), "weights")
+        assert math.isfinite(ours.monitor.values[3, "train/loss"])
+
+    return check
+
+
+for _rank in (0, 1):
+    cells.add(f"NaN in one replica's data skips the step in all, weights stay finite: {_rank}")(
+        nan_in_the_data(_rank)
+    )
+cells.add("NaN in one replica's data skips the step in all under clipping")(
+    nan_in_the_data(1, clip_norm=0.1)
+)
+
+
+@cells.add("a loss that is NaN on one replica, beside finite derivatives, skips the step in all")
+def _nan_loss(world):
+    ours = small(steps=3)
+
+    def loss_fn(output, targets):
+        bad = world.rank == 1 and ours.step == 1
+        return cross_entropy(output, targets) + (math.nan if bad else 0.0)
+
+    ours.loss_fn = loss_fn
+    assert world.gather(ours.fit()["skipped_steps"]) == [1, 1]
+    assert_same_on_all_ranks(world, dict(ours.model.named_parameters()), "weights")
+
+
+@cells.add("a run that diverges on one replica ends on all, with the rank and the checkpoint")
+def _diverges(world):
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    options = {"checkpoint_every": 1, "max_skipped": 2, "store": CheckpointStore(folder)}
+    ours = small(steps=12, **options)
+    ours.total_steps = 2
+    ours.fit()
+    ours.total_steps = 12
+    if world.rank == 1:
+        ours.train.dataset.tensors[0].fill_(math.nan)
+    messages = world.gather(raised(DivergedError, ours.fit))
+    assert messages[0] == messages[1]
+    assert "At step 3 it began in the inputs of the batch" in messages[0]
+    assert "(rank 1)" in messages[0]
+    assert str(folder / "step_00000002") in messages[0]
+    assert ours.store.steps() == [1, 2]
+
+
+@cells.add("weights that are not finite on one replica end the run on all before they are saved")
+def _weights(world):
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    ours = small(steps=2, store=CheckpointStore(folder))
+
+    def spoil(optimizer, args, kwargs):
+        if world.rank == 1 and ours.step == 1:
+            ours.model.net[7].weight.data[0, 0] = math.nan
+
+    ours.optimizer.register_step_post_hook(spoil)
+    messages = world.gather(raised(DivergedError, ours.fit))
+    assert "7.weight is not finite at step 2" in messages[0] == messages[1]
+    assert not ours.store.steps()
+
+
+@cells.add("a signal to one rank stops all at the same step, in an evaluation too")
+def _stops(world):
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    for step in (2, 4):  # an evaluation is due at 4
+        store = CheckpointStore(folder / str(step))
+        monitor = Recorder()
+        ours = small(eval_every=4, store=store, monitor=monitor)
+
+        def forward(module, args, ours=ours, step=step):
+            done = ours.step + (step == 2)  # in training, during step 2
+            if world.rank == 1 and done == step and module.training == (step == 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        ours.model.net[0].register_forward_pre_hook(forward)
+        messages = world.gather(raised(Interrupted, ours.fit))
+        stopped = 3 if step == 2 else 4  # the others have begun step 2 when it comes
+        assert messages[0] == messages[1]
+        assert f"interrupted at step {stopped} of 9 by SIGTERM: saved" in messages[0]
+        assert world.gather(ours.step) == [stopped] * 2
+        assert (4, "eval/loss") not in monitor.values
+        if world.is_main:
+            assert store.steps() == [stopped]
+
+
+@cells.add("minutes are counted by rank 0's clock")
+def _minutes(world):
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    ours = small(steps=3, store=CheckpointStore(folder))
+    ours._interruptions._flags.set("save") if world.rank == 0 else None
+    ours.fit()
+    if world.is_main:
+        assert ours.store.steps() == [1, 3]
 
 
 if __name__ == "__main__":

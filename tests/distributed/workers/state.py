@@ -3,10 +3,13 @@
 import copy
 import dataclasses
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torchmetrics
+from safetensors.torch import save_file
 from support.compare import (
     CLOSE,
     assert_same,
@@ -23,6 +26,10 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hybridtrain import Trainer
+from hybridtrain.checkpoint import saving
+from hybridtrain.checkpoint.init_from import init_from
+from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, UserError
@@ -293,6 +300,79 @@ def _collectives(world):
     world.broadcast_tensor(tensor)
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert (world.launcher, world.size, world.local_rank) == ("torchrun", 2, world.rank)
+
+
+class Counting(nn.Linear):
+    """A layer with state that is not a parameter."""
+
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+class OwnCounts:
+    """A state that differs between the processes, and gathers them."""
+
+    def __init__(self, world, count):
+        self.world, self.count = world, count
+
+    def state_dict(self):
+        return {"counts": self.world.gather(self.count)}
+
+    def load_state_dict(self, saved):
+        self.count = saved["counts"][self.world.rank]
+
+
+@cells.add("a checkpoint written and read by rank 0 alone restores every state on all ranks")
+def _checkpoint(world):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        net[0].extra = {"seed": seed, "kept": torch.tensor([float(seed)])}
+        model = hybrid(net, chunks=2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made(0)
+    replica_step(model, classification(14), ROWS)
+    optimizer.step()
+    # the other process has no such folder
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder if world.is_main else "/nowhere"), background=True)
+        counts = OwnCounts(world, 10 + world.rank)
+        with saving.finishing(store, world):
+            path = saving.save(store, 1, model, optimizer, {}, {"counts": counts})
+        other, other_optimizer = made(5 + world.rank)
+        counts.count = 0
+        restore(path, other, other_optimizer, states={"counts": counts})
+        assert counts.count == 10 + world.rank
+        assert_same(dict(other.named_parameters()), dict(model.named_parameters()))
+        extra = other.net[0].extra
+        assert extra["seed"] == 0
+        assert extra["kept"].tolist() == [0.0]
+        for one, two in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+            assert_same(one, two)
+
+        # weights alone, of which one is not there
+        third, _ = made(9 + world.rank)
+        before = third.net[2].bias.detach().clone()
+        if world.is_main:
+            weights = {n: v for n, v in model.state_dict().items() if n in ("0.weight", "2.weight")}
+            save_file(weights, Path(folder) / "some.safetensors")
+        report = init_from(third, f"{folder}/some.safetensors", strict=False)
+        assert report.missing == ("0.bias", "2.bias")
+        assert torch.equal(third.net[2].weight, model.net[2].weight)
+        assert_same_on_all_ranks(world, dict(third.named_parameters()))
+        assert world.rank or torch.equal(third.net[2].bias, before)
+
+        # a failure of rank 0's thread ends the run on all ranks
+        blocked = CheckpointStore(Path(folder) / "some.safetensors", background=True)
+        with pytest.raises(UserError, match="cannot save the checkpoint of step 2"):  # noqa: SIM117
+            with saving.finishing(blocked, world):
+                saving.save(blocked, 2, model, optimizer, {})
 
 
 class Uneven(IterableDataset):
