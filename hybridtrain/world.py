@@ -214,7 +214,10 @@ class World:
             None if error is None else (isinstance(error, UserError), str(error))
         )
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or its traceback holds the caller's model until the next collection
         if status is not None:
             expected, message = status
             raise Rank0UserError(message) if expected else Rank0Error(f"rank 0 failed: {message}")
