@@ -64,6 +64,8 @@ def report(error: BaseException, rank: int) -> int:
             time.sleep(_WAIT_FOR_RANK_0_S)
         _write_to_log(error)
         _say(text, line, time.time())
+        if watchdog is not None:
+            watchdog.close()
         if _is_one_of_several():
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code

@@ -98,12 +98,12 @@ class Watchdog:
             if rank == job.rank or not has_ended(process) or job.has_left(rank):
                 continue
             doing = job.said("doing", [rank]).get(rank)
+            last = f", last heard of {doing.what}" if doing else ""
             return Failure(
                 job.rank,
                 f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
-                f"{f', last heard of {doing.what}' if doing else ''}: it was killed (by the system if "
-                f"memory ran out), has crashed or has called exit; the launcher's report has its "
-                f"signal or exit code",
+                f"{last}: it was killed (by the system if memory ran out), has crashed or has "
+                f"called exit; the launcher's report has its signal or exit code",
                 1,
                 time.time() + 2,  # after what the launcher says of that process
             )

@@ -43,6 +43,11 @@ def fault(phase: str) -> None:
         os._exit(7)
     if KIND == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "terminate":
+        os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells all its processes
+        time.sleep(1)
     if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if KIND == "segfault":

@@ -5,6 +5,7 @@ tests/README.md says what a cell is and how to add one.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
@@ -126,6 +127,9 @@ class Cells:
                 outcome[name] = traceback.format_exc()
             (Path(folder) / f"rank{world.rank}.json").write_text(json.dumps(outcome))
         world.gather(None)  # nobody leaves before the last one is done
+        # the cells' own worlds, which a hook that refers to its trainer keeps in a cycle: their
+        # groups must end before the interpreter does
+        gc.collect()
         world.close()
 
 

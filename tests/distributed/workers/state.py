@@ -330,8 +330,9 @@ class OwnCounts:
 @cells.add("a checkpoint written and read by rank 0 alone restores every state on all ranks")
 def _checkpoint(world):
     def made(seed):
-        torch.manual_seed(seed)
-        net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        with torch.random.fork_rng():  # other seeds on each rank, for this cell alone
+            torch.manual_seed(seed)
+            net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
         net[0].extra = {"seed": seed, "kept": torch.tensor([float(seed)])}
         model = hybrid(net, chunks=2)
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -388,6 +389,7 @@ class Uneven(IterableDataset):
 
 @cells.add("a stream that ends unevenly gives the same steps as its global batches")
 def _uneven_stream(world):
+    torch.manual_seed(0)
     net = mlp()
     plain = copy.deepcopy(net)
     model = hybrid(net)
