@@ -1,7 +1,7 @@
 """Takes statements out of a forward, so that the rest of it can be traced.
 
 A statement whose course depends on data, or that changes the model, cannot be recorded. It becomes
-a function of its own, a *stretch*, which a graph calls as it calls a submodule:
+a separate function, a *stretch*, which a graph calls as it calls a submodule:
 
     def forward(self, x):                 def forward(self, x):
         x = self.first(x)                     x = self.first(x)
@@ -88,7 +88,7 @@ class StretchCode:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the function returns: the outputs, and the inputs, which it may have changed."""
+        """The variables that the function returns: outputs, and inputs, which may have changed."""
         return tuple(dict.fromkeys([*self.outputs, *self.inputs]))
 
 
@@ -323,7 +323,7 @@ class _Blocks:
     def _block(self, line: int) -> _Block:
         path = list(_path(self._tree, line))
         if not path:
-            raise Untraceable(f"line {line} is no statement of the forward")
+            raise Untraceable(f"line {line} is not in a statement of the forward")
         for depth in range(len(path) - 1, -1, -1):
             statements, index, parent = path[depth]
             around = [each for _, _, each in path[: depth + 1]]
@@ -363,7 +363,7 @@ def _parse(forward: FunctionType) -> ast.FunctionDef:
     except (OSError, SyntaxError, TypeError) as error:
         raise Untraceable(f"the source of {forward.__qualname__} cannot be read") from error
     if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
-        raise Untraceable(f"{forward.__qualname__} is no plain function")
+        raise Untraceable(f"{forward.__qualname__} is not a plain function")
     for node in ast.walk(tree):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
         if name.startswith("__") and not name.endswith("__"):
