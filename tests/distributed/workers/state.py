@@ -226,8 +226,9 @@ def _replaced(world):
     net = mlp()
     model = hybrid(net, chunks=2)
     replica_step(model, classification(14), ROWS)
-    torch.manual_seed(world.rank)
-    net[7] = nn.Linear(5, 3)
+    with torch.random.fork_rng():  # other cells draw alike on all ranks
+        torch.manual_seed(world.rank)
+        net[7] = nn.Linear(5, 3)
     for seed in (1, 2):
         net.zero_grad()
         batch = classification(14, seed)
