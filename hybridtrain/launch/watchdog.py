@@ -7,6 +7,7 @@ processes' store, and ends the process by `os._exit`, since a blocked thread can
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import tempfile
@@ -80,15 +81,21 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            # A thread that the interpreter finds in a call of the store aborts the process.
+            atexit.register(self._end_thread)
 
     def close(self) -> None:
         """Ends the thread, and tells the other processes that this one ends as it should."""
         global _current
         if _current is self:
             _current = None
-        self._ended.set()
         with suppress(RuntimeError):
             self.job.leave()
+        self._end_thread()
+        atexit.unregister(self._end_thread)
+
+    def _end_thread(self) -> None:
+        self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=_GRACE_S)
 
