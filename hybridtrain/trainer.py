@@ -440,7 +440,7 @@ class Trainer:
             self.evaluation,
             self.loss_fn,
             self.metrics,
-            stop=self._interruptions.stop_wanted,
+            stop=self._interruptions.watch_for_stop(),
             on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         # the same on all ranks to the last bit: all must agree on whether it is the best
