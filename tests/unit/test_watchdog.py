@@ -1,4 +1,4 @@
-"""The watchdog's judgement: which processes have ended, how long what may take, what it waits for."""
+"""The judgement of the watchdog: who has ended, how long what may take, what it waits for."""
 
 from hybridtrain.launch import processes
 from hybridtrain.launch.processes import has_ended, is_stopped, kill, this_process

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 from support.training import (
     RAGGED,
     SAMPLES,
@@ -20,6 +19,7 @@ from support.training import (
     rich_net,
     trainer,
 )
+from torch.distributed import HashStore
 
 from hybridtrain import interruption
 from hybridtrain.best_checkpoint import BestCheckpoint
