@@ -149,6 +149,7 @@ class Trainer:
         Raises:
             Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
+            DataError: in no step of the run a target counted for the loss.
         """
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
@@ -189,6 +190,8 @@ class Trainer:
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
                 self._stop()
+            if self.step == self.total_steps:
+                self._finite.check_not_all_empty(self.step)
             self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
@@ -214,7 +217,7 @@ class Trainer:
             return
         if self._checkpoint[0] != self.step:
             activity.now(f"step {self.step}: save")
-            self._finite.check_weights(self.step)
+            self._finite.check_weights(self.step, self.optimizer)
             check_replicas(self.model.net, self.world)
             self._stats.gather()
             path = saving.save(
@@ -304,7 +307,7 @@ class Trainer:
             "steps": self.step,
             "samples": self.samples,
             "train_loss": self._stats.loss,
-            **self._finite.state_dict(),
+            **self._finite.counts(),
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
@@ -329,7 +332,7 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an optimizer step: the loss was not finite, or no target counted."""
+        """Steps without an optimizer step because the loss or a gradient was not finite."""
         return self._finite.skipped
 
     @property
@@ -372,7 +375,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
-            self._finite.skip_empty()
+            self._finite.skip_empty(self.step + 1)
         elif self._finite.allows_step(
             self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
         ):
@@ -405,8 +408,9 @@ class Trainer:
             "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
             "train/grad_norm": float(norm),
         }
-        if self._finite.skipped:
-            values["train/skipped_steps"] = self._finite.skipped
+        for name in ("skipped_steps", "empty_steps"):
+            if count := self._finite.counts()[name]:
+                values[f"train/{name}"] = count
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read_stages(self.optimizer)
