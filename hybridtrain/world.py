@@ -285,7 +285,6 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            activity.now(None)
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True
