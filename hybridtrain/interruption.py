@@ -49,6 +49,7 @@ class Interruptions:
         """Listens to signals, and counts the time, while the block runs."""
         if self._clock is not None and self._max_seconds is not None:
             self._stop_at = self._clock() + self._max_seconds
+        self._flags.clear()  # a request of the last time must not end this one
         self.saved()
         with stop_on_signals(self._flags):
             yield

@@ -31,7 +31,7 @@ from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
-from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
@@ -113,7 +113,7 @@ class Trainer:
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._optimized: object = None  # the pipeline whose parameters the optimizer has
+        self._optimizer_check = OptimizerCheck(model, optimizer)
         self._finite = FiniteCheck(
             model,
             self.scaler,
@@ -157,6 +157,8 @@ class Trainer:
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
+        self.model.zero_grad()  # of a fit before that has ended in the middle of a step
+        self.optimizer.zero_grad()
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
@@ -388,8 +390,7 @@ class Trainer:
             )
             outs.append(out)
         self._stats.record(out.timeline)
-        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
-            self._optimized = check_optimizer(self.model, self.optimizer)
+        self._optimizer_check.drop_gradients_left_out()
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
@@ -464,6 +465,8 @@ class Trainer:
             stop=self._interruptions.watch_for_stop(),
             on_batch=lambda done: self.monitor.evaluating(done, share),
         )
+        # the same on all ranks to the last bit: all must agree on whether it is the best
+        result = self.world.broadcast(result)
         self._interruptions.begin_step()
         wanted = self._interruptions.end_step()
         if "stop" in wanted:

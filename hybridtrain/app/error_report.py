@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError
+from hybridtrain.launch import early_signals
 
 if TYPE_CHECKING:
     from hybridtrain.launch.job import Failure
@@ -66,6 +67,7 @@ def report(error: BaseException, rank: int) -> int:
         _say(text, line, time.time())
         if watchdog is not None:
             watchdog.close()
+            early_signals.restore()
         if _is_one_of_several():
             if watchdog is not None:
                 from hybridtrain.launch.watchdog import end_process

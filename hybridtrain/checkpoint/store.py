@@ -136,7 +136,11 @@ class CheckpointStore:
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # its traceback would hold it, and with it the model, until the next collection
+                del failure
 
     def mark_best(self, step: int, value: float) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.

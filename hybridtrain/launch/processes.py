@@ -86,10 +86,10 @@ def kill(process: ProcessId) -> None:
 def end_with_parent() -> None:
     """Asks the system for a SIGTERM when the process that started this one dies.
 
-    torchrun cannot end its workers when it is killed by SIGKILL. Does nothing where the system
-    cannot do it.
+    torchrun cannot end its workers when it is killed by SIGKILL. Does nothing without torchrun, and
+    where the system cannot do it.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)

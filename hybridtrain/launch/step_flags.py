@@ -46,6 +46,13 @@ class StepFlags:
         """Returns why a flag was set on this process since the last `begin`, if it was."""
         return self._requested.get(name)
 
+    def clear(self) -> None:
+        """Forgets what was set and what is on the way: of a run that has ended in a step."""
+        self._requested.clear()
+        self._sent = {}
+        self._work = None
+        self._values = torch.zeros_like(self._values)  # the old ones may still be sent
+
     def begin(self) -> None:
         """Sends what was set so far; called by every process at the start of a step."""
         self._sent = {}

@@ -7,6 +7,7 @@ processes' store, and ends the process by `os._exit`, since a blocked thread can
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -83,18 +84,24 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            # A thread that the interpreter finds in a call of the store aborts the process.
+            atexit.register(self._end_thread)
 
     def close(self) -> None:
         """Ends the thread, and tells the other processes that this one ends as it should."""
         global _current
         if _current is self:
             _current = None
-        self._ended.set()
         with suppress(RuntimeError):
             self.job.leave()
+        self._end_thread()
+        atexit.unregister(self._end_thread)
+        self._activity.now(None)
+
+    def _end_thread(self) -> None:
+        self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=_GRACE_S)
-        self._activity.now(None)
 
     def lost_process(self, job: Job) -> Failure | None:
         """Returns the failure that a process of this host is, if one ended without a word."""
@@ -261,7 +268,9 @@ def end_process(code: int, wait_for_save: float = _WAIT_FOR_SAVE_S) -> None:
     `wait_for_save` seconds.
     """
     activity.wait_for_save(wait_for_save)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)

@@ -293,6 +293,31 @@ def test_the_flags_of_one_process_are_read_one_step_later():
         assert interruptions.stop_reason == "max_time"
 
 
+def test_a_request_of_the_last_fit_does_not_end_the_next_one():
+    ours = trainer(steps=2, monitor=After({2}, kill(signal.SIGTERM)))
+    ours.evaluation = None
+    ours.fit()
+    ours.total_steps = 4
+    assert ours.fit()["steps"] == 4
+
+
+def test_a_fit_after_an_exception_has_no_gradients_of_the_step_that_failed():
+    def once(module, args):
+        if len(calls) == 3:
+            hook.remove()
+            raise ArithmeticError("boom")
+        calls.append(None)
+
+    whole, ours, calls = trainer(steps=3, chunks=1, accumulate=2), None, []
+    whole.fit()
+    ours = trainer(steps=3, chunks=1, accumulate=2)
+    hook = ours.model.net[0].register_forward_pre_hook(once)
+    with pytest.raises(ArithmeticError, match="boom"):
+        ours.fit()
+    ours.fit()
+    assert_same_run(ours, whole)
+
+
 # The loss between two lines.
 @pytest.mark.parametrize("step", range(2, 9))
 def test_the_lines_of_a_resumed_run_equal_the_uninterrupted_ones(step, tmp_path):
