@@ -289,7 +289,6 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            activity.now(None)
             early_signals.restore()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -26,6 +26,7 @@ from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.interruption import Interruptions
+from hybridtrain.launch.activity import activity
 from hybridtrain.launch.job import Job
 from hybridtrain.trainer_options import TrainerOptions, seconds
 from hybridtrain.world import World
@@ -354,3 +355,20 @@ def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch
         assert second()
         assert first()
         assert both[0]._flags.requested("stop") == "SIGTERM"
+
+
+def test_signals_are_listened_to_until_an_interrupted_run_is_closed(tmp_path):
+    seen = []
+
+    class Closing(After):
+        def close(self):
+            seen.append((signal.getsignal(signal.SIGTERM), activity.phase))
+
+    before = signal.getsignal(signal.SIGTERM)
+    ours = trainer(epochs=1, store=CheckpointStore(tmp_path))
+    ours.monitor = Closing({2}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        ours.fit()
+    assert seen[0][0] is not before
+    assert seen[0][1] is None
+    assert signal.getsignal(signal.SIGTERM) is before
