@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 
 class BestCheckpoint:
@@ -32,6 +35,8 @@ class BestCheckpoint:
         self.value: float | None = None
         self._name = name
         self._smallest = mode == "min"
+        self._criterion = None if name is None else f"{mode} {name}"
+        self._unsure: int | None = None  # the best step, until its save is known to have ended well
         if name is not None and values is None:
             raise ConfigError(f"best={name} needs an evaluation, and this run has none")
         if name is not None and name not in (values or ()):
@@ -50,16 +55,51 @@ class BestCheckpoint:
         self.step, self.value = step, value
         return True
 
-    def mark(self, step: int, store: CheckpointStore, world: World) -> None:
-        """Marks the checkpoint of `step`, which is saved, if it is the best; a collective call."""
-        if self.step == step and self.value is not None:
+    def mark(self, step: int, store: CheckpointStore, world: World, saved: bool = True) -> None:
+        """Marks the checkpoint of `step`, if it is the best, after its save; a collective call.
+
+        If the best one was not saved, the one before is the best again. In the background that is
+        known at the next save.
+        """
+        if self.step is None or self.value is None:
+            return
+        if self.step == step and saved:
             value = self.value
-            world.on_main(lambda: store.mark_best(step, value))
+            world.on_main(lambda: store.mark_best(step, value, self._criterion))
+            self._unsure = step
+        elif self.step in (step, self._unsure):
+            self._fall_back_if_not_saved(store, world)
+            self._unsure = None
+
+    def _fall_back_if_not_saved(self, store: CheckpointStore, world: World) -> None:
+        def marked() -> tuple[int | None, float | None]:
+            try:
+                mark = store.best_mark()
+            except CheckpointError as error:
+                _log.warning("%s", error)
+                return self.step, self.value
+            if mark is None or mark.criterion not in (None, self._criterion):
+                return None, None
+            return mark.step, mark.value
+
+        self.step, self.value = world.broadcast(world.on_main(marked)) or (None, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best step and value, in JSON's types."""
-        return {"best_step": self.step, "best_value": self.value}
+        """Returns the best step and value, and what is compared, in JSON's types."""
+        return {
+            "best_step": self.step,
+            "best_value": self.value,
+            "best_criterion": self._criterion,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; checkpoints of earlier versions have none."""
+        """Loads a `state_dict`, unless it is of another value; earlier versions have none."""
         self.step, self.value = state.get("best_step"), state.get("best_value")
+        criterion = state.get("best_criterion")
+        if self._criterion is None or self.step is None or criterion in (None, self._criterion):
+            return
+        _log.warning(
+            "the best step so far, %s, is the best by %s: by %s the run begins anew",
+            self.step, criterion, self._criterion,
+        )  # fmt: skip
+        self.step = self.value = None

@@ -250,8 +250,11 @@ class Trainer:
                 {"trainer": self},
                 self.states,
                 required=required,
+                # weights that the last step could not be taken with may be at fault
+                prune=not self._finite.skipping,
             )
             if path is None:
+                self._best.mark(self.step, self.store, self.world, saved=False)
                 return
             self._checkpoint = self.step, path
         self._best.mark(self.step, self.store, self.world)
@@ -324,7 +327,7 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`."""
         speed = self.throughput.summary()
-        checkpoint = self._checkpoint[1]
+        checkpoint = self._checkpoint_on_disk(self.step)
         return {
             "steps": self.step,
             "samples": self.samples,
@@ -345,6 +348,18 @@ class Trainer:
             "best": self._best.state_dict(),
             "resumed_from": self._resumed_from and str(self._resumed_from),
         }
+
+    def _checkpoint_on_disk(self, step: int) -> Path | None:
+        """Returns the last checkpoint up to `step`; on rank 0 one that is there.
+
+        A save in the background may have failed since.
+        """
+        own_step, path = self._checkpoint
+        if not self.world.is_main or self.store is None:
+            return path
+        if path is not None and own_step <= step and path.exists():
+            return path
+        return self.store.newest_up_to(step)
 
     @property
     def finished(self) -> bool:
@@ -450,8 +465,7 @@ class Trainer:
                     save |= self._evaluate_in_run()
         save |= self._is_due(options.checkpoint_every, self.step)
         save |= self._ends_epoch(options.checkpoint_every_epochs)
-        # weights that the last step could not be taken with may be at fault: the checkpoints of
-        # before stay until a step succeeds
+        # nothing is saved on the way until a step succeeds
         best = self._best.step == self.step
         if save and (last or best or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
@@ -494,6 +508,10 @@ class Trainer:
 
     def _ways_out(self) -> str:
         """Returns what to do about a run that has diverged; a collective call."""
-        path = self.world.broadcast(self._checkpoint[1])
+        good_step = self._finite.last_good_step
+        path = self.world.on_main(
+            lambda: self._checkpoint_on_disk(self.step if good_step is None else good_step)
+        )
+        path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
         return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"

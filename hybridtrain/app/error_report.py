@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import Rank0Error, Rank0UserError, UserError
+from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
 from hybridtrain.launch import early_signals
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def describe(error: BaseException) -> tuple[str, str, int]:
     notes = list(getattr(error, "__notes__", []))
     if isinstance(error, UserError):
         line = f"{error}{''.join(f' ({note})' for note in notes)}"
+        if isinstance(error, Interrupted):  # as somebody has wanted it: no error
+            return line, line, error.exit_code
         return f"error: {line}", line, error.exit_code
     if isinstance(error, KeyboardInterrupt):
         name = str(error) or "SIGINT"
@@ -176,7 +178,8 @@ def running_watchdog() -> Watchdog | None:
 def _say(text: str, line: str, at: float, on: str = "") -> None:
     """Prints the text last, and leaves the line for torchrun."""
     _record(line, at)
-    print(f"{text}\n{on}" if on and not text.startswith("error: ") else text, file=sys.stderr)
+    one_line = text == line or text.startswith("error: ")
+    print(text if one_line or not on else f"{text}\n{on}", file=sys.stderr)
     sys.stderr.flush()
 
 

@@ -107,6 +107,8 @@ def settle(
     if command == "train" and not begun and settings.of_run is not None:
         for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
             setattr(settings.config, key, getattr(settings.of_run, key))
+    if command == "train" and begun and "init_from" in {key.partition(".")[0] for key in keys}:
+        _refuse_other_weights(run, settings)
     if begun and not settings.config.allow_changes:
         _refuse_another_identity(run, settings.changes)
     if "recipe" in keys and not _is_file(str(named.recipe), run / "config.yaml"):
@@ -114,6 +116,20 @@ def settle(
         settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
     settings.notes += _listed(settings, run)
     return settings
+
+
+def _refuse_other_weights(run: Path, settings: Settings) -> None:
+    """Refuses an `init_from` that a run with checkpoints would ignore."""
+    from hybridtrain.checkpoint.init_from import parse_init_from  # imports torch
+
+    given = settings.config.init_from
+    began = settings.of_run.init_from if settings.of_run is not None else None
+    if parse_init_from(given) != parse_init_from(began):
+        start = "without init_from=" if began is None else f"from init_from={began}"
+        raise ConfigError(
+            f"init_from={given}: the run {run} has begun {start}, and goes on from its own "
+            f"checkpoints; to begin with other weights, set another run_name="
+        )
 
 
 def _on_top_of(

@@ -17,10 +17,11 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """The step of the best checkpoint, and the value that it was chosen by."""
+    """The step of the best checkpoint, the value that it was chosen by, and what that is of."""
 
     step: int
     value: float
+    criterion: str | None = None
 
 
 def read_best(root: Path) -> Best | None:
@@ -33,6 +34,7 @@ def read_best(root: Path) -> Best | None:
     try:
         content = json.loads(file.read_text())
         step, value = content["step"], content["value"]
+        criterion = content.get("criterion")
         if type(step) is not int or step < 0 or type(value) not in (int, float):
             raise ValueError(f"step {step!r} and value {value!r}")
     except (FileNotFoundError, NotADirectoryError):
@@ -42,13 +44,14 @@ def read_best(root: Path) -> Best | None:
             f"{file} is damaged ({error!r}), so that the best checkpoint is not known: remove it "
             f"to mark a new one, or write the step and the value of the best into it"
         ) from None
-    return Best(step, float(value))
+    return Best(step, float(value), criterion)
 
 
 def write_best(root: Path, best: Best, temporary_prefix: str) -> None:
     """Replaces the mark in `root`; it is on disk when this returns."""
     temporary = root / f"{temporary_prefix}{uuid4().hex}"
-    content = json.dumps(asdict(best)).encode() + b"\n"
+    entries = {name: value for name, value in asdict(best).items() if value is not None}
+    content = json.dumps(entries).encode() + b"\n"
     try:
         write_file(temporary, lambda file: file.write(content))
         os.rename(temporary, root / BEST)

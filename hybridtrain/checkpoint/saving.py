@@ -35,6 +35,7 @@ def save(
     states: Mapping[str, Stateful] = _NONE,
     *,
     required: bool = True,
+    prune: bool = True,
 ) -> Path | None:
     """Saves a checkpoint on rank 0; a collective call.
 
@@ -47,6 +48,7 @@ def save(
         states: what else is saved, by name; see `writers`. Every process asks them for their
             `state_dict`, which may communicate; rank 0's is saved.
         required: a full disk is an error; otherwise it is a warning, and a later save may succeed.
+        prune: False to remove no older checkpoint this time.
 
     Returns:
         the directory of the checkpoint, on every rank; None if the disk is full.
@@ -67,7 +69,7 @@ def save(
             store.host_copies = HostCopies()
         files = writers(model, optimizer, progress, dicts, copies=store.host_copies)
         try:
-            return store.save(step, files)
+            return store.save(step, files, prune=prune)
         except NoSpaceError as error:
             if required:
                 raise

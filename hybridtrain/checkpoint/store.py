@@ -89,10 +89,17 @@ class CheckpointStore:
         self.host_copies: HostCopies | None = None  # of `state.save`, kept between two saves
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._failed_step = -1
         self._lock = threading.RLock()  # of the directory, and of the next line
         self._unsaved_best: Best | None = None
 
-    def save(self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]]) -> Path:
+    def save(
+        self,
+        step: int,
+        writers: Mapping[str, Callable[[BinaryIO], object]],
+        *,
+        prune: bool = True,
+    ) -> Path:
         """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
@@ -103,6 +110,7 @@ class CheckpointStore:
             step: the optimizer steps done.
             writers: by file name; each gets a binary file that can only be appended to. In the
                 background they run while training goes on, so that they must write copies.
+            prune: False to remove no older checkpoint this time.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
@@ -116,11 +124,18 @@ class CheckpointStore:
             check_file_name(name)
         self.wait()
         if not self.background:
+<<<<<<< HEAD
             with activity.saving():
                 return self._save(step, writers)
+=======
+            return self._save(step, writers, prune)
+>>>>>>> guard
         # not a daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(
-            target=self._save_in_background, args=(step, writers), name="checkpoint", daemon=False
+            target=self._save_in_background,
+            args=(step, writers, prune),
+            name="checkpoint",
+            daemon=False,
         )
         self._thread.start()
         return self._path(step)
@@ -136,23 +151,36 @@ class CheckpointStore:
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
+<<<<<<< HEAD
             try:
                 raise failure
             finally:
                 # its traceback would hold it, and with it the model, until the next collection
                 del failure
+=======
+            with self._lock:
+                if self._unsaved_best is not None and self._unsaved_best.step == self._failed_step:
+                    self._unsaved_best = None
+            raise failure
+>>>>>>> guard
 
-    def mark_best(self, step: int, value: float) -> None:
+    def mark_best(self, step: int, value: float, criterion: str | None = None) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.
 
         It is never pruned. If the checkpoint is not saved yet, its `save` marks it, and until then
-        the best one before stays marked: at every moment there is a best one to load.
+        the best one before stays marked: at every moment there is a best one to load. If that save
+        fails, the mark is dropped.
+
+        Args:
+            step: the optimizer steps done.
+            value: what it was chosen by.
+            criterion: what `value` is of, such as "min loss"; kept beside it.
 
         Raises:
             CheckpointError: the mark cannot be written.
         """
         with self._lock:
-            best = Best(step, float(value))
+            best = Best(step, float(value), criterion)
             if step not in self.steps():
                 self._unsaved_best = best
                 return
@@ -165,7 +193,7 @@ class CheckpointStore:
                 ) from error
 
     def best_mark(self) -> Best | None:
-        """Returns the step and the value of the best checkpoint, if one is marked.
+        """Returns the step, value and criterion of the best checkpoint, if one is marked.
 
         Raises:
             CheckpointError: the mark is damaged.
@@ -187,6 +215,11 @@ class CheckpointStore:
         path = generations[-1] if generations else self._path(mark.step)
         verify(path)
         return path
+
+    def newest_up_to(self, step: int) -> Path | None:
+        """Returns the newest checkpoint that is not of a later step; it may be damaged."""
+        paths = [path for published_step, _, path in self._published() if published_step <= step]
+        return paths[-1] if paths else None
 
     def steps(self) -> list[int]:
         """Returns the steps of the published checkpoints, ascending; they may be damaged."""
@@ -217,17 +250,23 @@ class CheckpointStore:
         return None
 
     def _save_in_background(
-        self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]]
+        self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
     ) -> None:
         try:
+<<<<<<< HEAD
             with activity.saving():
                 self._save(step, writers)
+=======
+            self._save(step, writers, prune)
+>>>>>>> guard
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
-            self._failure = error
+            self._failure, self._failed_step = error, step
 
-    def _save(self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]]) -> Path:
+    def _save(
+        self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
+    ) -> Path:
         temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
         try:
             make_directory(self.root)
@@ -252,8 +291,9 @@ class CheckpointStore:
             try:
                 self._settle(step, published)
                 if (best := self._unsaved_best) is not None and best.step == step:
-                    self.mark_best(step, best.value)
-                self._prune(step)
+                    self.mark_best(step, best.value, best.criterion)
+                if prune:
+                    self._prune(step)
             except (OSError, CheckpointError) as error:
                 _log.warning("%s is saved, but not all is tidy: %s", published, error)
             return self._generations(step)[-1]

@@ -47,7 +47,8 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on_exactly(
     tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     outcome = run("terminate:optimizer:1", tmp_path, *SHORT[:2])
-    assert outcome.output.count("error: interrupted at step ") == 1, outcome.output
+    assert outcome.output.count("\ninterrupted at step ") == 1, outcome.output
+    assert "error: interrupted" not in outcome.output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
     assert not (tmp_path / "run" / LAST).exists()
     assert run("none:none:0", tmp_path, *SHORT).code == 0

@@ -77,7 +77,9 @@ def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path):
     store = CheckpointStore(tmp_path / "background", background=True)
     ours = trainer(rich_net(), store=store, checkpoint_every=2)
     gate, save = Gate(), store.save
-    store.save = lambda step, files: save(step, {"gate": gate, **files} if step == 2 else files)
+    store.save = lambda step, files, **_: save(
+        step, {"gate": gate, **files} if step == 2 else files
+    )
     record = ours.monitor.step
     # opened when training has gone on for a step
     ours.monitor.step = lambda step, samples: (record(step, samples), step == 3 and gate.open.set())
@@ -105,7 +107,7 @@ def fails(store, kind=ZeroDivisionError):
     def broken(file):
         raise kind("mine")
 
-    store.save = lambda step, files: save(step, {**files, "last": broken})
+    store.save = lambda step, files, **_: save(step, {**files, "last": broken})
 
 
 def test_the_end_of_a_run_waits_for_the_last_save_and_raises_its_failure(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from support.training import SAMPLES, Recorder, assert_same, data, plain_net, ri
 from torch import nn
 
 from hybridtrain.buffer_snapshot import BufferSnapshot
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.errors import ConfigError, DivergedError
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
+from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.losses import cross_entropy
 from hybridtrain.non_finite import non_finite_names
 
@@ -176,6 +178,53 @@ def test_too_many_consecutive_skipped_steps_end_the_run_and_name_the_last_good_c
     assert f"The last good checkpoint is {tmp_path / 'step_00000004'}" in message
     assert caught.value.exit_code == 3
     assert store.steps() == [4]
+
+
+def test_an_interruption_among_skipped_steps_keeps_the_good_checkpoint_and_the_count(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    options = {"data": poisoned(slice(None)), "store": store, "steps": 40, "max_skipped": 6}
+    good = trainer(**{**options, "data": data(), "steps": 2})
+    good.fit()
+    ours = trainer(**options)
+    ours.resume(store.newest())
+
+    def stop(step, samples):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    ours.monitor.step = stop
+    with pytest.raises(Interrupted, match="at step 5 of 40"):
+        ours.fit()
+    assert store.steps() == [2, 5]
+    again = trainer(**options)
+    again.resume(store.newest())
+    with pytest.raises(DivergedError) as caught:
+        again.fit()
+    assert "6 consecutive steps, up to step 8" in str(caught.value)
+    assert "At step 3 it began in the inputs of the batch" in str(caught.value)
+    assert f"The last good checkpoint is {tmp_path / 'step_00000002'}" in str(caught.value)
+    assert store.steps() == [2, 5]
+
+
+def test_a_checkpoint_that_was_not_saved_in_the_background_is_not_named_as_the_last(tmp_path):
+    store = CheckpointStore(tmp_path, background=True)
+    ours = trainer(store=store, steps=20, checkpoint_every=1, max_skipped=2)
+    save = store._save
+
+    def full_at_step_3(step, *args):
+        if step == 3:
+            raise NoSpaceError("the disk is full")
+        return save(step, *args)
+
+    def spoil(step, samples):
+        if step == 3:
+            ours.model.net[0].register_forward_pre_hook(lambda module, args: args[0] * math.nan)
+
+    store._save, ours.monitor.step = full_at_step_3, spoil
+    with pytest.raises(DivergedError) as caught:
+        ours.fit()
+    assert f"The last good checkpoint is {tmp_path / 'step_00000002'}" in str(caught.value)
+    assert ours.summary()["checkpoint"] == str(tmp_path / "step_00000002")
 
 
 def test_a_run_without_a_limit_skips_on():

@@ -156,7 +156,7 @@ def test_the_state_file_keeps_its_format(tmp_path):
         "draws_step": 8, "torch": torch.__version__,
         "evaluated_step": 8, "loss_sum": 0.0, "loss_samples": 0.0, "skipped_steps": 0,
         "overflow_steps": 0, "empty_steps": 0, "skipping": None,
-        "best_step": None, "best_value": None,
+        "best_step": None, "best_value": None, "best_criterion": None,
     }  # fmt: skip
 
 

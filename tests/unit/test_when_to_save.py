@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 
 from hybridtrain import interruption
 from hybridtrain.best_checkpoint import BestCheckpoint
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.interruption import Interruptions
 from hybridtrain.launch.activity import activity
@@ -154,7 +154,11 @@ def test_the_best_step_is_saved_marked_and_kept(tmp_path):
     best = min(losses, key=losses.get)
     assert 1 < best < 9, "the test needs a best step in the middle"
     assert store.best() == tmp_path / f"step_{best:08d}"
-    assert summary["best"] == {"best_step": best, "best_value": losses[best]}
+    assert summary["best"] == {
+        "best_step": best,
+        "best_value": losses[best],
+        "best_criterion": "min loss",
+    }
     assert store.steps() == [best, 9]
 
 
@@ -177,6 +181,51 @@ def test_a_resumed_run_remembers_the_best_value(mode, tmp_path):
         again.resume(again.store.newest())
         assert again.fit()["best"] == expected
         assert again.store.best().name == whole.store.best().name
+
+
+def test_the_best_by_another_value_does_not_count_after_a_resume(tmp_path, caplog):
+    def make(name, mode, steps):
+        return trainer(
+            rich_net(), eval_every=1, best=name, best_mode=mode, steps=steps,
+            store=CheckpointStore(tmp_path), checkpoint_every=1,
+        )  # fmt: skip
+
+    make("loss", "min", 2).fit()
+    again = make("accuracy", "max", 4)
+    again.resume(again.store.newest())
+    assert "is the best by min loss: by max accuracy the run begins anew" in caplog.text
+    again.fit()
+    values = {s: v for (s, name), v in again.monitor.values.items() if name == "eval/accuracy"}
+    mark = again.store.best_mark()
+    assert (mark.value, mark.criterion) == (max(values.values()), "max accuracy")
+    assert mark.step in (3, 4)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_after_a_best_step_that_could_not_be_saved_the_one_before_is_the_bar(background, tmp_path):
+    store = CheckpointStore(tmp_path, background=background)
+    ours = trainer(eval_every=1, best="loss", store=store, steps=5, checkpoint_every=1)
+    losses = iter([5.0, 1.0, 4.0, 3.0, 6.0])
+    save = store._save
+
+    def full_at_step_2(step, *args):
+        if step == 2:
+            raise NoSpaceError("the disk is full")
+        return save(step, *args)
+
+    store._save = full_at_step_2
+    ours.evaluation = None
+    improves = ours._best.improves
+
+    def report(step, samples):
+        improves(step, {"loss": next(losses)})
+
+    ours.monitor.step = report
+    best = ours.fit()["best"]
+    # at the end of step 3 it is not known yet in the background that step 2 was not saved
+    assert (best["best_step"], best["best_value"]) == (4, 3.0)
+    assert store.best() == tmp_path / "step_00000004"
+    assert store.best_mark().step == 4
 
 
 # Stopping.
@@ -236,7 +285,7 @@ def test_a_step_that_is_saved_is_not_saved_again_to_stop(tmp_path):
     store = CheckpointStore(tmp_path)
     ours = with_clock(trainer(steps=9, max_time=1, store=store, checkpoint_every=1), 2)
     saves = []
-    save, store.save = store.save, lambda step, *args: saves.append(step) or save(step, *args)
+    save, store.save = store.save, lambda step, *args, **_: saves.append(step) or save(step, *args)
     interrupted(ours)
     assert saves == [1, 2]
 
