@@ -5,6 +5,7 @@ tests/README.md says what a cell is and how to add one.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
@@ -125,6 +126,7 @@ class Cells:
             except (Exception, pytest.fail.Exception):  # the latter is no Exception
                 outcome[name] = traceback.format_exc()
             (Path(folder) / f"rank{world.rank}.json").write_text(json.dumps(outcome))
+        gc.collect()  # models in tracebacks of expected errors, with the threads of their groups
         world.gather(None)  # nobody leaves before the last one is done
         world.close()
 
