@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 # Tensors with shapes and without data, as torch.export runs a forward on.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +30,6 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
     "GRAD_MODE_SETTER",
-    "FakeTensor",
     "FakeTensorMode",
     "PrefixStore",
     "StopRecomputation",
@@ -61,7 +60,7 @@ GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Returns the module that `module` is the result of compiling; None if it is no such result.
+    """Returns the module that `module` is the result of compiling; None for any other.
 
     Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
     """

@@ -4,7 +4,7 @@ A step whose loss or gradient is not finite is skipped, on all processes alike: 
 the mean over the replicas, equal everywhere, so that their norm alone decides, and a loss that is
 not finite makes its own gradients so (see `HybridModel.train_step`). Only where a step is skipped
 do processes talk about it. Too many one after the other end the run, and so do weights that are not
-finite when they are about to be saved.
+finite when they are about to be saved. A step in which no target counts is left out as well.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from hybridtrain.buffer_snapshot import BufferSnapshot
 from hybridtrain.data.loader import Batch
-from hybridtrain.errors import DivergedError
+from hybridtrain.errors import DataError, DivergedError
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
-from hybridtrain.non_finite import find_origin, non_finite_names
+from hybridtrain.non_finite import find_origin, largest_gradient, non_finite_names
 
 _log = logging.getLogger(__name__)
 
@@ -36,14 +40,15 @@ class FiniteCheck:
     """Decides after each backward whether the optimizer may step.
 
     Args:
-        model: the model; what its state has of values that are not finite by now, such as the -inf
-            of a mask, is meant to be there.
+        model: the model; what its state has of values that are not finite when they appear, such
+            as the -inf of a mask, is meant to be there.
         scaler: of the loss, for fp16. Its own skips, which adapt the scale, are counted apart.
         max_skipped: see `TrainerOptions`.
         adaptive_scale: whether the scaler adapts its scale.
 
     Attributes:
-        skipped: steps skipped since the run began.
+        skipped: steps skipped since the run began, because a value was not finite.
+        empty: steps skipped because no target counted.
         overflows: steps skipped because the scaled gradients of fp16 overflowed.
     """
 
@@ -54,13 +59,15 @@ class FiniteCheck:
         max_skipped: int | None,
         adaptive_scale: bool,
     ) -> None:
-        self.skipped = self.overflows = 0
+        self.skipped = self.overflows = self.empty = 0
         self._model = model
         self._scaler = scaler
         self._max_skipped = max_skipped
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
-        self._meant = frozenset(non_finite_names(model.net.state_dict()))
+        self._meant = set(non_finite_names(model.net.state_dict()))
+        self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+        self._note_new()
         self._consecutive = 0
         self._began: tuple[int, str] = 0, ""  # the first of the consecutive ones
 
@@ -69,9 +76,28 @@ class FiniteCheck:
         """True if the last step was skipped."""
         return self._consecutive > 0
 
+    @property
+    def last_good_step(self) -> int | None:
+        """The step before the first of those that are being skipped; None if none are."""
+        return self._began[0] - 1 if self.skipping else None
+
     def begin_step(self) -> None:
         """Remembers the buffers, which a step that is skipped must not change."""
-        self._buffers.take()
+        if self._buffers.take():
+            self._note_new()
+
+    def _note_new(self) -> None:
+        """Notes what parameters and buffers that are new have of values that are not finite."""
+        fresh: dict[str, Tensor] = {}
+        for prefix, module in self._model.net.named_modules():
+            known = self._known.setdefault(module, set())
+            for key, value in chain(module._parameters.items(), module._buffers.items()):
+                if value is not None and key not in known and not is_lazy(value):
+                    known.add(key)
+                    fresh[f"{prefix}.{key}".lstrip(".")] = value
+        if fresh:
+            self._meant.difference_update(fresh)
+            self._meant.update(non_finite_names(fresh))
 
     def allows_step(
         self,
@@ -98,10 +124,11 @@ class FiniteCheck:
         if math.isfinite(norm.item()):
             self._consecutive = 0
             return True
-        if not self._any_gradient_is_bad():  # finite, but their squares overflow
-            return True
+        # finite gradients whose squares overflow: clipping would make them 0, and Adam's moments
+        # would be infinite for ever
+        too_large = not self._any_gradient_is_bad()
         finite_loss = self._loss_is_finite(losses)
-        overflow = finite_loss and self._scaler.is_enabled()
+        overflow = finite_loss and not too_large and self._scaler.is_enabled()
         if overflow:
             self.overflows += 1
             if self._adaptive_scale and self._scaler.get_scale() >= _SMALLEST_SCALE:
@@ -111,14 +138,18 @@ class FiniteCheck:
             self.skipped += 1
         self._consecutive += 1
         if self._consecutive == 1:
-            self._began = step, find_origin(self._model, batches, None if finite_loss else loss_fn)
+            if too_large:
+                where = f"{largest_gradient(self._model)}: finite, but the norm overflows"
+            else:
+                where = find_origin(self._model, batches, None if finite_loss else loss_fn)
+            self._began = step, where
             if self._model.world.is_main:
-                what = "gradient" if finite_loss else "loss"
+                what = "gradient's norm" if too_large else "gradient" if finite_loss else "loss"
                 _log.warning(
                     "step %d is skipped, its %s is not finite; it began in %s",
                     step, what, self._began[1],
                 )  # fmt: skip
-        if self._consecutive == self._max_skipped:
+        if self._max_skipped is not None and self._consecutive >= self._max_skipped:
             raise DivergedError(
                 f"the run has diverged: {self._consecutive} consecutive steps, up to step {step}, "
                 f"had a loss or gradients that are not finite (max_skipped={self._max_skipped}). "
@@ -126,18 +157,51 @@ class FiniteCheck:
             )
         return False
 
-    def skip_empty(self) -> None:
+    def skip_empty(self, step: int) -> None:
         """Counts a step without anything to learn from; it says nothing of the run's health."""
         self._buffers.restore()
-        self.skipped += 1
+        self.empty += 1
+        if self.empty == 1 and self._model.world.is_main:
+            _log.warning(
+                "step %d is skipped: none of its targets counts for the loss. If that is not "
+                "meant, compare ignore_index= with the labels. Later ones are counted as "
+                "empty_steps",
+                step,
+            )
 
-    def check_weights(self, step: int) -> None:
+    def check_not_all_empty(self, steps: int) -> None:
+        """Makes sure, at the end of a run, that something was learnt in its `steps`.
+
+        Raises:
+            DataError: no target of any step counted for the loss.
+        """
+        if self.empty >= steps > 0:
+            raise DataError(
+                f"nothing was learnt: in all {steps} steps no target counted for the loss. Are all "
+                f"labels equal to ignore_index=, or all marked as padding?"
+            )
+
+    def check_weights(self, step: int, optimizer: Optimizer) -> None:
         """Makes sure that what is about to be saved is finite; a collective call.
+
+        Args:
+            step: the optimizer steps done.
+            optimizer: its moments are looked at too.
 
         Raises:
             DivergedError: names the tensor.
         """
+        self._note_new()
         own = [n for n in non_finite_names(self._model.net.state_dict()) if n not in self._meant]
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        own += non_finite_names(
+            {
+                f"the optimizer's {key} of {names.get(id(parameter), 'a parameter')}": value
+                for parameter, entry in optimizer.state.items()
+                if isinstance(entry, Mapping)
+                for key, value in entry.items()
+            }
+        )
         found = [names for names in self._model.world.gather(own) if names]
         if found:
             more = f" and {len(found[0]) - 1} more tensors are" if len(found[0]) > 1 else " is"
@@ -155,11 +219,25 @@ class FiniteCheck:
         bad = any(not math.isfinite(float(loss)) for loss in losses)
         return not self._model.reduce_loss(torch.tensor([float(bad)])).item()
 
+    def counts(self) -> dict[str, int]:
+        """Returns the counts by name."""
+        return {
+            "skipped_steps": self.skipped,
+            "overflow_steps": self.overflows,
+            "empty_steps": self.empty,
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counts, in JSON's types."""
-        return {"skipped_steps": self.skipped, "overflow_steps": self.overflows}
+        """Returns the counts, and the consecutive skipped steps, in JSON's types."""
+        step, where = self._began
+        skipping = {"steps": self._consecutive, "first": step, "origin": where}
+        return {**self.counts(), "skipping": skipping if self.skipping else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; checkpoints of earlier versions have no counts."""
+        """Loads a `state_dict`; checkpoints of earlier versions have none."""
         self.skipped = state.get("skipped_steps", 0)
         self.overflows = state.get("overflow_steps", 0)
+        self.empty = state.get("empty_steps", 0)
+        skipping = state.get("skipping") or {"steps": 0, "first": 0, "origin": ""}
+        self._consecutive = skipping["steps"]
+        self._began = skipping["first"], skipping["origin"]

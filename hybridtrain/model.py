@@ -73,6 +73,7 @@ class HybridModel:
         pipeline: the stages that this process owns, and what concerns the whole model.
         stages: the stages of this process, in the order of the pipeline.
         plan: how the model is divided, and from which costs.
+        changes: how often the pipeline has followed a change of `net`.
         rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
 
     Raises:
@@ -97,6 +98,7 @@ class HybridModel:
             net = _with_sync_batch_norm(net, world)
         self.net = net
         self.world = world
+        self.changes = 0
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         remove_aliases(net)
@@ -122,6 +124,7 @@ class HybridModel:
                 _with_sync_batch_norm(self.net, self.world)
             pipeline, net, given = self.pipeline, self.net, self._example_inputs
             self._use(follow(change, pipeline, net, self.world, self.options, given))
+            self.changes += 1
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""

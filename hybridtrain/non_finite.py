@@ -52,6 +52,17 @@ def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | 
     return _origin_in_backward(model)
 
 
+def largest_gradient(model: HybridModel) -> str:
+    """Returns the gradient with the largest value, for a message; equal on all processes."""
+    found = [
+        (float(parameter.grad.abs().max()), name)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.numel() > 0
+    ]
+    value, name = max(found, default=(0.0, "no parameter"))
+    return f"the gradient of {name}, with values up to {value:.3g}"
+
+
 # (stage, or -1 before the first and the number of stages for the loss; its place; the text)
 _Origin = tuple[int, int, int, str]
 

@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import logging
 
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.pipeline.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
 
-def check_optimizer(model: HybridModel, optimizer: Optimizer) -> Pipeline:
-    """Warns of parameters that are not trained; returns the pipeline that it has looked at.
+class OptimizerCheck:
+    """Checks an optimizer against its model in the first step, and after every change of either."""
 
-    A pipeline that follows a changed model is another one, and the check is due again.
+    def __init__(self, model: HybridModel, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._seen: tuple[int, ...] | None = None
+        self._left_out: list[Parameter] = []
+
+    def drop_gradients_left_out(self) -> None:
+        """Drops the gradients of parameters that the optimizer does not hold.
+
+        They must not count in the norm of the gradients: nobody trains, unscales or zeroes them.
+
+        Raises:
+            ConfigError: see `check_optimizer`.
+        """
+        groups = self._optimizer.param_groups
+        now = self._model.changes, *(len(group["params"]) for group in groups)
+        if now != self._seen:
+            self._left_out = check_optimizer(self._model, self._optimizer)
+            self._seen = now
+        for parameter in self._left_out:
+            parameter.grad = None
+
+
+def check_optimizer(model: HybridModel, optimizer: Optimizer) -> list[Parameter]:
+    """Warns of parameters that are not trained, and returns them.
+
+    Gradients that frozen parameters outside the optimizer still have are dropped.
 
     Raises:
         ConfigError: the model has parameters that the optimizer does not, and the other way round:
@@ -41,4 +67,7 @@ def check_optimizer(model: HybridModel, optimizer: Optimizer) -> Pipeline:
                 len(trainable),
                 named,
             )
-    return model.pipeline
+    for parameter in model.parameters():
+        if not parameter.requires_grad and id(parameter) not in held:
+            parameter.grad = None
+    return [trainable[name] for name in left_out]

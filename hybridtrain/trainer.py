@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -30,7 +31,7 @@ from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Throughput
-from hybridtrain.optimizer_check import check_optimizer
+from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
 from hybridtrain.trainer_options import TrainerOptions
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 __all__ = ["Trainer", "TrainerOptions"]
+
+# How long the end of an interrupted run waits for the other processes.
+_WAIT_FOR_OTHERS_S = 10.0
 
 
 class Trainer:
@@ -109,7 +113,7 @@ class Trainer:
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._optimized: object = None  # the pipeline whose parameters the optimizer has
+        self._optimizer_check = OptimizerCheck(model, optimizer)
         self._finite = FiniteCheck(
             model,
             self.scaler,
@@ -149,24 +153,45 @@ class Trainer:
         Raises:
             Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
+            DataError: in no step of the run a target counted for the loss.
         """
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
+        self.model.zero_grad()  # of a fit before that has ended in the middle of a step
+        self.optimizer.zero_grad()
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
-        phase_before = activity.phase
         try:
-            with self._interruptions.listening(), saving.finishing(self.store, self.world):
+            with (
+                self._interruptions.listening(),
+                self._closing(stream),
+                saving.finishing(self.store, self.world),
+            ):
                 self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
+        return self.summary()
+
+    @contextmanager
+    def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
+        """Closes what a run has open; no process leaves an interrupted one before the others.
+
+        For the launcher would send the others a signal, in the middle of their last lines.
+        """
+        phase_before, interrupted = activity.phase, False
+        try:
+            yield
+        except Interrupted:
+            interrupted = True
+            raise
         finally:
+            activity.now(phase_before)
             stream.close()
             self.monitor.close()
-            activity.now(phase_before)
-        return self.summary()
+            if interrupted:
+                self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
         if self.step > 0:
@@ -187,6 +212,8 @@ class Trainer:
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
                 self._stop()
+            if self.step == self.total_steps:
+                self._finite.check_not_all_empty(self.step)
             self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
@@ -212,7 +239,7 @@ class Trainer:
             return
         if self._checkpoint[0] != self.step:
             activity.now(f"step {self.step}: save")
-            self._finite.check_weights(self.step)
+            self._finite.check_weights(self.step, self.optimizer)
             check_replicas(self.model.net, self.world)
             self._stats.gather()
             path = saving.save(
@@ -302,7 +329,7 @@ class Trainer:
             "steps": self.step,
             "samples": self.samples,
             "train_loss": self._stats.loss,
-            **self._finite.state_dict(),
+            **self._finite.counts(),
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
@@ -327,7 +354,7 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an optimizer step: the loss was not finite, or no target counted."""
+        """Steps without an optimizer step because the loss or a gradient was not finite."""
         return self._finite.skipped
 
     @property
@@ -366,12 +393,11 @@ class Trainer:
             )
             outs.append(out)
         self._stats.record(out.timeline)
-        if self.model.pipeline is not self._optimized:  # a new one follows a changed model
-            self._optimized = check_optimizer(self.model, self.optimizer)
+        self._optimizer_check.drop_gradients_left_out()
         self.scaler.unscale_(self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
-            self._finite.skip_empty()
+            self._finite.skip_empty(self.step + 1)
         elif self._finite.allows_step(
             self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
         ):
@@ -404,8 +430,9 @@ class Trainer:
             "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
             "train/grad_norm": float(norm),
         }
-        if self._finite.skipped:
-            values["train/skipped_steps"] = self._finite.skipped
+        for name in ("skipped_steps", "empty_steps"):
+            if count := self._finite.counts()[name]:
+                values[f"train/{name}"] = count
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read_stages(self.optimizer)
@@ -439,9 +466,11 @@ class Trainer:
             self.evaluation,
             self.loss_fn,
             self.metrics,
-            stop=self._interruptions.stop_wanted,
+            stop=self._interruptions.watch_for_stop(),
             on_batch=lambda done: self.monitor.evaluating(done, share),
         )
+        # the same on all ranks to the last bit: all must agree on whether it is the best
+        result = self.world.broadcast(result)
         self._interruptions.begin_step()
         wanted = self._interruptions.end_step()
         if "stop" in wanted:

@@ -27,17 +27,17 @@ from torch import Tensor
 
 from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
+from hybridtrain.devices import DeviceSpec, choose_backend, choose_devices
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.launch import early_signals
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.meeting import meet
 from hybridtrain.launch.processes import end_with_parent
-from hybridtrain.launch.watchdog import Watchdog
+from hybridtrain.launch.watchdog import Watchdog, current
 
 T = TypeVar("T")
-
-DeviceSpec = None | str | Sequence[str | int]
 
 # Rank 0 may spend long on a download, while the others wait; a dead rank 0 is noticed at once.
 _SETUP_TIMEOUT = timedelta(hours=24)
@@ -73,6 +73,7 @@ class World:
     processes_per_replica: int = 1
     watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _closed: bool = field(default=False, repr=False)
 
     @classmethod
     def from_env(
@@ -106,9 +107,8 @@ class World:
         """
         launch = detect(os.environ)
         own = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
-        chosen = _choose_backend(backend, own)
-        if launch.launcher == "torchrun":
-            end_with_parent()
+        chosen = choose_backend(backend, own)
+        end_with_parent()
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
@@ -124,6 +124,10 @@ class World:
 
     def _watched(self) -> World:
         """Adds a watchdog, which runs where there are several processes, and returns this World."""
+        running = current()
+        if self.size > 1 and running is not None and running.job.size > 1:
+            self.watchdog = running  # of another World of these processes
+            return self
         store = get_default_store() if self.size > 1 else None
         job = Job(store, self.rank, self.size)
         self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
@@ -143,6 +147,7 @@ class World:
             self.watchdog.stacks = stacks
             self.watchdog.start()
             activity.now("setup")
+            early_signals.catch()
 
     @property
     def nb_part(self) -> int:
@@ -186,6 +191,7 @@ class World:
         """
         if self.replicas == 1:
             return None
+        self._check_open()
         owner = self.cluster.process_of(stage)
         ranks = range(owner, self.size, self.processes_per_replica)
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
@@ -208,7 +214,10 @@ class World:
             None if error is None else (isinstance(error, UserError), str(error))
         )
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or its traceback holds the caller's model until the next collection
         if status is not None:
             expected, message = status
             raise Rank0UserError(message) if expected else Rank0Error(f"rank 0 failed: {message}")
@@ -218,6 +227,7 @@ class World:
         """Returns rank 0's `value`, any picklable object, on every rank."""
         if self.size == 1:
             return value
+        self._check_open()
         objects: list[Any] = [value]
         dist.broadcast_object_list(objects, group=self._object_group, group_src=0)
         return objects[0]  # type: ignore[no-any-return]
@@ -226,6 +236,7 @@ class World:
         """Returns every rank's `value`, in the order of the ranks, on every rank."""
         if self.size == 1:
             return [value]
+        self._check_open()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._object_group)
         return values
@@ -233,6 +244,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values`, on the CPU or one of the devices, over all ranks, in place."""
         if self.size > 1:
+            self._check_open()
             dist.all_reduce(values)
         return values
 
@@ -264,6 +276,7 @@ class World:
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
+            self._check_open()
             dist.broadcast(tensor, src=0)
 
     def close(self) -> None:
@@ -276,10 +289,18 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            activity.now(None)
+            early_signals.restore()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            self._closed = True
             self._object_group = None  # the last reference to it
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorldError(
+                "this World is closed, and its processes cannot meet again: call world.close() "
+                "once, after the last model of the run"
+            )
 
     def __deepcopy__(self, memo: Any) -> World:
         return self
@@ -289,75 +310,6 @@ class World:
             "a World holds this process's process groups and cannot be pickled: call "
             "World.from_env() in the other process"
         )
-
-
-def choose_devices(
-    nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
-) -> tuple[torch.device, ...]:
-    """Returns the devices of this process; see `World.from_env`.
-
-    Raises:
-        WorldError: they are not there; the message counts what there is and what was asked for.
-    """
-    if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
-        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
-    needed = launch.local_size * nb_part
-    if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
-        devices = [devices]
-    if devices == "auto":
-        devices = "cuda" if gpus >= needed else "cpu"
-    elif devices is None:
-        devices = "cuda" if gpus else "cpu"
-    if devices == "cpu":
-        return (torch.device("cpu"),) * nb_part
-    if devices == "cuda":
-        if gpus < needed:
-            raise WorldError(
-                f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
-                f"nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
-                f"processes, lower nb_part=, or set devices=cpu"
-            )
-        first = launch.local_rank * nb_part
-        return tuple(torch.device("cuda", first + part) for part in range(nb_part))
-    own = [_device(item, gpus) for item in devices]
-    if len(own) == needed:
-        first = launch.local_rank * nb_part
-        own = own[first : first + nb_part]
-    if len(own) != nb_part:
-        raise WorldError(
-            f"devices={list(devices)} names {len(own)} devices; give nb_part={nb_part}, or "
-            f"{needed} for the {launch.local_size} processes on this node"
-        )
-    if len({device.type for device in own}) > 1:
-        raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
-    return tuple(own)
-
-
-def _device(item: str | int, gpus: int) -> torch.device:
-    try:
-        device = torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
-    except RuntimeError:
-        raise WorldError(f"devices={item!r} is not a device; examples: cpu, cuda:0") from None
-    if device.type not in ("cpu", "cuda"):
-        raise WorldError(f"devices={item!r} is not supported; use cpu or cuda devices")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= gpus:
-            raise WorldError(f"devices={device} is not there: this machine has {gpus} GPUs")
-    return device
-
-
-def _choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
-    on_gpu = devices[0].type == "cuda"
-    chosen = backend or ("nccl" if on_gpu else "gloo")
-    there = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
-    if chosen not in there:
-        raise WorldError(
-            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(there)}"
-        )
-    if chosen == "nccl" and not on_gpu:
-        raise WorldError("backend=nccl needs GPUs, and the stages are on the CPU: use gloo")
-    return chosen
 
 
 def _join(

@@ -144,7 +144,7 @@ class Run:
                 process.kill()
         elif kind in SAVES and self.newest() < min(before, self.steps):
             outcome.problem = f"logged step {before}, saved step {self.newest()}"
-        outcome.lost = before - self.newest()
+        outcome.lost = max(0, before - self.newest())
         self.outcomes.append(outcome)
         return outcome
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
+from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
-from hybridtrain.app.settings import Settings, in_words
+from hybridtrain.app.settings import Settings
 from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.init_from import init_from, parse_init_from
@@ -173,6 +174,7 @@ def _write_config(context: RunContext) -> None:
     settings, config = context.settings, replace(context.config, allow_changes=False)
     if settings.of_run is not None and context.store.steps():
         config.resume = settings.of_run.resume  # where the run has begun
+        config.init_from = settings.of_run.init_from
     context.directory.write_config(config, settings.overrides, settings.texts)
 
 

@@ -9,7 +9,7 @@ listed; one that makes another model or other data ends the command.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import compress
 from pathlib import Path
@@ -19,68 +19,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtrain.app.changes import OF_THE_COMMAND, Change, differences, in_words, table
 from hybridtrain.app.compose import (
     compose_settings,
     given_keys,
     given_recipe,
     parse_overrides,
 )
-from hybridtrain.app.config import LOADER_KEYS, OPEN_GROUPS, Config
-from hybridtrain.app.hidden import from_environment, masked, to_config, to_tree
+from hybridtrain.app.config import OPEN_GROUPS, Config
+from hybridtrain.app.hidden import from_environment, to_config, to_tree
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 
-# These belong to the command and not to the run.
-_OF_THE_COMMAND = (
-    "recipe",
-    "run_name",
-    "output_dir",
-    "resume",
-    "allow_targets",
-    "allow_changes",
-    "init_from",
-)
-
 _NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
-
-# How a run is computed, watched and kept; all else decides what is learnt.
-_WITHOUT_EFFECT = (
-    "world.",
-    "monitor.",
-    "checkpoint.",
-    "pipeline.",
-    "trainer.log_every",
-    "trainer.eval_every",
-    "trainer.compile",
-    "trainer.max_time",
-    "trainer.max_skipped",
-)
-_WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
-_PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
-
-
-@dataclass(frozen=True)
-class Change:
-    """A key whose value differs between the config of a run and another one."""
-
-    key: str
-    of_run: Any
-    other: Any
-
-    @property
-    def is_identity(self) -> bool:
-        """True if it makes another model, other data, or other random numbers."""
-        if self.key.startswith("data."):
-            places = (*_PLACE_OF_DATA, *(f"data.{name}" for name in LOADER_KEYS))
-            return self.key not in places
-        return self.key.startswith("model.") or self.key == "seed"
-
-    @property
-    def has_effect(self) -> bool:
-        """True if a run from the beginning would have learnt something else."""
-        if self.key.startswith(_WITH_EFFECT):
-            return True
-        return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
 
 
 @dataclass
@@ -153,12 +104,13 @@ def settle(
     settings = _on_top_of(saved, run, overrides, config_dir)
     settings.config.run_name = named.config.run_name
     settings.config.output_dir = named.config.output_dir
-    if command == "train" and "resume" not in keys and not begun:
-        settings.config.resume = _config_of_run(saved, run).resume  # it has not got further
+    if command == "train" and not begun and settings.of_run is not None:
+        for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
+            setattr(settings.config, key, getattr(settings.of_run, key))
     if begun and not settings.config.allow_changes:
         _refuse_another_identity(run, settings.changes)
     if "recipe" in keys and not _is_file(str(named.recipe), run / "config.yaml"):
-        kept = _differences(settings.config, named.config)
+        kept = differences(settings.config, named.config)
         settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
     settings.notes += _listed(settings, run)
     return settings
@@ -182,7 +134,7 @@ def _on_top_of(
         if name in OPEN_GROUPS
         else value
         for name, value in to_tree(of_run).items()
-        if name not in _OF_THE_COMMAND
+        if name not in OF_THE_COMMAND
     }
     others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
     given = compose_settings(others, config_dir, base=base)
@@ -195,9 +147,9 @@ def _on_top_of(
                 of_group.insert(0, f"recipe={recipe}")
             chosen = compose_settings([*of_group, *_allowed(overrides)], config_dir)
             tree[group] = chosen.tree[group]
-            leftovers[group] = chosen.leftovers.get(group, [])
+            leftovers |= {name: found for name, found in chosen.leftovers.items() if name == group}
     _put_overrides(base, tree, others)
-    base |= {name: tree[name] for name in _OF_THE_COMMAND if name in tree}
+    base |= {name: tree[name] for name in OF_THE_COMMAND if name in tree}
     base["recipe"] = recipe
     try:
         config = to_config(base)
@@ -213,7 +165,7 @@ def _on_top_of(
         from_environment(base),
         leftovers,
         of_run,
-        list(_differences(of_run, config)),
+        list(differences(of_run, config)),
     )
 
 
@@ -226,77 +178,17 @@ def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:
         )
 
 
-def in_words(changes: Sequence[Change], most: int = 4) -> str:
-    """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
-    words = [f"{c.key}={_shown(c.of_run)}, not {_shown(c.other)}" for c in _shortened(changes)]
-    more = len(words) - most
-    return "; ".join(words[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
 def _listed(settings: Settings, run: Path) -> list[str]:
     """Returns a block of lines for each kind of difference."""
     notes = []
     if settings.changes:
         head = f"settings are those of {run}/config.yaml, except for"
-        notes.append(_table(head, settings.changes, "{} -> {}"))
+        notes.append(table(head, settings.changes, "{} -> {}"))
     if settings.kept:
         recipe = settings.config.recipe
         head = f"kept as in {run}/config.yaml, although the recipe {recipe} differs"
-        notes.append(_table(head, settings.kept, "{}  (recipe: {})"))
+        notes.append(table(head, settings.kept, "{}  (recipe: {})"))
     return notes
-
-
-def _table(head: str, changes: Sequence[Change], pair: str) -> str:
-    shown = _shortened(changes)
-    width = max(len(change.key) for change in shown)
-    lines = [
-        f"  {change.key:<{width}}  {pair.format(_shown(change.of_run), _shown(change.other))}"
-        for change in shown
-    ]
-    return "\n".join([f"{head}:", *lines])
-
-
-def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
-    """Leaves out the arguments of a group whose `_target_` is another: they must differ."""
-    targets = {c.key.rpartition(".")[0] for c in changes if c.key.endswith("._target_")}
-    return [
-        c for c in changes if c.key.endswith("._target_") or c.key.partition(".")[0] not in targets
-    ]
-
-
-def _shown(value: Any) -> str:
-    if value is None or value is MISSING:
-        return "null" if value is None else "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class _Missing:
-    """The value of a key that is not there."""
-
-
-MISSING = _Missing()
-
-
-def _differences(of_run: Config, other: Config) -> Iterator[Change]:
-    """Yields every key that is not the same, with values that may be shown."""
-    trees = to_tree(of_run), to_tree(other)
-    before, after = (dict(_flat(masked(tree))) for tree in trees)
-    raw_before, raw_after = (dict(_flat(tree)) for tree in trees)
-    for key in dict.fromkeys([*before, *after]):
-        if key.partition(".")[0] in _OF_THE_COMMAND:
-            continue
-        one, two = raw_before.get(key, MISSING), raw_after.get(key, MISSING)
-        nothing = (None, MISSING)  # a null argument and none at all are the same
-        if one != two and not (one in nothing and two in nothing):
-            yield Change(key, before.get(key, MISSING), after.get(key, MISSING))
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value and (not key or "." not in key):
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
 
 
 def _allowed(overrides: Sequence[str]) -> list[str]:

@@ -52,6 +52,7 @@ from hybridtrain.checkpoint.manifest import (
 )
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import make_directory, sync_directory
+from hybridtrain.launch.activity import activity
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.host_copies import HostCopies
@@ -115,7 +116,8 @@ class CheckpointStore:
             check_file_name(name)
         self.wait()
         if not self.background:
-            return self._save(step, writers)
+            with activity.saving():
+                return self._save(step, writers)
         # not a daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(
             target=self._save_in_background, args=(step, writers), name="checkpoint", daemon=False
@@ -134,7 +136,11 @@ class CheckpointStore:
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # its traceback would hold it, and with it the model, until the next collection
+                del failure
 
     def mark_best(self, step: int, value: float) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.
@@ -214,7 +220,8 @@ class CheckpointStore:
         self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]]
     ) -> None:
         try:
-            self._save(step, writers)
+            with activity.saving():
+                self._save(step, writers)
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ class StreamPart(IterableDataset[Any]):
         batch = collated(samples, self._collate, self._dataset, what)
         if isinstance(batch, Failure):
             return batch
-        return Piece(batch, counts, total, digest_of(reader.first), worker, state)
+        return Piece(batch, counts, total, reader.digest, worker, state)
 
 
 class Reader:
@@ -148,6 +149,11 @@ class Reader:
         except Exception as error:
             self._samples = iter(())
             self.failure = Failure.of(f"{self._name} cannot be iterated over", error)
+
+    @cached_property
+    def digest(self) -> int:
+        """The digest of the first samples, those that were read when it is first asked for."""
+        return digest_of(self.first)
 
     def take(self, count: int, offset: int, stride: int, keep: bool) -> tuple[list[Any], int]:
         """Reads `count` samples; returns those of this replica, and how many there were.

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.fake_run import FakeRun, first_change
+from hybridtrain.graph.fake_run import FakeForward, first_change
 from hybridtrain.graph.frozen import Generators, refused_calls
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
@@ -79,8 +79,13 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
     guards = _ExportGuards(module)
     with guards.entered():
         grad_matters = _check_changes(module, signature, values, guards)
+        arguments = signature.split(values)
         with torch.random.fork_rng([]), _quiet():
-            program = export(module, *signature.split(values), dynamic_shapes=dynamic, strict=False)
+            program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
+            if grad_matters is None:  # the quick check was not possible
+                again = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
+                if str(again.graph) != str(program.graph):
+                    raise Untraceable("a graph would keep a value that changes from call to call")
     exported = program.module()
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
@@ -98,20 +103,26 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
         find=find,
         expanded={name: part for name, part in module.named_modules() if name},
         output_spec=program.call_spec.out_spec,
-        grad_matters=grad_matters,
+        # without the quick check, a question for the grad mode counts as one that matters
+        grad_matters=guards.asked_grad_mode if grad_matters is None else grad_matters,
     )
 
 
 def _check_changes(
     module: nn.Module, signature: CallSignature, values: list[Any], guards: _ExportGuards
-) -> bool:
-    """Returns whether the forward depends on the grad mode.
+) -> bool | None:
+    """Returns whether the forward depends on the grad mode; None if it cannot run on no data.
 
     Raises:
         Untraceable: it depends on something that changes from call to call.
     """
-    run = partial(FakeRun.of, module, signature, values)
-    first = run()
+    run = FakeForward(module, signature, values).run
+    try:
+        first = run()
+    except Untraceable:
+        raise
+    except Exception:
+        return None
     if first_change(first, run()) is not None:
         again = run(with_lines=True)
         number = first_change(first, again)

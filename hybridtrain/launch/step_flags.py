@@ -42,9 +42,16 @@ class StepFlags:
             raise ValueError(f"there is no flag {name!r}; the flags are: {', '.join(self._names)}")
         self._requested.setdefault(name, reason)
 
-    def is_requested(self, name: str) -> bool:
-        """Returns whether a flag was set on this process since the last `begin`."""
-        return name in self._requested
+    def requested(self, name: str) -> str | None:
+        """Returns why a flag was set on this process since the last `begin`, if it was."""
+        return self._requested.get(name)
+
+    def clear(self) -> None:
+        """Forgets what was set and what is on the way: of a run that has ended in a step."""
+        self._requested.clear()
+        self._sent = {}
+        self._work = None
+        self._values = torch.zeros_like(self._values)  # the old ones may still be sent
 
     def begin(self) -> None:
         """Sends what was set so far; called by every process at the start of a step."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 # one chart for all stages, of each of these
-_STAGE_CHARTS = {"forward_ms": "forward, ms a micro-batch", "backward_ms": "backward, ms a "
+_STAGE_CHARTS = {"forward_ms": "forward, ms per micro-batch", "backward_ms": "backward, ms per "
                  "micro-batch", "memory_bytes": "peak memory, bytes"}  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from hybridtrain.data.splits import DataSplits
 
 # In which call of its phase a fault happens: in the first step (the data of one is read ahead), or
 # in the fourth, since a run that stands still in its first steps is given more time.
-_FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 4}
+_FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 3}
 _LATER = {"setup": 1, "save": 1, "data": 56, "forward": 14, "backward": 14, "optimizer": 4}
 
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
@@ -43,6 +43,11 @@ def fault(phase: str) -> None:
         os._exit(7)
     if KIND == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "terminate":
+        os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells all its processes
+        time.sleep(1)
     if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if KIND == "segfault":

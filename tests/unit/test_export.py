@@ -4,7 +4,20 @@ import copy
 
 import pytest
 import torch
-from support.traced import Shapes, assert_same, hybrid, loss_of, names, sequences
+from support.traced import (
+    WIDTH,
+    Shapes,
+    assert_same,
+    hybrid,
+    linear,
+    loss_of,
+    names,
+    samples,
+    sequences,
+)
+from torch import nn
+
+from hybridtrain.graph.chain import ChainBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +48,32 @@ def test_a_model_may_be_created_and_called_without_gradients_before_it_is_traine
         model(sequences())
     model.train_step(sequences(), None, loss_of)
     assert net.first.weight.grad is not None
+
+
+class Norms(nn.Module):
+    """With a batch norm and a buffer that the forward changes; torch.fx cannot follow all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = linear(), nn.BatchNorm1d(WIDTH), linear()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        x = self.first(x)
+        if x.dim() == 3:
+            x = x.flatten(0, 1)
+        return self.last(self.norm(x))
+
+
+def test_looking_at_a_model_changes_none_of_its_buffers():
+    net = Norms()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    ChainBuilder(net, samples()).chain()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_batch_norm_of_a_model_that_only_torch_export_could_follow_is_called_as_it_is():
+    model = assert_same(Norms(), samples(), 2, example_inputs=samples())
+    assert "norm" in names(model)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel
 from hybridtrain.data.loader import EvalLoader, TrainLoader
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, DataError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import MeanLoss, SumLoss, accuracy, cross_entropy
 
@@ -155,15 +155,29 @@ def test_a_contrastive_loss_is_seen_whole_in_two_passes():
     assert_same_gradients(model, reference, **CLOSE)
 
 
-def test_a_step_in_which_nothing_counts_is_skipped_and_counted():
-    ignored = torch.full((8,), -100)
-    world = cpu_world(2)
-    ours = trainer(net(), steps=4)
-    before = copy.deepcopy(ours.model.state_dict())
-    ours.train = TrainLoader(TensorDataset(torch.randn(8, 6), ignored), 4, world)
+def of_ignored_targets(**options):
+    ours = trainer(net(), steps=4, **options)
+    ignored = TensorDataset(torch.randn(8, 6), torch.full((8,), -100))
+    ours.train = TrainLoader(ignored, 4, cpu_world(2))
     ours.evaluation = None
+    return ours
+
+
+def test_a_run_in_which_nothing_counts_says_so_at_its_first_step_and_ends_as_an_error(caplog):
+    ours = of_ignored_targets()
+    with pytest.raises(DataError, match=r"in all 4 steps no target counted.* ignore_index="):
+        ours.fit()
+    [said] = [r.message for r in caplog.records if "none of its targets counts" in r.message]
+    assert said.startswith("step 1 is skipped")
+
+
+def test_a_step_in_which_nothing_counts_is_skipped_and_counted():
+    ours = of_ignored_targets()
+    before = copy.deepcopy(ours.model.state_dict())
+    ours._finite.check_not_all_empty = lambda steps: None
     summary = ours.fit()
-    assert summary["steps"] == summary["skipped_steps"] == 4
+    assert summary["steps"] == summary["empty_steps"] == 4
+    assert summary["skipped_steps"] == 0
     for name, value in ours.model.state_dict().items():
         assert torch.equal(value, before[name]), name  # AdamW would have decayed it
 

@@ -135,7 +135,7 @@ def test_tensorboard_lists_the_config_and_has_one_chart_for_all_stages(tmp_path:
     (entry,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(entry.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
-    (pattern,) = charts["forward, ms a micro-batch"]
+    (pattern,) = charts["forward, ms per micro-batch"]
     assert re.fullmatch(pattern, "train_stages/forward_ms/11")
 
 

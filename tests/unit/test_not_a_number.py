@@ -222,9 +222,53 @@ def test_a_loss_that_is_nan_beside_finite_derivatives_is_seen():
     assert ours.fit()["skipped_steps"] == 1
 
 
-def test_gradients_whose_squares_overflow_are_finite():
-    ours = trainer(steps=2, optimizer=lambda p: torch.optim.SGD(p, lr=1e-30))
-    ours.loss_fn = lambda output, targets: cross_entropy(output, targets) * 1e25
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_finite_gradients_whose_norm_overflows_are_skipped_and_named(clip_norm, caplog):
+    # clipping would make them 0, and Adam's second moments would be infinite for ever
+    ours = trainer(steps=3, clip_norm=clip_norm)
+    ours.evaluation = None
+    factor = iter([1, 1, 1e25, 1e25, 1, 1])
+    ours.loss_fn = lambda output, targets: cross_entropy(output, targets) * next(factor)
+    assert ours.fit()["skipped_steps"] == 1
+    [record] = [r for r in caplog.records if "skipped" in r.message]
+    assert "step 2 is skipped, its gradient's norm is not finite; it began in the gradient of " in (
+        record.message
+    )
+    assert "finite, but the norm overflows" in record.message
+
+
+def test_moments_that_are_not_finite_are_never_saved(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    ours = trainer(store=store, steps=2)
+
+    def spoil(optimizer, args, kwargs):
+        optimizer.state[ours.model.net[2].weight]["exp_avg_sq"][0, 0] = math.inf
+
+    ours.optimizer.register_step_post_hook(spoil)
+    with pytest.raises(DivergedError, match=r"optimizer's exp_avg_sq of 2\.weight is not finite"):
+        ours.fit()
+    assert store.steps() == []
+
+
+def test_a_mask_that_appears_later_is_no_divergence(tmp_path):
+    net = plain_net()
+    net[0].register_buffer("lazy", None)
+
+    def mask():
+        return torch.full((2, 2), -math.inf).triu(1)
+
+    def make_mask(module, args):
+        module.lazy = mask()
+
+    net[0].register_forward_pre_hook(make_mask)
+    ours = trainer(net, store=CheckpointStore(tmp_path), steps=3, checkpoint_every=1)
+
+    def replace(step, samples):
+        if step == 2:
+            net[1] = nn.Tanh()
+            net[1].register_buffer("mask", mask())
+
+    ours.monitor.step = replace
     assert ours.fit()["skipped_steps"] == 0
 
 
@@ -310,3 +354,54 @@ def test_a_snapshot_brings_back_buffers_however_they_were_changed(steps_before):
     net(torch.randn(5, 3))
     snapshot.take()
     assert int(net[0].calls) == steps_before + 1
+
+
+class Growing(nn.Module):
+    """Makes, adds and deletes buffers in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("made", None)
+        self.register_buffer("deleted", torch.ones(2))
+
+    def forward(self, x):
+        self.made = x.sum(0)
+        if hasattr(self, "deleted"):
+            del self.deleted
+        if not hasattr(self, "added"):
+            self.register_buffer("added", x.mean(0))
+        return x
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_snapshot_brings_back_buffers_that_were_made_added_or_deleted(steps_before):
+    net = nn.Sequential(Growing(), nn.Linear(3, 3))
+    snapshot = BufferSnapshot(net)
+    for _ in range(steps_before):
+        snapshot.take()
+        net[1] = nn.BatchNorm1d(3)  # a module of another step is looked at too
+        net(torch.randn(5, 3))
+    snapshot.take()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    net(torch.full((5, 3), math.nan))
+    snapshot.restore()
+    assert_same(net.state_dict(), before, "after a restore")
+
+
+def test_a_batch_norm_that_is_new_is_restored_where_its_first_step_is_skipped():
+    ours = trainer(rich_net(), steps=4)
+    net = ours.model.net
+
+    def replace(step, samples):
+        if step == 2:
+            net[5] = nn.BatchNorm1d(8)
+            ours.optimizer.add_param_group({"params": list(net[5].parameters())})
+            net[0].register_forward_pre_hook(lambda module, args: args[0] * math.nan)
+
+    ours.monitor.step = replace
+    ours.evaluation = None
+    ours.optimizer.param_groups[0]["params"] = [
+        p for p in ours.model.parameters() if not any(p is q for q in net[5].parameters())
+    ]
+    assert ours.fit()["skipped_steps"] == 2
+    assert torch.equal(net[5].running_mean, torch.zeros(8))

@@ -155,7 +155,8 @@ def test_the_state_file_keeps_its_format(tmp_path):
         "step": 8, "samples": 32, "epoch": 1, "row": 4, "rows_per_step": 4, "scaler": None,
         "draws_step": 8, "torch": torch.__version__,
         "evaluated_step": 8, "loss_sum": 0.0, "loss_samples": 0.0, "skipped_steps": 0,
-        "overflow_steps": 0, "best_step": None, "best_value": None,
+        "overflow_steps": 0, "empty_steps": 0, "skipping": None,
+        "best_step": None, "best_value": None,
     }  # fmt: skip
 
 

@@ -7,6 +7,9 @@ from support.compare import hybrid, mean_loss
 from support.nets import floats
 from torch import nn
 
+from hybridtrain import HybridModel
+from hybridtrain.errors import WorldError
+
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -23,3 +26,9 @@ deadline = time.monotonic() + 10  # a thread that was joined may be listed for a
 while threads() > working - 3 and time.monotonic() < deadline:
     time.sleep(0.01)
 assert threads() <= working - 3, f"{threads()} threads of {working} are left"  # two and their loop
+
+try:
+    HybridModel(nn.Linear(6, 6), world)
+    raise AssertionError("a closed world was used")
+except WorldError as error:
+    assert "this World is closed" in str(error)  # noqa: PT017

@@ -331,8 +331,9 @@ class OwnCounts:
 @cells.add("a checkpoint written and read by rank 0 alone restores every state on all ranks")
 def _checkpoint(world):
     def made(seed):
-        torch.manual_seed(seed)
-        net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        with torch.random.fork_rng():  # other seeds on each rank, for this cell alone
+            torch.manual_seed(seed)
+            net = nn.Sequential(Counting(6, 8), nn.Tanh(), nn.Linear(8, 4))
         net[0].extra = {"seed": seed, "kept": torch.tensor([float(seed)])}
         model = hybrid(net, chunks=2)
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -368,12 +369,6 @@ def _checkpoint(world):
         assert torch.equal(third.net[2].weight, model.net[2].weight)
         assert_same_on_all_ranks(world, dict(third.named_parameters()))
         assert world.rank or torch.equal(third.net[2].bias, before)
-
-        # a failure of rank 0's thread ends the run on all ranks
-        blocked = CheckpointStore(Path(folder) / "some.safetensors", background=True)
-        with pytest.raises(UserError, match="cannot save the checkpoint of step 2"):  # noqa: SIM117
-            with saving.finishing(blocked, world):
-                saving.save(blocked, 2, model, optimizer, {})
 
 
 class Uneven(IterableDataset):
