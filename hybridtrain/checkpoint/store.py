@@ -124,12 +124,8 @@ class CheckpointStore:
             check_file_name(name)
         self.wait()
         if not self.background:
-<<<<<<< HEAD
             with activity.saving():
-                return self._save(step, writers)
-=======
-            return self._save(step, writers, prune)
->>>>>>> guard
+                return self._save(step, writers, prune)
         # not a daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(
             target=self._save_in_background,
@@ -151,18 +147,14 @@ class CheckpointStore:
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-<<<<<<< HEAD
+            with self._lock:
+                if self._unsaved_best is not None and self._unsaved_best.step == self._failed_step:
+                    self._unsaved_best = None
             try:
                 raise failure
             finally:
                 # its traceback would hold it, and with it the model, until the next collection
                 del failure
-=======
-            with self._lock:
-                if self._unsaved_best is not None and self._unsaved_best.step == self._failed_step:
-                    self._unsaved_best = None
-            raise failure
->>>>>>> guard
 
     def mark_best(self, step: int, value: float, criterion: str | None = None) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.
@@ -253,12 +245,8 @@ class CheckpointStore:
         self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
     ) -> None:
         try:
-<<<<<<< HEAD
             with activity.saving():
-                self._save(step, writers)
-=======
-            self._save(step, writers, prune)
->>>>>>> guard
+                self._save(step, writers, prune)
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
