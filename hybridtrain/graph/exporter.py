@@ -160,6 +160,12 @@ class SizeChecks(nn.Module):
                 f"one side (drop_last=true leaves out a short last batch), and pass "
                 f"example_inputs=<inputs of such sizes>"
             ) from error
+        except NameError as error:  # torch 2.15, for LoRA of peft on Qwen2 with a mask
+            raise BatchError(
+                f"torch.export has recorded a condition on the inputs of {self._model} that it "
+                f"cannot evaluate ({error}): give it a simpler attention, such as "
+                f"attn_implementation='eager' in transformers, or other inputs"
+            ) from error
 
 
 class _ExportGuards:
