@@ -60,7 +60,7 @@ GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Returns the module that `module` is the result of compiling; None if it is no such result.
+    """Returns the module that `module` is the result of compiling; None for any other.
 
     Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
     """

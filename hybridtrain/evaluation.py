@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybridtrain.data.loader import EvalLoader
+from hybridtrain.launch.activity import activity, kind_of
 from hybridtrain.loss_counts import checked_loss
 from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
@@ -44,12 +46,36 @@ def evaluate(
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             and synchronises itself over all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
-            process is free in that.
+            process is free in that, and those that go on are waited for.
         on_batch: called after each batch with the samples of this process so far.
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
     """
+    with _phase():
+        return _evaluate(model, data, loss_fn, metrics, stop, on_batch)
+
+
+@contextmanager
+def _phase() -> Iterator[None]:
+    """Says that this process evaluates, so that it is expected to move on."""
+    before = activity.phase
+    if before is None or kind_of(before) != "evaluate":
+        activity.now("evaluate")
+    try:
+        yield
+    finally:
+        activity.now(before)
+
+
+def _evaluate(
+    model: HybridModel,
+    data: EvalLoader,
+    loss_fn: LossFn,
+    metrics: Mapping[str, Metric],
+    stop: Callable[[], bool] | None,
+    on_batch: Callable[[int], object],
+) -> dict[str, float]:
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()

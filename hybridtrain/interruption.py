@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hybridtrain.launch.signals import stop_on_signals
 from hybridtrain.launch.step_flags import StepFlags
 from hybridtrain.world import World
+
+_LOOK_S = 1.0
+
+# tells the works of a process apart, that of several trainers too
+_works = itertools.count()
 
 
 class Interruptions:
@@ -30,6 +36,7 @@ class Interruptions:
         save_every_minutes: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._world = world
         self._flags = StepFlags(world, ("stop", "save"))
         self._clock = clock if world.is_main else None
         self._max_seconds = max_seconds
@@ -61,10 +68,36 @@ class Interruptions:
         """Returns the wishes of all processes before this step, of "stop" and "save"."""
         return self._flags.read()
 
-    def stop_wanted(self) -> bool:
-        """Returns whether this process wants to stop, which the others do not know yet."""
-        self._look_at_clock()
-        return self._flags.is_requested("stop")
+    def watch_for_stop(self) -> Callable[[], bool]:
+        """Returns a function that tells whether any process wants to stop.
+
+        It is for work in which the processes take different numbers of batches, so that they cannot
+        agree by a collective: the wish of one goes through their store, where the others look once
+        a second. Every process calls this for the same work.
+        """
+        job = self._world.watchdog.job if self._world.watchdog is not None else None
+        work = "" if job is None or job.size == 1 else f"stop/{next(_works)}"
+        told, look_at = False, 0.0
+
+        def wanted() -> bool:
+            nonlocal told, look_at
+            self._look_at_clock()
+            reason = self._flags.requested("stop")
+            if told or job is None or not work:
+                return reason is not None
+            with suppress(RuntimeError):  # without the store: the next collective says so
+                if reason is not None:
+                    told = True
+                    job.say_stop(work, reason)
+                elif (now := time.monotonic()) >= look_at:
+                    look_at = now + _LOOK_S
+                    reason = job.stop_said(work)
+                    if reason is not None:
+                        told = True
+                        self._flags.set("stop", reason)
+            return reason is not None
+
+        return wanted
 
     @property
     def stop_reason(self) -> str:

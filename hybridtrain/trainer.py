@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 __all__ = ["Trainer", "TrainerOptions"]
+
+# How long the end of an interrupted run waits for the other processes.
+_WAIT_FOR_OTHERS_S = 10.0
 
 
 class Trainer:
@@ -158,18 +162,36 @@ class Trainer:
         self.optimizer.zero_grad()
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
-        phase_before = activity.phase
         try:
-            with self._interruptions.listening(), saving.finishing(self.store, self.world):
+            with (
+                self._interruptions.listening(),
+                self._closing(stream),
+                saving.finishing(self.store, self.world),
+            ):
                 self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
+        return self.summary()
+
+    @contextmanager
+    def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
+        """Closes what a run has open; no process leaves an interrupted one before the others.
+
+        For the launcher would send the others a signal, in the middle of their last lines.
+        """
+        phase_before, interrupted = activity.phase, False
+        try:
+            yield
+        except Interrupted:
+            interrupted = True
+            raise
         finally:
+            activity.now(phase_before)
             stream.close()
             self.monitor.close()
-            activity.now(phase_before)
-        return self.summary()
+            if interrupted:
+                self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
         if self.step > 0:
@@ -458,7 +480,7 @@ class Trainer:
             self.evaluation,
             self.loss_fn,
             self.metrics,
-            stop=self._interruptions.stop_wanted,
+            stop=self._interruptions.watch_for_stop(),
             on_batch=lambda done: self.monitor.evaluating(done, share),
         )
         # the same on all ranks to the last bit: all must agree on whether it is the best

@@ -29,6 +29,7 @@ from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
 from hybridtrain.devices import DeviceSpec, choose_backend, choose_devices
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.launch import early_signals
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.job import Job
@@ -107,8 +108,7 @@ class World:
         launch = detect(os.environ)
         own = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
         chosen = choose_backend(backend, own)
-        if launch.launcher == "torchrun":
-            end_with_parent()
+        end_with_parent()
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
@@ -147,6 +147,7 @@ class World:
             self.watchdog.stacks = stacks
             self.watchdog.start()
             activity.now("setup")
+            early_signals.catch()
 
     @property
     def nb_part(self) -> int:
@@ -213,7 +214,10 @@ class World:
             None if error is None else (isinstance(error, UserError), str(error))
         )
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or its traceback holds the caller's model until the next collection
         if status is not None:
             expected, message = status
             raise Rank0UserError(message) if expected else Rank0Error(f"rank 0 failed: {message}")
@@ -285,7 +289,7 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            activity.now(None)
+            early_signals.restore()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True

@@ -25,7 +25,7 @@ from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.settings import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.early_signals import end_on_signals
+from hybridtrain.launch.processes import end_with_parent
 
 COMMANDS = ("train", "plan", "evaluate", "export")
 
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     with lasting_streams():
         try:
-            with end_on_signals():
-                return _dispatch(arguments)
+            end_with_parent()
+            return _dispatch(arguments)
         except (Exception, KeyboardInterrupt) as error:
             from hybridtrain.app.error_report import report  # not needed for --help
 

@@ -60,6 +60,7 @@ def register() -> None:
     as an option of the group `recipe`, at the root of the config.
     """
     store = ConfigStore.instance()
+    store.repo.pop("recipe", None)  # the files of an earlier command in this process
     store.store(name="schema", node=Config)
     for recipe in files("hybridtrain.recipes").iterdir():
         if recipe.name.endswith(".yaml"):

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
+from hybridtrain.launch import early_signals
 
 if TYPE_CHECKING:
     from hybridtrain.launch.job import Failure
@@ -58,7 +59,7 @@ def report(error: BaseException, rank: int) -> int:
     processes that have ended.
     """
     text, line, code = describe(error)
-    watchdog = _watchdog()
+    watchdog = running_watchdog()
     if watchdog is None or watchdog.job.size == 1:
         if watchdog is None and rank != 0:
             time.sleep(_WAIT_FOR_RANK_0_S)
@@ -66,7 +67,12 @@ def report(error: BaseException, rank: int) -> int:
         _say(text, line, time.time())
         if watchdog is not None:
             watchdog.close()
+            early_signals.restore()
         if _is_one_of_several():
+            if watchdog is not None:
+                from hybridtrain.launch.watchdog import end_process
+
+                end_process(code)
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
     from hybridtrain.launch.job import Failure
@@ -163,7 +169,7 @@ def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | 
     return None
 
 
-def _watchdog() -> Watchdog | None:
+def running_watchdog() -> Watchdog | None:
     """Returns this process's watchdog, once the processes have met."""
     module = sys.modules.get("hybridtrain.launch.watchdog")
     return None if module is None else module.current()

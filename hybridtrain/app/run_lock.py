@@ -27,6 +27,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hybridtrain.errors import UserError
+from hybridtrain.launch.processes import process_namespace
 
 BEAT_S = 20.0
 STALE_S = 120.0
@@ -228,7 +229,7 @@ def _this_process() -> Owner:
         host=socket.gethostname(),
         pid=os.getpid(),
         began=_began(os.getpid()),
-        namespace=_namespace(),
+        namespace=process_namespace(),
         job=job,
         attempt=attempt,
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -269,10 +270,3 @@ def _began(pid: int) -> str:
     except (OSError, ValueError):
         return ""
     return "" if state in "ZX" else began
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridtrain.app.compose import compose_settings, sweep_choices
 from hybridtrain.app.config import Config
+from hybridtrain.app.error_report import running_watchdog
 from hybridtrain.app.settings import settle
 from hybridtrain.errors import ConfigError, Interrupted, UserError
 from hybridtrain.files import write_atomically
@@ -60,6 +61,9 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
             result = run(command, settle(command, choice, config_dir, run_name=name))
         except Exception as error:
             code = _report(error)
+        finally:
+            if (watchdog := running_watchdog()) is not None:  # of a run that has failed
+                watchdog.close()
         results.append({"run": name, **values, "exit code": code, **result})
         codes.append(code)
         if code == Interrupted.exit_code:

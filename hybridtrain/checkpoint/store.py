@@ -52,6 +52,7 @@ from hybridtrain.checkpoint.manifest import (
 )
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import make_directory, sync_directory
+from hybridtrain.launch.activity import activity
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.host_copies import HostCopies
@@ -123,7 +124,8 @@ class CheckpointStore:
             check_file_name(name)
         self.wait()
         if not self.background:
-            return self._save(step, writers, prune)
+            with activity.saving():
+                return self._save(step, writers, prune)
         # not a daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(
             target=self._save_in_background,
@@ -148,7 +150,11 @@ class CheckpointStore:
             with self._lock:
                 if self._unsaved_best is not None and self._unsaved_best.step == self._failed_step:
                     self._unsaved_best = None
-            raise failure
+            try:
+                raise failure
+            finally:
+                # its traceback would hold it, and with it the model, until the next collection
+                del failure
 
     def mark_best(self, step: int, value: float, criterion: str | None = None) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.
@@ -239,7 +245,8 @@ class CheckpointStore:
         self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
     ) -> None:
         try:
-            self._save(step, writers, prune)
+            with activity.saving():
+                self._save(step, writers, prune)
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,8 @@ _CPU = torch.device("cpu")
 
 # how often a wait for a batch looks whether the workers are alive
 _LOOK_S = 0.5
+# how long the end waits for a batch that is being made
+_END_S = 2.0
 
 
 def fetch(
@@ -74,7 +75,7 @@ def fetch(
         return samples_of(dataset, asked[turn] if turn < len(asked) else ())
 
     watched = Watched(loader, options, reading, lambda: asked and asked.popleft())
-    return prefetch(watched.batches(), device=device, look=watched.look)
+    return prefetch(watched.batches(), device=device, watched=watched)
 
 
 class Watched:
@@ -222,42 +223,71 @@ def prefetch(
     source: Iterator[T],
     depth: int = 2,
     device: torch.device = _CPU,
-    look: Callable[[], object] | None = None,
+    watched: Watched | None = None,
 ) -> Generator[T, None, None]:
     """Yields from `source`, which a thread runs up to `depth` items ahead.
 
     An exception of `source` is raised where its item would have been. `device` is where the items
-    go: to pin memory for a GPU, the thread must have it as its current device. `look` is called
-    now and then during a wait, and may raise.
-    """
+    go: to pin memory for a GPU, the thread must have it as its current device. The worker processes
+    of `watched` are looked at now and then during a wait.
 
-    def fetch_next() -> T | None:
+    The end does not wait long for an item that is being made: its worker processes are killed, and
+    a thread in a slow source is left behind, which keeps no process from ending.
+    """
+    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    wanted, ended = threading.Semaphore(depth), threading.Event()
+
+    def fetch_all() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        more = True
+        while more:
+            wanted.acquire()
+            if ended.is_set():
+                return
+            more = fetch_next()
+
+    def fetch_next() -> bool:
         try:
-            return next(source, None)
+            item = next(source, None)
         except BaseException as error:
             # torch re-raises a worker's exception in a reference cycle, which would keep the
             # workers until a collection, and then end them the slow way.
             traceback.clear_frames(error.__traceback__)
-            raise
+            ready.put((None, error))
+            return False
+        ready.put((item, None))
+        return item is not None
 
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    thread = ThreadPoolExecutor(1, "prefetch", prepare)
+    # not of a ThreadPoolExecutor, whose threads the interpreter waits for at its exit
+    thread = threading.Thread(target=fetch_all, name="prefetch", daemon=True)
+    thread.start()
     try:
-        ready = deque(thread.submit(fetch_next) for _ in range(depth))
-        while (item := _result(ready.popleft(), look)) is not None:
-            ready.append(thread.submit(fetch_next))
+        while (item := _next(ready, watched)) is not None:
+            wanted.release()
             yield item
             del item  # or this frame would keep it while it waits for the next one
     finally:
-        thread.shutdown(cancel_futures=True)
+        ended.set()
+        wanted.release()
+        thread.join(_END_S)
+        if thread.is_alive() and watched is not None:
+            watched.close(kill=True)
 
 
-def _result(future: Future[T], look: Callable[[], object] | None) -> T:
+def _next(
+    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]], watched: Watched | None
+) -> T | None:
     while True:
         try:
-            return future.result(_LOOK_S if look is not None else None)
-        except NotYet:
-            if future.done():  # the source's own TimeoutError, or it came just now
-                return future.result()
-            if look is not None:
-                look()
+            item, error = ready.get(timeout=_LOOK_S if watched is not None else None)
+        except queue.Empty:
+            assert watched is not None
+            watched.look()
+            continue
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+        return item

@@ -14,6 +14,7 @@ from hybridtrain.data.agreement import Piece, agreed, digest_of
 from hybridtrain.data.batch import Batch, BatchSource
 from hybridtrain.data.faults import check_pair, name_of
 from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.microbatch import batch_size
 from hybridtrain.world import World
 
@@ -68,6 +69,8 @@ class OwnLoader:
         """
         loaded, self._loaded = self._loaded, None
         skip = batch
+        if loaded is not None or batch > 0:
+            activity.catching_up()
         if loaded is not None:
             self._position, self._state = (loaded["epoch"], loaded["batch"]), loaded["state"]
             finish = (epoch, batch) == (loaded["epoch"] + 1, 0)

@@ -29,6 +29,7 @@ from hybridtrain.data.faults import name_of
 from hybridtrain.data.fetch import Watched, collated, prefetch, unless_failed, whole_batch
 from hybridtrain.data.stream_part import Reader, Start, StreamPart, has_state
 from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
@@ -135,6 +136,8 @@ class StreamLoader:
                 start = Start(*at, *_unpacked(loaded["states"], self.divided, self._world))
         self._states, self._next_worker = dict(start.states), start.worker
         self._position = (start.epoch, start.batch)
+        if loaded is not None or batch > 0:
+            activity.catching_up()
         source = _Source(self, start)
         try:
             if finish:
@@ -293,7 +296,7 @@ class _Source:
         watched = Watched(self._loader, self._options, lambda _: f"a batch of {self._name}")
         self._watched = watched
         digests: dict[int, int] = {}  # by worker
-        pieces = prefetch(watched.batches(), device=self._device, look=watched.look)
+        pieces = prefetch(watched.batches(), device=self._device, watched=watched)
         try:
             for number, piece in enumerate(pieces):
                 if not isinstance(piece, Piece) or number < skip:

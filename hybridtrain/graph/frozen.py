@@ -146,7 +146,7 @@ def _numpy_random() -> Any:
 
 @dataclass(frozen=True)
 class _Generator:
-    """How to read, write and compare the state of a generator."""
+    """Functions that read, write and compare the state of a generator."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]

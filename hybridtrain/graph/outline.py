@@ -1,7 +1,7 @@
 """Takes statements out of a forward, so that the rest of it can be traced.
 
 A statement whose course depends on data, or that changes the model, cannot be recorded. It becomes
-a function of its own, a *stretch*, which a graph calls as it calls a submodule:
+a separate function, a *stretch*, which a graph calls as it calls a submodule:
 
     def forward(self, x):                 def forward(self, x):
         x = self.first(x)                     x = self.first(x)
@@ -21,7 +21,7 @@ import dis
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -36,16 +36,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridtrain.graph.statements import (
+    Block,
+    Blocks,
+    TensorReader,
+    given_away,
+    loaded,
+    may_work_in_place,
+    names_in,
+    passes_self,
+    reads,
+)
 from hybridtrain.graph.traced_graph import Untraceable, user_line
 
 _CALL = "_hybridtrain_stretch"
-_LISTS = ("body", "orelse", "finalbody", "handlers", "cases")
 # Objects that do not change in themselves, or whose changes are looked after elsewhere.
 _IMMUTABLE = (
     type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, MethodType,
     BuiltinFunctionType, nn.Module, torch.dtype, torch.device,
 )  # fmt: skip
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 # How a stretch may reach submodules that its code does not name.
 _REACHES_ALL = {
     "getattr", "modules", "children", "parameters", "buffers", "named_modules", "named_children",
@@ -88,7 +97,7 @@ class StretchCode:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the function returns: the outputs, and the inputs, which it may have changed."""
+        """The variables that the function returns: outputs, and inputs, which may have changed."""
         return tuple(dict.fromkeys([*self.outputs, *self.inputs]))
 
 
@@ -131,8 +140,8 @@ class Outline:
         if self._forward is None or not self._forward.__code__.co_names:
             return False
         tree = _parse(self._forward)
-        _, stores = _names(tree.body)
-        lines = {each.lineno for each in _reads(tree, "", frozenset(stores))} - set(self._reasons)
+        _, stores = names_in(tree.body)
+        lines = {each.lineno for each in reads(tree, "", frozenset(stores))} - set(self._reasons)
         self._reasons |= dict.fromkeys(lines, "uses a global that the forward sets")
         return bool(lines)
 
@@ -153,11 +162,11 @@ class Outline:
         own = tree.args.posonlyargs + tree.args.args
         if not own:
             raise Untraceable("a forward without self cannot be taken apart")
-        blocks = _Blocks(tree, set(self._reasons))
+        blocks = Blocks(tree, set(self._reasons))
         while True:
             self.stretches = [self._compile(tree, block, k) for k, block in enumerate(blocks.found)]
             touching = self._names_that_touch(self.changes)
-            lines = {n.lineno for n in _reads(tree, own[0].arg, touching)}
+            lines = {n.lineno for n in reads(tree, own[0].arg, touching)}
             if not blocks.add(lines):
                 break
         for number, block in reversed(list(enumerate(blocks.found))):
@@ -166,18 +175,18 @@ class Outline:
         self._codes.add(function.__code__)
         return function
 
-    def _compile(self, tree: ast.FunctionDef, block: _Block, number: int) -> StretchCode:
+    def _compile(self, tree: ast.FunctionDef, block: Block, number: int) -> StretchCode:
         """Returns the function of `block`."""
         assert self._forward is not None
         own = (tree.args.posonlyargs + tree.args.args)[0].arg
         variables = {*self._forward.__code__.co_varnames, *self._forward.__code__.co_cellvars}
         tensors = self._module._parameters.keys() | self._module._buffers.keys()
         statements = [
-            _Tensors(own, tensors).visit(copy.deepcopy(each)) for each in block.statements
+            TensorReader(own, tensors).visit(copy.deepcopy(each)) for each in block.statements
         ]
         read = {f"{own}_{name}": name for name in sorted(tensors)}
-        loads, stores = _names(statements)
-        after = {n for each in ast.walk(tree) if each not in block.nodes for n in _loaded(each)}
+        loads, stores = names_in(statements)
+        after = {n for each in ast.walk(tree) if each not in block.nodes for n in loaded(each)}
         inputs = sorted((loads & variables) - {own} - read.keys())
         outputs = () if block.returns else tuple(sorted(stores & variables & after))
         held = {local: name for local, name in read.items() if local in loads}
@@ -194,10 +203,10 @@ class Outline:
         ast.copy_location(stretch, block.first)
         function = _build(self._forward, stretch, None, defaults=(None,) * len(names))
         first, last = block.lines
-        uses_self_whole = _passes_self(statements, own)
+        uses_self_whole = passes_self(statements, own)
         used, changes = self._reach(function.__code__)
         called, _ = self._reach(function.__code__, only_called=True)
-        changes |= (set(_given_away(statements, own)) | called) & self._mutable()
+        changes |= (set(given_away(statements, own)) | called) & self._mutable()
         used_tensors = used & tensors
         if uses_self_whole or used & _REACHES_ALL:
             used |= self._module._modules.keys()
@@ -218,7 +227,7 @@ class Outline:
             frozenset(used & self._module._modules.keys()),
             frozenset(changes),
             frozenset(used),
-            _may_work_in_place(statements),
+            may_work_in_place(statements),
         )
 
     def _mutable(self) -> set[str]:
@@ -271,72 +280,6 @@ class Outline:
         return frozenset(touching)
 
 
-@dataclass
-class _Block:
-    """Consecutive statements of one list of the forward."""
-
-    siblings: list[ast.stmt]
-    start: int
-    end: int
-    returns: bool
-
-    @property
-    def statements(self) -> list[ast.stmt]:
-        return self.siblings[self.start : self.end]
-
-    @property
-    def first(self) -> ast.stmt:
-        return self.siblings[self.start]
-
-    @property
-    def nodes(self) -> set[ast.AST]:
-        return {node for each in self.statements for node in ast.walk(each)}
-
-    @property
-    def lines(self) -> tuple[int, int]:
-        last = self.siblings[self.end - 1]
-        return self.first.lineno, last.end_lineno or last.lineno
-
-    def replace_by(self, statement: ast.stmt) -> None:
-        self.siblings[self.start : self.end] = [statement]
-
-
-class _Blocks:
-    """The smallest blocks that hold some lines and can be taken out."""
-
-    def __init__(self, tree: ast.FunctionDef, lines: set[int]) -> None:
-        self._tree = tree
-        self.found: list[_Block] = []
-        self.add(lines)
-
-    def add(self, lines: set[int]) -> bool:
-        """Adds the blocks of `lines`; returns whether there is a new one."""
-        before = [block.lines for block in self.found]
-        for line in sorted(lines):
-            if not any(first <= line <= last for first, last in (b.lines for b in self.found)):
-                block = self._block(line)
-                first, last = block.lines
-                self.found = [b for b in self.found if not (first <= b.lines[0] <= last)] + [block]
-        self.found.sort(key=lambda block: block.lines)
-        return [block.lines for block in self.found] != before
-
-    def _block(self, line: int) -> _Block:
-        path = list(_path(self._tree, line))
-        if not path:
-            raise Untraceable(f"line {line} is no statement of the forward")
-        for depth in range(len(path) - 1, -1, -1):
-            statements, index, parent = path[depth]
-            around = [each for _, _, each in path[: depth + 1]]
-            if any(isinstance(each, ast.Try | ast.ExceptHandler | ast.Match) for each in around):
-                continue
-            leaves = _leaves(statements[index])
-            if not leaves:
-                return _Block(statements, index, index + 1, False)
-            if parent is self._tree and leaves == {ast.Return}:
-                return _Block(statements, index, len(statements), True)
-        raise Untraceable("a statement that cannot be taken out of the forward")
-
-
 def _function(module: nn.Module) -> FunctionType | None:
     """Returns the forward of a module's class, if its source can be taken apart."""
     forward = getattr(type(module), "forward", None)
@@ -363,7 +306,7 @@ def _parse(forward: FunctionType) -> ast.FunctionDef:
     except (OSError, SyntaxError, TypeError) as error:
         raise Untraceable(f"the source of {forward.__qualname__} cannot be read") from error
     if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
-        raise Untraceable(f"{forward.__qualname__} is no plain function")
+        raise Untraceable(f"{forward.__qualname__} is not a plain function")
     for node in ast.walk(tree):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
         if name.startswith("__") and not name.endswith("__"):
@@ -416,135 +359,3 @@ def _call(stretch: StretchCode, number: int, at: ast.stmt) -> ast.stmt:
 
 def _return(names: Iterable[str]) -> ast.stmt:
     return ast.parse(f"return ({''.join(f'{name}, ' for name in names)})").body[0]
-
-
-def _path(parent: Any, line: int) -> Iterator[tuple[list[ast.stmt], int, Any]]:
-    """Yields where the statement at `line` is, from the outside: list, index, its owner."""
-    for field in _LISTS:
-        for index, each in enumerate(getattr(parent, field, ())):
-            first = getattr(each, "lineno", None) or min(
-                (n.lineno for n in ast.walk(each) if hasattr(n, "lineno")), default=0
-            )
-            last = max((getattr(n, "end_lineno", 0) or 0 for n in ast.walk(each)), default=0)
-            if first <= line <= last:
-                if isinstance(each, ast.stmt):
-                    yield getattr(parent, field), index, parent
-                # the line of an `if` is not that of what it holds, though that may be on it
-                if not isinstance(each, _FUNCTIONS) and line > first:
-                    yield from _path(each, line)
-                return
-
-
-def _leaves(statement: ast.stmt) -> set[type]:
-    """Returns how a statement may leave its place: Return, Break, Continue, Yield, Await."""
-    found: set[type] = set()
-
-    def visit(node: ast.AST, in_loop: bool) -> None:
-        if isinstance(node, _FUNCTIONS):
-            return
-        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom | ast.Await):
-            found.add(type(node))
-        if isinstance(node, ast.Break | ast.Continue) and not in_loop:
-            found.add(type(node))
-        for child in ast.iter_child_nodes(node):
-            visit(child, in_loop or isinstance(node, ast.For | ast.While))
-
-    visit(statement, False)
-    return found
-
-
-def _is(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _loaded(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-
-
-def _names(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
-    """Returns the names that the statements read, and those that they set."""
-    loads: set[str] = set()
-    stores: set[str] = set()
-    for node in (node for each in statements for node in ast.walk(each)):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            loads.add(node.target.id)
-        if isinstance(node, ast.Name):
-            (loads if isinstance(node.ctx, ast.Load) else stores).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            stores.add(node.name)
-        elif isinstance(node, ast.alias):
-            stores.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            stores.add(node.name)
-    return loads, stores
-
-
-def _reads(tree: ast.FunctionDef, own: str, names: frozenset[str]) -> Iterator[ast.expr]:
-    """Yields where the forward uses one of `names` as an attribute of its module or as a global."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
-    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    for node in nodes:
-        if isinstance(node, ast.Name) and node.id in names:
-            if node.id in declared or node.id not in stored:
-                yield node
-        elif isinstance(node, ast.Attribute) and node.attr in names and _is(node.value, own):
-            yield node
-
-
-def _given_away(statements: Sequence[ast.stmt], own: str) -> Iterator[str]:
-    """Yields the attributes and globals that are called, given to a call, or set something of."""
-
-    def root(node: ast.AST) -> Iterator[str]:
-        while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
-            if isinstance(node, ast.Attribute) and _is(node.value, own):
-                yield node.attr
-            node = node.func if isinstance(node, ast.Call) else node.value
-        if isinstance(node, ast.Name):
-            yield node.id
-
-    for node in (node for each in statements for node in ast.walk(each)):
-        if isinstance(node, ast.Call):
-            for each in (node.func, *node.args, *(word.value for word in node.keywords)):
-                yield from root(each)
-        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            yield from root(node)
-
-
-def _passes_self(statements: Sequence[ast.stmt], own: str) -> bool:
-    """Returns whether the module itself is given to other code."""
-    nodes = [node for each in statements for node in ast.walk(each)]
-    bases = {node.value for node in nodes if isinstance(node, ast.Attribute)}
-    return any(isinstance(n, ast.Name) and n.id == own and n not in bases for n in nodes)
-
-
-def _may_work_in_place(statements: Sequence[ast.stmt]) -> bool:
-    for node in (node for each in statements for node in ast.walk(each)):
-        if isinstance(node, ast.AugAssign | ast.Delete):
-            return True
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            return True
-        if isinstance(node, ast.keyword) and node.arg in ("out", "inplace"):
-            return True
-        if isinstance(node, ast.Attribute) and node.attr.endswith("_"):
-            return True
-    return False
-
-
-class _Tensors(ast.NodeTransformer):
-    """Replaces `self.weight` by the local variable `self_weight`."""
-
-    def __init__(self, own: str, names: set[str]) -> None:
-        self._own = own
-        self._names = names
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Replaces one."""
-        self.generic_visit(node)
-        if not _is(node.value, self._own) or node.attr not in self._names:
-            return node
-        if not isinstance(node.ctx, ast.Load):
-            raise Untraceable(f"sets its attribute {node.attr!r}, which a graph would not")
-        name = ast.Name(f"{self._own}_{node.attr}", ast.Load())
-        return ast.copy_location(name, node)

@@ -1,4 +1,4 @@
-"""A stretch of a forward as a module: statements that a graph calls as they are."""
+"""A stretch of a forward as a module: statements that a graph calls unchanged."""
 
 from __future__ import annotations
 

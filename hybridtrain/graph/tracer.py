@@ -68,7 +68,7 @@ def trace(
     A question for the grad mode gets the answer of a training step in training mode, and of an
     evaluation in the other. The forward is traced twice, to find what changes by itself.
 
-    With `outlined_share`, statements that cannot be traced become layers of their own (see
+    With `outlined_share`, statements that cannot be traced become separate layers (see
     `outline`), in the module's own forward and in those of submodules with more than this share of
     its parameters.
 
@@ -362,7 +362,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         return refused
 
     def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
-        # a module that the forward has made is no part of the model, and torch.fx sets constants
+        # modules that the forward has made are not parts, and torch.fx sets constants
         if module in tracer.parts and not name.startswith("_tensor_constant"):
             raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         original(module, name, value)

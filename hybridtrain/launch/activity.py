@@ -6,6 +6,10 @@ lock; read by the watchdog's thread. A reader may see a phase that has just ende
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,16 +39,46 @@ class Activity:
             a run: nobody then expects progress.
         steps: how many steps of a pipeline have begun, so that equal actions of two steps differ.
         lanes: one record per lane of the step that runs.
+        entered: by kind of work, the `steps` when it began first; since the last setup.
     """
 
     def __init__(self) -> None:
         self.phase: str | None = None
         self.steps = 0
         self.lanes: list[Lane] = []
+        self.entered: dict[str, int] = {}
+        self._saves = 0
+        self._saves_change = threading.Lock()
 
     def now(self, phase: str | None) -> None:
         """Sets the phase; the part after ": " says which kind of work it is."""
+        if phase is None or phase == "setup":
+            self.entered = {}  # what follows is another run's
+        else:
+            self.entered.setdefault(kind_of(phase), self.steps)
         self.phase = phase
+
+    def catching_up(self) -> None:
+        """Sets the phase "setup" during a run, while a data set reads up to where it was."""
+        if self.phase is not None:
+            self.now("setup")
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Notes that a checkpoint is written while the block runs, in any thread."""
+        with self._saves_change:
+            self._saves += 1
+        try:
+            yield
+        finally:
+            with self._saves_change:
+                self._saves -= 1
+
+    def wait_for_save(self, seconds: float) -> None:
+        """Returns when no checkpoint is being written, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self._saves and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def begin_step(self, lanes: int) -> list[Lane]:
         """Returns the records of a pipeline step's lanes, which its threads write to."""
@@ -52,6 +86,11 @@ class Activity:
         if len(self.lanes) != lanes:
             self.lanes = [Lane() for _ in range(lanes)]
         return self.lanes
+
+
+def kind_of(phase: str) -> str:
+    """Returns which kind of work a phase is: "data" of "step 12: data"."""
+    return phase.rpartition(": ")[2]
 
 
 activity = Activity()

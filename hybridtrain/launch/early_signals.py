@@ -1,38 +1,41 @@
-"""Signals outside of training: the command ends at once, with one line.
+"""Signals outside of training: the command ends at once, with one line; see `launch.signals` for
+those of training.
 
-Imports no torch, so that a command can begin with it; see `launch.signals` for those of training.
+They are caught once the processes have met, so that a process can say what has ended it: a launcher
+sends SIGTERM to the processes that are left when one has died. Before that they end the process
+without a word, also where it is blocked.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP")
+_previous: dict[signal.Signals, Any] = {}
 
 
-@contextmanager
-def end_on_signals() -> Iterator[None]:
-    """Makes a signal raise a KeyboardInterrupt with its name while the block runs.
+def catch() -> None:
+    """Makes a signal raise a KeyboardInterrupt with its name, if it would have ended the process.
 
-    So the process that gets it can say what has ended it: a launcher sends SIGTERM to the processes
-    that are left when one has died. A signal that is ignored or handled already stays so.
+    Does nothing outside of the main thread.
     """
-    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in _NAMES:
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            _previous[number] = signal.signal(number, _interrupt)
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
 
+def restore() -> None:
+    """Undoes `catch`."""
     if threading.current_thread() is threading.main_thread():
-        for name in _NAMES:
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                previous[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+        while _previous:
+            number, handler = _previous.popitem()
             signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)

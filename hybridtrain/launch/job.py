@@ -112,6 +112,17 @@ class Job:
         """Returns whether a process has asked for all stacks."""
         return self._store is not None and bool(self._store.check(["stacks"]))
 
+    def say_stop(self, work: str, reason: str) -> None:
+        """Says that this process wants all to leave a work."""
+        if self._store is not None:
+            self._store.set(work, reason)
+
+    def stop_said(self, work: str) -> str | None:
+        """Returns why a process wants all to leave a work, if one does."""
+        if self._store is None or not self._store.check([work]):
+            return None
+        return self._store.get(work).decode()
+
     def say(self, key: str, report: Report) -> None:
         """Publishes what this process is doing under `key`."""
         if self._store is not None:

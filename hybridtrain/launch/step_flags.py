@@ -42,9 +42,9 @@ class StepFlags:
             raise ValueError(f"there is no flag {name!r}; the flags are: {', '.join(self._names)}")
         self._requested.setdefault(name, reason)
 
-    def is_requested(self, name: str) -> bool:
-        """Returns whether a flag was set on this process since the last `begin`."""
-        return name in self._requested
+    def requested(self, name: str) -> str | None:
+        """Returns why a flag was set on this process since the last `begin`, if it was."""
+        return self._requested.get(name)
 
     def clear(self) -> None:
         """Forgets what was set and what is on the way: of a run that has ended in a step."""

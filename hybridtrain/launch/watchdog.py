@@ -7,6 +7,8 @@ processes' store, and ends the process by `os._exit`, since a blocked thread can
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import sys
 import tempfile
@@ -15,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hybridtrain.launch.activity import Activity, activity
+from hybridtrain.launch.activity import Activity, activity, kind_of
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
 from hybridtrain.launch.processes import has_ended, is_stopped, kill
 from hybridtrain.launch.stacks import report, summary, write_stacks
@@ -26,12 +28,15 @@ _TICK_S = 0.25
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
 _WAIT_FOR_STACKS_S = 2.0
+# How long an end waits for a checkpoint that is being written; torchrun kills after 30 s.
+_WAIT_FOR_SAVE_S = 20.0
 # The first steps and the first evaluation may compile, trace and fill caches.
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
 # Work that may take long without a sign of life, and how many times the limit it gets.
 _LONG = {"save": 10.0, "setup": float("inf")}
 
+_log = logging.getLogger(__name__)
 
 _current: Watchdog | None = None
 
@@ -71,7 +76,6 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._answered = False
-        self._entered: dict[str, int] = {}  # by kind of phase, the steps done when it first began
 
     def start(self) -> None:
         """Starts the thread, unless it runs."""
@@ -80,15 +84,22 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            # A thread that the interpreter finds in a call of the store aborts the process.
+            atexit.register(self._end_thread)
 
     def close(self) -> None:
         """Ends the thread, and tells the other processes that this one ends as it should."""
         global _current
         if _current is self:
             _current = None
-        self._ended.set()
         with suppress(RuntimeError):
             self.job.leave()
+        self._end_thread()
+        atexit.unregister(self._end_thread)
+        self._activity.now(None)
+
+    def _end_thread(self) -> None:
+        self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=_GRACE_S)
 
@@ -152,8 +163,11 @@ class Watchdog:
     def _watch(self) -> None:
         # Without the store there is nobody to tell: the launcher or rank 0 has died. The system
         # tells this process of its parent's death, and the collectives notice rank 0's.
-        with suppress(RuntimeError):
-            self._run()
+        try:
+            with suppress(RuntimeError):
+                self._run()
+        except Exception:
+            _log.exception("the watchdog has ended, and the run goes on unwatched")
 
     def _run(self) -> None:
         state: object = None
@@ -196,9 +210,8 @@ class Watchdog:
         """Returns the seconds without progress that `phase` may take."""
         if self._stall_s <= 0:
             return float("inf")
-        kind = phase.rpartition(": ")[2]
-        begun = self._entered.setdefault(kind, self._activity.steps) if kind == "evaluate" else 0
-        first = self._activity.steps - begun <= _FIRST_STEPS
+        kind, steps = kind_of(phase), self._activity.steps
+        first = steps - self._activity.entered.get(kind, steps) <= _FIRST_STEPS
         return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
 
     def _answer(self, job: Job) -> None:
@@ -213,34 +226,51 @@ class Watchdog:
         """Makes `failure` the run's, prints it unless there is an earlier one, and ends."""
         first = self._job.claim(failure)
         if first == failure:
-            print(f"error: {failure.line}", file=sys.stderr, flush=True)
-            write_error_file(failure.line, failure.time)
             self.exit_code = failure.exit_code
-            self.end(failure)
+            try:
+                with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
+                    print(f"error: {failure.line}", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    write_error_file(failure.line, failure.time)
+            finally:
+                self.end(failure)
         self._follow(first)
 
     def _follow(self, failure: Failure) -> None:
         """Ends this process because of a failure that another one has reported."""
-        if failure.exit_code == EXIT_STALLED:
-            self.exit_code = EXIT_STALLED
-        else:
+        if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
+            self.exit_code = failure.exit_code
+        if failure.exit_code != EXIT_STALLED:
             grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
-        if failure.rank != self._job.rank:
-            write_error_file(failure.line, failure.time + 1)
-        self.end(failure)
+        try:
+            if failure.rank != self._job.rank:
+                with suppress(OSError):
+                    write_error_file(failure.line, failure.time + 1)
+        finally:
+            self.end(failure)
 
     def end(self, failure: Failure) -> None:
         """Ends this process, and those of this host that do not answer."""
         for process in failure.unresponsive:
             kill(process)
-        end_process(self.exit_code)
+        stands_in_save = (
+            failure.exit_code == EXIT_STALLED and kind_of(self._activity.phase or "") == "save"
+        )
+        end_process(self.exit_code, 0.0 if stands_in_save else _WAIT_FOR_SAVE_S)
 
 
-def end_process(code: int) -> None:
-    """Ends this process at once, without waiting for its threads and connections."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+def end_process(code: int, wait_for_save: float = _WAIT_FOR_SAVE_S) -> None:
+    """Ends this process, without waiting for its threads and connections.
+
+    A checkpoint that is being written is finished first, if that takes no longer than
+    `wait_for_save` seconds.
+    """
+    activity.wait_for_save(wait_for_save)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)

@@ -27,10 +27,6 @@ _ERROR_HINTS = {
         "a micro-batch is too small for a batch norm: lower chunks=, or set drop_last=true so that "
         "there is no short last batch"
     ),
-    "Guard failed": (
-        "torch.export has recorded the model for other sizes, on which its forward depends: give "
-        "batches with the sizes of HybridModel(..., example_inputs=...)"
-    ),
 }
 
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluate")
 KINDS = ("exception", "exit", "kill", "segfault", "memory")
-LIMIT_S = 90
+LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def run(
     try:
         output = process.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its processes then get a SIGTERM of the system
         output = process.communicate()[0] + "\nHANGS"
     seconds = time.time() - float(at.read_text()) if at.exists() else float("nan")
     named, line = judge(fault, output)

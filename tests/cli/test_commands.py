@@ -9,7 +9,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.launch import SMALL
 
-from hybridtrain import models
+from hybridtrain import World, models
+from hybridtrain.app.sweep import sweep
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch.activity import activity
+from hybridtrain.launch.watchdog import current
 
 
 def test_evaluate_gives_the_values_that_the_run_logged(
@@ -107,6 +111,18 @@ def test_multirun_makes_a_run_directory_for_each_combination(
         len(re.findall(r"outputs/digits-optim.lr=0.0+1/checkpoints/step_00000002, step 2: ", said))
         == 2
     )
+
+
+def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None:
+    watched = []
+
+    def run(command: str, settings: object) -> dict[str, object]:
+        watched.append((current(), activity.phase))
+        World.from_env(devices="cpu").watch(tmp_path)
+        raise ConfigError("wrong")
+
+    assert sweep("plan", ["recipe=digits", "optim.lr=1e-3,1e-2"], None, run) == 2
+    assert [*watched, (current(), activity.phase)] == [(None, None)] * 3
 
 
 @pytest.mark.parametrize(

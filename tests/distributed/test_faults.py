@@ -11,7 +11,7 @@ from scripts.reliability.first_errors import Outcome, run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
-    pytest.mark.timeout(400),  # several launches in one test
+    pytest.mark.timeout(600),  # several launches in one test
 ]
 
 LAST = "checkpoints/step_00000010"
@@ -61,7 +61,7 @@ def test_every_restart_of_the_launcher_joins_and_goes_on_exactly(
     outcome = run("restart:optimizer:0", tmp_path, *SHORT, restarts=3)
     assert outcome.code == 0, outcome.output
     log = (tmp_path / "run" / "logs" / "rank_000.log").read_text()
-    assert [f"at step {step} of 10" in log for step in (3, 6, 9)] == [True] * 3
+    assert log.count("resumed from ") == 3
     assert weights(tmp_path) == undisturbed
 
 

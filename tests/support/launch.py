@@ -126,6 +126,7 @@ class Cells:
             except (Exception, pytest.fail.Exception):  # the latter is no Exception
                 outcome[name] = traceback.format_exc()
             (Path(folder) / f"rank{world.rank}.json").write_text(json.dumps(outcome))
+        gc.collect()  # the threads of a model's process groups must not outlive the interpreter
         world.gather(None)  # nobody leaves before the last one is done
         # the cells' own worlds, which a hook that refers to its trainer keeps in a cycle: their
         # groups must end before the interpreter does

@@ -13,6 +13,7 @@ from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate
+from hybridtrain.launch.activity import activity
 from hybridtrain.losses import METRICS, accuracy, cross_entropy
 from hybridtrain.monitor import MetricsFile
 
@@ -123,3 +124,19 @@ def test_a_trainer_evaluates_again_after_its_monitor_is_closed(tmp_path):
     assert "eval/loss" in lines
     assert ours.evaluate()["samples"] == 11
     assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("before", ["setup", "step 4: evaluate", None])
+def test_an_evaluation_outside_of_training_is_watched(before):
+    ours = trainer()
+    phases = []
+
+    def loss(outputs, targets):
+        phases.append(activity.phase)
+        return cross_entropy(outputs, targets)
+
+    activity.now(before)
+    evaluate(ours.model, EvalLoader(data(4), 4, ours.world), loss, {})
+    assert activity.phase == before
+    assert {phase.rpartition(": ")[2] for phase in phases} == {"evaluate"}
+    activity.now(None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.loaders import world_of
 from torch.utils.data import Dataset
 
+from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import prefetch
 from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
 from hybridtrain.errors import ConfigError, DataError
@@ -297,3 +298,22 @@ def test_batches_are_made_by_the_given_collate_function():
 def test_a_setting_out_of_its_range_is_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         LoaderOptions(**settings)
+
+
+def test_the_end_of_a_stream_does_not_wait_for_a_slow_source(monkeypatch):
+    monkeypatch.setattr(fetching, "_END_S", 0.01)
+    answer = threading.Event()
+
+    def source():
+        yield 1
+        answer.wait()
+        yield 2
+
+    stream = prefetch(source())
+    assert next(stream) == 1
+    stream.close()
+    (thread,) = prefetchers()
+    assert thread.daemon  # so that it keeps no process from ending
+    answer.set()
+    thread.join(20)
+    assert not prefetchers()

@@ -9,8 +9,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.losses import cross_entropy
 from hybridtrain.options import LoaderOptions
 
@@ -139,3 +141,26 @@ def test_anything_else_that_is_passed_to_train_on_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(DataError, match="generator is not a loader: pass an object whose __iter__"):
         Trainer(model, optimizer, cross_entropy, (i for i in range(3)), steps=1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_resumed_stream_may_take_as_long_as_it_needs_to_its_place(own):
+    phases = []
+
+    class Watched(Plain):
+        def __iter__(self):
+            for each in super().__iter__():
+                phases.append(activity.phase)
+                yield each
+
+    world = World.from_env(devices="cpu")
+    source = DataLoader(Watched(), 4) if own else Watched()
+    loader = OwnLoader(source, world) if own else StreamLoader(source, 4, world)
+    for batch, expected in ((0, "step 1: data"), (3, "setup")):
+        activity.now("step 1: data")
+        stream = loader.stream(0, batch)
+        next(stream)
+        stream.close()
+        assert set(phases) == {expected}
+        phases.clear()
+    activity.now(None)

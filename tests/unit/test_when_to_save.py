@@ -1,9 +1,11 @@
 """When a run evaluates, saves and stops; the best checkpoint; what a stopped run goes on with."""
 
+import itertools
 import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +19,15 @@ from support.training import (
     rich_net,
     trainer,
 )
+from torch.distributed import HashStore
 
+from hybridtrain import interruption
 from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.interruption import Interruptions
+from hybridtrain.launch.activity import activity
+from hybridtrain.launch.job import Job
 from hybridtrain.trainer_options import TrainerOptions, seconds
 from hybridtrain.world import World
 
@@ -330,7 +336,7 @@ def test_the_flags_of_one_process_are_read_one_step_later():
         interruptions.begin_step()
         clock.now = 11.0
         assert interruptions.end_step() == frozenset()
-        assert interruptions.stop_wanted()
+        assert interruptions.watch_for_stop()()
         interruptions.begin_step()
         assert interruptions.end_step() == {"stop"}
         assert interruptions.stop_reason == "max_time"
@@ -378,3 +384,40 @@ def test_the_lines_of_a_resumed_run_equal_the_uninterrupted_ones(step, tmp_path)
     assert both == whole.monitor.reproducible()
     assert again.summary()["train_loss"] == whole.summary()["train_loss"]
     json.dumps(again.summary(), allow_nan=False)
+
+
+def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch):
+    store = HashStore()
+    both = [
+        Interruptions(
+            World(rank=rank, size=2, watchdog=SimpleNamespace(job=Job(store, rank, 2))), None, None
+        )
+        for rank in (0, 1)
+    ]
+    with both[1].listening():
+        # the keys count the evaluations, and these two are of one process
+        first = both[0].watch_for_stop()
+        monkeypatch.setattr(interruption, "_works", itertools.count(next(interruption._works) - 1))
+        second = both[1].watch_for_stop()
+        assert not second()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert second()
+        assert first()
+        assert both[0]._flags.requested("stop") == "SIGTERM"
+
+
+def test_signals_are_listened_to_until_an_interrupted_run_is_closed(tmp_path):
+    seen = []
+
+    class Closing(After):
+        def close(self):
+            seen.append((signal.getsignal(signal.SIGTERM), activity.phase))
+
+    before = signal.getsignal(signal.SIGTERM)
+    ours = trainer(epochs=1, store=CheckpointStore(tmp_path))
+    ours.monitor = Closing({2}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        ours.fit()
+    assert seen[0][0] is not before
+    assert seen[0][1] is None
+    assert signal.getsignal(signal.SIGTERM) is before

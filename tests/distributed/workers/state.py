@@ -226,8 +226,9 @@ def _replaced(world):
     net = mlp()
     model = hybrid(net, chunks=2)
     replica_step(model, classification(14), ROWS)
-    torch.manual_seed(world.rank)
-    net[7] = nn.Linear(5, 3)
+    with torch.random.fork_rng():  # other cells draw alike on all ranks
+        torch.manual_seed(world.rank)
+        net[7] = nn.Linear(5, 3)
     for seed in (1, 2):
         net.zero_grad()
         batch = classification(14, seed)
@@ -368,12 +369,6 @@ def _checkpoint(world):
         assert torch.equal(third.net[2].weight, model.net[2].weight)
         assert_same_on_all_ranks(world, dict(third.named_parameters()))
         assert world.rank or torch.equal(third.net[2].bias, before)
-
-        # a failure of rank 0's thread ends the run on all ranks
-        blocked = CheckpointStore(Path(folder) / "some.safetensors", background=True)
-        with pytest.raises(UserError, match="cannot save the checkpoint of step 2"):  # noqa: SIM117
-            with saving.finishing(blocked, world):
-                saving.save(blocked, 2, model, optimizer, {})
 
 
 class Uneven(IterableDataset):

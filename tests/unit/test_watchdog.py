@@ -1,0 +1,114 @@
+"""The watchdog: which processes have ended, how long what may take, what an end waits for."""
+
+import os
+import sys
+import threading
+
+import pytest
+
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.launch import processes, watchdog
+from hybridtrain.launch.activity import Activity, activity
+from hybridtrain.launch.job import EXIT_STALLED, Failure, Job
+from hybridtrain.launch.processes import has_ended, is_stopped, kill, this_process
+from hybridtrain.launch.watchdog import Watchdog, end_process
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0)
+    monkeypatch.setattr(watchdog, "_GRACE_INTERRUPTED_S", 0)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+
+def test_a_process_of_another_container_is_never_taken_for_one_of_this_host(monkeypatch):
+    # the pid of nobody here, and this process's own pid
+    gone = this_process()._replace(pid=2**22 + 1, namespace="pid:[1]")
+    same = this_process()._replace(namespace="pid:[1]")
+    killed = []
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
+    assert not has_ended(gone)
+    assert not has_ended(same)
+    assert not is_stopped(same)
+    kill(same)
+    assert not killed
+    assert has_ended(this_process()._replace(pid=2**22 + 1))
+
+
+def test_each_run_of_a_process_may_take_longer_in_its_first_steps():
+    record = Activity()
+    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
+    record.steps = 50  # of a run before, or of a user's own calls
+    for again in range(2):
+        record.now("setup")
+        record.steps += 100  # an evaluation before the first step
+        record.now("step 1: train")
+        assert watch._limit(record.phase) == 40, again
+        record.steps += 3
+        record.now("step 4: train")
+        assert watch._limit(record.phase) == 10
+        record.now("step 4: evaluate")
+        assert watch._limit(record.phase) == 40
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_end_waits_for_the_checkpoint_that_is_being_written(tmp_path, ends, background):
+    store = CheckpointStore(tmp_path, background=background)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(file):
+        begun.set()
+        go_on.wait(20)
+        file.write(b"weights")
+
+    saving = threading.Thread(target=store.save, args=(3, {"model": write}))
+    saving.start()
+    assert begun.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    with pytest.raises(Ended):
+        end_process(1)
+    assert store.steps() == [3]
+    saving.join()
+    store.wait()
+
+
+def test_a_save_that_stands_still_is_not_waited_for(ends):
+    watch = Watchdog(Job(None, 0, 1), 10, 600)
+    watch.exit_code = EXIT_STALLED
+    with activity.saving():
+        activity.now("step 3: save")
+        with pytest.raises(Ended):
+            watch.end(Failure(0, "rank 0 has stood still", EXIT_STALLED))
+    activity.now(None)
+
+
+def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
+    class Gone:
+        def write(self, text=""):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with pytest.raises(Ended, match="4"):
+        Watchdog(Job(None, 0, 1), 10, 600)._end(Failure(0, "stalled", EXIT_STALLED))
+
+
+def test_a_failure_of_the_watchdog_itself_is_logged(caplog):
+    watch = Watchdog(Job(None, 0, 1), 10, 600, record=None)
+    watch._watch()
+    assert "the watchdog has ended" in caplog.text
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_a_process_that_is_late_to_an_interruption_ends_with_its_code(ends, code):
+    with pytest.raises(Ended, match=str(code)):
+        Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "interrupted", code))
