@@ -243,9 +243,9 @@ def test_the_metrics_file_has_the_evaluation_of_a_step_once(tmp_path: Path) -> N
 # --- what cannot be written ---------------------------------------------------------------------
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """Lets no file grow, as a full disk does."""
+    """Lets no file grow, as a full disk does; pytest's own output may be such a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -261,16 +261,17 @@ def spans() -> Spans:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", [MetricsFile, TensorBoard, TimelineFiles])
 def test_a_full_disk_is_one_warning_and_training_goes_on(
-    tmp_path: Path, kind: type[Monitor], full_disk: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: type[Monitor], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl" if kind is MetricsFile else tmp_path
-    monitor = kind(path)  # type: ignore[call-arg]
-    monitor.start(total_steps=9, first_step=0, texts={})
-    for step in range(1, 40):
-        monitor.scalars(step, {"train/loss": 1.0})
-        monitor.timeline(step, spans(), spans())
-        time.sleep(0.005)  # TensorBoard writes in a thread
-    monitor.close()
+    with full_disk():
+        monitor = kind(path)  # type: ignore[call-arg]
+        monitor.start(total_steps=9, first_step=0, texts={})
+        for step in range(1, 40):
+            monitor.scalars(step, {"train/loss": 1.0})
+            monitor.timeline(step, spans(), spans())
+            time.sleep(0.005)  # TensorBoard writes in a thread
+        monitor.close()
     (warning,) = caplog.messages
     assert warning.startswith(f"{kind.__name__} has stopped, and training goes on without it: [Err")
 
