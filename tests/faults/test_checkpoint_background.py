@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -237,22 +238,27 @@ def test_a_best_checkpoint_that_is_gone_is_an_error(tmp_path):
 # --- a full disk ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@contextmanager
 def small_files():
-    """A limit on the size of files, which a write meets as it meets a full disk."""
+    """A limit on the size of files, which a write meets as it meets a full disk.
+
+    Only as long as it is needed: pytest's own output may be a file.
+    """
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, small_files, caplog):
+def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, caplog):
     whole = trainer(rich_net())
     whole.fit()
     store = CheckpointStore(tmp_path, background=background)
@@ -263,10 +269,11 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, sm
         record(number, samples)
         if number in (4, 8):
             store._thread and store._thread.join()
-            small_files(100 if number == 4 else 10**8)
+            limit(100 if number == 4 else 10**8)
 
     ours.monitor.step = step
-    ours.fit()
+    with small_files() as limit:
+        ours.fit()
     assert store.steps() == [2, 8, 9]
     assert "training goes on" in caplog.text or background
     assert "step 4" in caplog.text
@@ -274,9 +281,7 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, sm
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_last_save_without_space_is_an_error_and_older_ones_stay(
-    background, tmp_path, small_files
-):
+def test_a_last_save_without_space_is_an_error_and_older_ones_stay(background, tmp_path):
     store = CheckpointStore(tmp_path, background=background)
     ours = trainer(rich_net(), store=store, checkpoint_every=4)
     record = ours.monitor.step
@@ -285,10 +290,13 @@ def test_a_last_save_without_space_is_an_error_and_older_ones_stay(
         record(number, samples)
         if number == 9:
             store._thread and store._thread.join()
-            small_files(100)
+            limit(100)
 
     ours.monitor.step = step
-    with pytest.raises(NoSpaceError, match="cannot save the checkpoint of step 9"):
+    with (
+        small_files() as limit,
+        pytest.raises(NoSpaceError, match="cannot save the checkpoint of step 9"),
+    ):
         ours.fit()
     assert store.steps() == [4, 8]
     assert step_of(store.newest()) == 8
