@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from hybridtrain.launch.shared_activity import LANES, SharedActivity, number_of, share
+
 if TYPE_CHECKING:
     from hybridtrain.schedule import Action
 
@@ -24,11 +26,31 @@ class Lane:
         waiting: True while it waits for what another stage sends.
     """
 
-    __slots__ = ("action", "waiting")
+    __slots__ = ("_at", "_numbers", "action", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, shared: SharedActivity | None) -> None:
         self.action: Action | None = None
         self.waiting = False
+        self._at = 2 * index
+        self._numbers = None if shared is None or index >= LANES else shared.numbers
+
+    def begin(self, action: Action) -> None:
+        """Notes that the lane executes `action`."""
+        self.action = action
+        if self._numbers is not None:
+            self._numbers[self._at] = number_of(action)
+
+    def wait(self, waiting: bool) -> None:
+        """Notes that the lane begins to wait for another one, or goes on."""
+        self.waiting = waiting
+        if self._numbers is not None:
+            self._numbers[self._at + 1] = waiting
+
+    def end(self) -> None:
+        """Notes that the lane has done its step."""
+        self.action, self.waiting = None, False
+        if self._numbers is not None:
+            self._numbers[self._at] = 0
 
 
 class Activity:
@@ -47,6 +69,7 @@ class Activity:
         self.steps = 0
         self.lanes: list[Lane] = []
         self.entered: dict[str, int] = {}
+        self._shared: SharedActivity | None = None
         self._saves = 0
         self._saves_change = threading.Lock()
 
@@ -57,6 +80,15 @@ class Activity:
         else:
             self.entered.setdefault(kind_of(phase), self.steps)
         self.phase = phase
+        if self._shared is not None:
+            self._shared.write_phase(phase)
+
+    def share(self) -> int:
+        """Begins a copy that other processes can read; returns its descriptor, or -1."""
+        if self._shared is None:
+            self._shared = share()
+            self.lanes = []
+        return -1 if self._shared is None else self._shared.descriptor
 
     def catching_up(self) -> None:
         """Sets the phase "setup" during a run, while a data set reads up to where it was."""
@@ -84,7 +116,7 @@ class Activity:
         """Returns the records of a pipeline step's lanes, which its threads write to."""
         self.steps += 1
         if len(self.lanes) != lanes:
-            self.lanes = [Lane() for _ in range(lanes)]
+            self.lanes = [Lane(index, self._shared) for index in range(lanes)]
         return self.lanes
 
 

@@ -6,7 +6,7 @@ import faulthandler
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +14,6 @@ import torch
 
 from hybridtrain.launch.activity import Activity
 from hybridtrain.launch.job import Report
-from hybridtrain.schedule import Action
 
 _TORCH = Path(torch.__file__).parent
 _LIBRARY = Path(__file__).parents[1]
@@ -73,13 +72,19 @@ def report(activity: Activity) -> Report:
 
 
 def summary(activity: Activity) -> str:
-    """Says in a few words what the training loop and the first busy lane are doing."""
+    """Says in a few words what the training loop and the busy lanes are doing."""
     actions = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
-    phase = activity.phase or "no phase of training"
-    return f"in the {describe(actions[0])} ({phase})" if actions else f"in {phase!r}"
+    return in_words(activity.phase, actions)
 
 
-def describe(action: Action) -> str:
+def in_words(phase: str | None, actions: Sequence[tuple[str, int, int]]) -> str:
+    """Returns a phase and the actions of the busy lanes in words."""
+    phase = phase or "no phase of training"
+    doing = " and the ".join(describe(action) for action in actions)
+    return f"in the {doing} ({phase})" if doing else f"in {phase!r}"
+
+
+def describe(action: tuple[str, int, int]) -> str:
     """Returns a schedule's action in words."""
     kind, stage, microbatch = action
     name = "forward" if kind == "F" else "backward"

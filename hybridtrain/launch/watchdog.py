@@ -20,7 +20,8 @@ from pathlib import Path
 from hybridtrain.launch.activity import Activity, activity, kind_of
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
 from hybridtrain.launch.processes import has_ended, is_stopped, kill
-from hybridtrain.launch.stacks import report, summary, write_stacks
+from hybridtrain.launch.shared_activity import read
+from hybridtrain.launch.stacks import in_words, report, summary, write_stacks
 from hybridtrain.launch.torchrun_report import write_error_file
 
 _TICK_S = 0.25
@@ -70,6 +71,7 @@ class Watchdog:
         self.stacks: Path | None = None
         self.exit_code = 1
         self._processes = job.enter()
+        self._memories = job.memories(record.share() if job.size > 1 else -1, self._processes)
         self._job = job.clone()
         self._stall_s = stall_s
         self._activity = record
@@ -108,8 +110,7 @@ class Watchdog:
         for rank, process in enumerate(self._processes):
             if rank == job.rank or not has_ended(process) or job.has_left(rank):
                 continue
-            doing = job.said("doing", [rank]).get(rank)
-            last = f", last heard of {doing.what}" if doing else ""
+            last = self._last_seen(job, rank)
             return Failure(
                 job.rank,
                 f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
@@ -136,13 +137,11 @@ class Watchdog:
             said = job.said("stands", ranks)
         silent = [rank for rank in ranks if rank not in said]
         if silent:
-            doing = job.said("doing", silent)
             culprit, process = silent[0], self._processes[silent[0]]
             state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
-            last = f", last heard of {doing[culprit].what}" if culprit in doing else ""
             line = (
                 f"rank {culprit} does not answer (pid {process.pid} on {process.host}, {state})"
-                f"{last}; nothing has moved for {seconds:.0f} s"
+                f"{self._last_seen(job, culprit)}; nothing has moved for {seconds:.0f} s"
             )
         else:
             culprit = min(ranks, key=lambda rank: (-said[rank].blame, said[rank].progress, rank))
@@ -154,6 +153,14 @@ class Watchdog:
             EXIT_STALLED,
             unresponsive=tuple(self._processes[rank] for rank in silent),
         )
+
+    def _last_seen(self, job: Job, rank: int) -> str:
+        """Returns where a process was that cannot say it: on this host exactly, else about so."""
+        memory = self._memories[rank]
+        if memory is not None:
+            return f", last seen {in_words(*read(memory))}"
+        doing = job.said("doing", [rank]).get(rank)
+        return f", last heard of {doing.what}" if doing else ""
 
     @property
     def stacks_folder(self) -> Path:

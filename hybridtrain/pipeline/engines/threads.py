@@ -183,7 +183,7 @@ class _StepRun:
                 for action in step.schedule.lanes[lane]:
                     if self.stop.requested:
                         break
-                    doing.action = action
+                    doing.begin(action)
                     if action.kind == "F":
                         self._forward(lane, action, doing)
                     else:
@@ -197,7 +197,7 @@ class _StepRun:
                 error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
             self.abort(error)
         finally:
-            doing.action, doing.waiting = None, False
+            doing.end()
             self._running.discard(lane)
             self._lane_ends.put(lane)
 
@@ -225,9 +225,9 @@ class _StepRun:
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
         if index:
-            doing.waiting = True
+            doing.wait(True)
             messages = [port.receive() for port in ports.receive]
-            doing.waiting = False
+            doing.wait(False)
         else:
             messages = [(step.source(microbatch),)]
         head = step.head if index + 1 == len(self._stages) else None
@@ -246,9 +246,9 @@ class _StepRun:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
-        doing.waiting = True
+        doing.wait(True)
         gradients = [port.receive() for port in ports.receive_gradients]
-        doing.waiting = False
+        doing.wait(False)
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         start = mark(stage.device) if step.timeline else 0.0
         sent = stage.backward(microbatch, gradients, reduce)
