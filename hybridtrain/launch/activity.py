@@ -62,6 +62,7 @@ class Activity:
         steps: how many steps of a pipeline have begun, so that equal actions of two steps differ.
         lanes: one record per lane of the step that runs.
         entered: by kind of work, the `steps` when it began first; since the last setup.
+        evaluations: how many have begun, since the last setup.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class Activity:
         self.steps = 0
         self.lanes: list[Lane] = []
         self.entered: dict[str, int] = {}
+        self.evaluations = 0
         self._shared: SharedActivity | None = None
         self._saves = 0
         self._saves_change = threading.Lock()
@@ -77,8 +79,12 @@ class Activity:
         """Sets the phase; the part after ": " says which kind of work it is."""
         if phase is None or phase == "setup":
             self.entered = {}  # what follows is another run's
+            self.evaluations = 0
         else:
-            self.entered.setdefault(kind_of(phase), self.steps)
+            kind = kind_of(phase)
+            self.entered.setdefault(kind, self.steps)
+            if kind == "evaluate" and not (self.phase or "").endswith(kind):
+                self.evaluations += 1
         self.phase = phase
         if self._shared is not None:
             self._shared.write_phase(phase)

@@ -26,10 +26,11 @@ _SIZE = _PHASE_BYTES + LANES * 16
 
 
 class Doing(NamedTuple):
-    """The phase of a process, and kind, stage and micro-batch of its busy lanes."""
+    """The phase of a process, and kind, stage and micro-batch of the actions of its lanes."""
 
     phase: str
-    actions: list[tuple[str, int, int]]
+    busy: list[tuple[str, int, int]]
+    waiting: list[tuple[str, int, int]]
 
 
 class SharedActivity:
@@ -80,11 +81,12 @@ def read(memory: mmap.mmap) -> Doing:
     """Returns what a process is doing, or was doing at its end."""
     phase = memory[:_PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
     numbers = memoryview(memory)[_PHASE_BYTES:].cast("q")
-    actions = []
+    busy: list[tuple[str, int, int]] = []
+    waiting: list[tuple[str, int, int]] = []
     for lane in range(LANES):
         number, waits = numbers[2 * lane : 2 * lane + 2]
-        if number and not waits:
+        if number:
             place = (number - 1) >> 1
             kind = "F" if (number - 1) & 1 else "B"
-            actions.append((kind, place >> 32, place & 0xFFFFFFFF))
-    return Doing(phase, actions)
+            (waiting if waits else busy).append((kind, place >> 32, place & 0xFFFFFFFF))
+    return Doing(phase, busy, waiting)

@@ -77,11 +77,17 @@ def summary(activity: Activity) -> str:
     return in_words(activity.phase, actions)
 
 
-def in_words(phase: str | None, actions: Sequence[tuple[str, int, int]]) -> str:
-    """Returns a phase and the actions of the busy lanes in words."""
+def in_words(
+    phase: str | None,
+    busy: Sequence[tuple[str, int, int]],
+    waiting: Sequence[tuple[str, int, int]] = (),
+) -> str:
+    """Returns a phase and the actions of the busy lanes, or else of the waiting ones, in words."""
     phase = phase or "no phase of training"
-    doing = " and the ".join(describe(action) for action in actions)
-    return f"in the {doing} ({phase})" if doing else f"in {phase!r}"
+    doing = " and the ".join(describe(action) for action in busy or waiting)
+    if not doing:
+        return f"in {phase!r}"
+    return f"{'in' if busy else 'about to begin'} the {doing} ({phase})"
 
 
 def describe(action: tuple[str, int, int]) -> str:

@@ -219,6 +219,8 @@ class Watchdog:
             return float("inf")
         kind, steps = kind_of(phase), self._activity.steps
         first = steps - self._activity.entered.get(kind, steps) <= _FIRST_STEPS
+        # processes meet at the end of an evaluation only, and may wait there for one's first batch
+        first |= kind == "evaluate" and self._activity.evaluations <= 1
         return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
 
     def _answer(self, job: Job) -> None:

@@ -1,6 +1,7 @@
 """The watchdog: which processes have ended, how long what may take, what an end waits for."""
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -10,7 +11,9 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import processes, watchdog
 from hybridtrain.launch.activity import Activity, activity
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job
-from hybridtrain.launch.processes import has_ended, is_stopped, kill, this_process
+from hybridtrain.launch.processes import ProcessId, has_ended, is_stopped, kill, this_process
+from hybridtrain.launch.shared_activity import open_of, read
+from hybridtrain.launch.stacks import in_words
 from hybridtrain.launch.watchdog import Watchdog, end_process
 
 
@@ -112,3 +115,41 @@ def test_a_failure_of_the_watchdog_itself_is_logged(caplog):
 def test_a_process_that_is_late_to_an_interruption_ends_with_its_code(ends, code):
     with pytest.raises(Ended, match=str(code)):
         Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "interrupted", code))
+
+
+def test_the_activity_of_another_process_can_be_read_and_so_after_its_end():
+    source = (
+        "import os, sys\n"
+        "from hybridtrain.launch.activity import activity\n"
+        "from hybridtrain.launch.processes import this_process\n"
+        "from hybridtrain.schedule import Action\n"
+        "descriptor = activity.share()\n"
+        "print(descriptor, *this_process(), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "activity.now('step 3: train')\n"
+        "lanes = activity.begin_step(2)\n"
+        "lanes[0].begin(Action('B', 0, 5)); lanes[0].wait(True)\n"
+        "lanes[1].begin(Action('F', 1, 2))\n"
+        "os._exit(0)\n"
+    )
+    command = [sys.executable, "-c", source]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        descriptor, host, pid, *rest = process.stdout.readline().split()
+        memory = open_of(ProcessId(host, int(pid), *rest), int(descriptor))
+        assert in_words(*read(memory)) == "in 'no phase of training'"
+        process.communicate("go\n")
+    doing = read(memory)
+    assert in_words(*doing) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
+    assert doing.waiting == [("B", 0, 5)]
+
+
+def test_the_first_evaluation_as_a_whole_may_take_longer():
+    record = Activity()
+    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
+    for limit in (40, 10):
+        record.now("step 50: train")
+        record.steps += 50
+        record.now("step 50: evaluate")
+        record.steps += 20  # done with its part, it waits for the first batch of another one
+        assert watch._limit(record.phase) == limit
