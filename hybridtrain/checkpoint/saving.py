@@ -44,7 +44,9 @@ def save(
     Args:
         store: where it goes; used on rank 0 only.
         step: the optimizer steps done.
-        model, optimizer, progress: see `writers`.
+        model: see `writers`.
+        optimizer: see `writers`.
+        progress: see `writers`.
         states: what else is saved, by name; see `writers`. Every process asks them for their
             `state_dict`, which may communicate; rank 0's is saved.
         required: a full disk is an error; otherwise it is a warning, and a later save may succeed.
