@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -278,12 +280,25 @@ def prefetch(
 def _next(
     ready: queue.SimpleQueue[tuple[T | None, BaseException | None]], watched: Watched | None
 ) -> T | None:
+    try:
+        return _take(ready, watched)
+    except RuntimeError:  # by torch's handler, perhaps
+        if watched is not None:
+            with _torch_handler_off():
+                watched.look()
+        raise
+
+
+def _take(
+    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]], watched: Watched | None
+) -> T | None:
     while True:
         try:
             item, error = ready.get(timeout=_LOOK_S if watched is not None else None)
         except queue.Empty:
             assert watched is not None
-            watched.look()
+            with _torch_handler_off():
+                watched.look()
             continue
         if error is not None:
             try:
@@ -291,3 +306,16 @@ def _next(
             finally:
                 del error  # its traceback has this frame
         return item
+
+
+@contextmanager
+def _torch_handler_off() -> Iterator[None]:
+    """Keeps torch's handler of SIGCHLD, if a loader of the user's has set it, from raising here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -51,6 +51,17 @@ def raises():
     return {}["label"]
 
 
+@pytest.fixture(autouse=True)
+def no_handler_of_another_test():
+    """Takes torch's handler of SIGCHLD away, which raises wherever the main thread is.
+
+    A DataLoader that is iterated in the main thread sets it, for the rest of the process.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize(
     ("happens", "message"),
     [
