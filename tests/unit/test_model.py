@@ -158,7 +158,7 @@ def test_its_repr_and_the_printed_plan_are_the_table_of_the_command_line():
         ((TwoInputs, World()), "not the class TwoInputs, not a module of it"),
         ((chain(), World(), 4), "options=4 is not a PipelineOptions; single settings go by name"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "arguments",
 )
 def test_a_wrong_argument_is_one_line_with_the_right_call(arguments, message):
     with pytest.raises(ConfigError, match=message):
