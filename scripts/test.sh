@@ -16,4 +16,5 @@ python scripts/words.py
 echo "== mypy"
 mypy
 echo "== pytest"
-python -m pytest -q "$@"
+# two at a time, a file in one process: its launches are shared by its tests
+python -m pytest -q -n 2 --dist loadfile "$@"
