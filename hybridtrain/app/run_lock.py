@@ -9,8 +9,10 @@ The file is made by an exclusive `link`, which is atomic on NFS too. Its owner t
 - the file has not been touched for `STALE_S` seconds; or
 - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
 
-A dead owner's file is renamed before it is removed, so that of two processes that find it dead only
-one gets the lock.
+A lock file is replaced or removed only by the process that holds its guard, a lock file beside it
+that is named after the present owner. So of several processes that find the owner dead one gets
+the lock, and none removes the file of a new owner. A guard whose holder is dead is taken over in
+the same way.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class RunLock:
         Raises:
             UserError: another process holds the lock.
         """
-        holder = self._holder()
-        if holder is not None and self._reason_to_take_over(holder) is None:
+        holder = _read(self.path)
+        if holder is not None and self._reason_to_take_over(self.path, holder) is None:
             raise UserError(self._refusal(holder))
 
     def acquire(self) -> None:
@@ -94,26 +96,34 @@ class RunLock:
             UserError: another process holds the lock; the message names it.
         """
         owner = _this_process()
-        while not self._create(owner):
-            holder = self._holder()
-            if holder is None:
-                continue  # released or taken over in between
-            reason = self._reason_to_take_over(holder)
-            if reason is None:
-                raise UserError(self._refusal(holder))
-            if self._remove(holder):
-                _log.warning("took over %s from %s: %s", self.folder, holder, reason)
-        self._owner = owner
         _held.add(owner.key)
+        try:
+            self._take(self.path, owner)
+        except OSError as error:
+            _held.discard(owner.key)
+            raise UserError(f"cannot lock the run directory {self.folder}: {error}") from error
+        except UserError:
+            _held.discard(owner.key)
+            raise
+        self._owner = owner
         threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True).start()
 
     def release(self) -> None:
         """Gives the lock back; it may be called without a lock, and more than once."""
         self._released.set()
-        if self._owner is not None:
-            self._remove(self._owner)
-            _held.discard(self._owner.key)
-            self._owner = None
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        guard = _guard(self.path, owner)
+        try:
+            # a guard that exists is of a process that has found this one dead and takes over
+            if self._create(guard, owner):
+                if _is_of(self.path, owner):
+                    self.path.unlink()
+                guard.unlink()
+        except OSError as error:  # the directory may have vanished
+            _log.debug("cannot remove %s: %s", self.path, error)
+        _held.discard(owner.key)
 
     def __enter__(self) -> RunLock:
         self.acquire()
@@ -122,45 +132,53 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _create(self, owner: Owner) -> bool:
+    def _take(self, path: Path, owner: Owner) -> None:
+        """Makes `owner` the one of the lock file `path`; also if its owner is dead.
+
+        Raises:
+            UserError: the owner may be writing.
+        """
+        while not self._create(path, owner):
+            holder = _read(path)
+            if holder is None:
+                continue  # released in between
+            reason = self._reason_to_take_over(path, holder)
+            if reason is None:
+                raise UserError(self._refusal(holder))
+            guard = _guard(path, holder)
+            self._take(guard, owner)
+            try:
+                if _is_of(path, holder):
+                    _log.warning("took over %s from %s: %s", self.folder, holder, reason)
+                    self._write(path, owner)
+                    return
+            finally:
+                guard.unlink(missing_ok=True)
+
+    def _create(self, path: Path, owner: Owner) -> bool:
         """Makes the file with its content in one step; returns whether there was none."""
         temporary = self._beside()
         try:
-            temporary.write_text(json.dumps(asdict(owner)) + "\n")
+            temporary.write_text(_to_text(owner))
             try:
-                os.link(temporary, self.path)
+                os.link(temporary, path)
             except FileExistsError:
                 return False
             except OSError:  # a file system without links
-                with open(self.path, "x") as file:
-                    file.write(json.dumps(asdict(owner)) + "\n")
+                with open(path, "x") as file:
+                    file.write(_to_text(owner))
             return True
         except FileExistsError:
             return False
-        except OSError as error:
-            raise UserError(f"cannot lock the run directory {self.folder}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _holder(self) -> Owner | None:
-        return _read(self.path)
+    def _write(self, path: Path, owner: Owner) -> None:
+        temporary = self._beside()
+        temporary.write_text(_to_text(owner))
+        os.replace(temporary, path)
 
-    def _remove(self, holder: Owner) -> bool:
-        """Removes the file of `holder`; returns False if it is another's by now."""
-        aside = self._beside()
-        try:
-            os.rename(self.path, aside)
-        except OSError:
-            return False
-        found = _read(aside)
-        if found is not None and found.key != holder.key:
-            # a new owner's, made between our reading and our renaming
-            os.rename(aside, self.path)
-            return False
-        aside.unlink(missing_ok=True)
-        return True
-
-    def _reason_to_take_over(self, holder: Owner) -> str | None:
+    def _reason_to_take_over(self, path: Path, holder: Owner) -> str | None:
         """Returns why `holder` no longer writes; None: it may."""
         here = _this_process()
         if holder.host == here.host and holder.namespace == here.namespace:
@@ -170,7 +188,7 @@ class RunLock:
         if holder.job and holder.job == here.job and holder.attempt < here.attempt:
             return "this is a later attempt of the same job"
         try:
-            untouched = self._now() - self.path.stat().st_mtime
+            untouched = self._now() - path.stat().st_mtime
         except OSError:
             return None
         return f"it has given no sign for {untouched:.0f} s" if untouched > STALE_S else None
@@ -199,7 +217,7 @@ class RunLock:
 
     def _keep_fresh(self) -> None:
         while not self._released.wait(BEAT_S):
-            owner, holder = self._owner, self._holder()
+            owner, holder = self._owner, _read(self.path)
             if owner is None:
                 return
             if holder is not None and holder.key != owner.key:
@@ -209,6 +227,20 @@ class RunLock:
                 os.utime(self.path)
             except OSError as error:
                 _log.debug("cannot touch %s: %s", self.path, error)
+
+
+def _guard(path: Path, holder: Owner) -> Path:
+    """Returns the lock file whose owner may replace or remove `path` while it is of `holder`."""
+    return path.with_name(f".{path.name.lstrip('.')}.after-{holder.key or 'damaged'}")
+
+
+def _is_of(path: Path, owner: Owner) -> bool:
+    found = _read(path)
+    return found is not None and found.key == owner.key
+
+
+def _to_text(owner: Owner) -> str:
+    return json.dumps(asdict(owner)) + "\n"
 
 
 def _read(path: Path) -> Owner | None:

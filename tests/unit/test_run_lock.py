@@ -137,7 +137,23 @@ def test_of_many_that_find_a_dead_owner_one_gets_the_lock(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     rewrite(tmp_path, pid=2**22 + 1)
-    locks = [RunLock(tmp_path) for _ in range(8)]
+    dead = (tmp_path / "run.lock").read_text()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads change places between any two lines
+    try:
+        for _ in range(30):
+            (tmp_path / "run.lock").write_text(dead)
+            locks = [RunLock(tmp_path) for _ in range(8)]
+            assert sorted(outcomes_of(locks)) == ["got"] + ["refused"] * 7
+            for lock in locks:
+                lock.release()
+            assert not list(tmp_path.iterdir())
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def outcomes_of(locks: list[RunLock]) -> list[str]:
+    """What each lock gets if all are acquired at once."""
     outcomes: list[str] = []
     start = threading.Barrier(len(locks))
 
@@ -154,9 +170,31 @@ def test_of_many_that_find_a_dead_owner_one_gets_the_lock(
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(outcomes) == ["got"] + ["refused"] * 7
-    for lock in locks:
-        lock.release()
+    return outcomes
+
+
+@pytest.mark.parametrize("content", ["dead", "damaged"])
+def test_a_process_that_died_while_it_took_over_does_not_hold_the_lock(
+    content: str, tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    rewrite(tmp_path, pid=2**22 + 1)
+    owner = json.loads((tmp_path / "run.lock").read_text())
+    guard = tmp_path / f".run.lock.after-{owner['key']}"
+    guard.write_text(json.dumps({**owner, "key": "taker"}) if content == "dead" else "{")
+    os.utime(guard, (0, 0))
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_being_taken_over_is_not_taken_over_twice(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    taker = json.loads((tmp_path / "run.lock").read_text())
+    rewrite(tmp_path, pid=2**22 + 1, key="gone")
+    (tmp_path / ".run.lock.after-gone").write_text(json.dumps(taker))
+    with pytest.raises(UserError, match=f"being written by another run: process {other.pid} on"):
+        RunLock(tmp_path).acquire()
 
 
 def test_a_lock_without_sense_is_nobodys_when_it_is_old(tmp_path: Path) -> None:
