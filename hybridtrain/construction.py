@@ -17,7 +17,7 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -99,19 +99,31 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
 
 def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
     """Puts meta tensors where `net` has parameters and buffers that are not owned."""
-    kept = {id(tensor): tensor for name, tensor in _named_tensors(net) if owns(name)}
-    for module in net.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not _storages(tensor):
-                continue
-            if id(tensor) not in kept:
-                meta = torch.empty_like(tensor, device="meta")
-                if isinstance(tensor, nn.Parameter):
-                    meta = nn.Parameter(meta, tensor.requires_grad)
-                meta.__dict__.update(tensor.__dict__)
-                kept[id(tensor)] = meta
-            setattr(module, name, kept[id(tensor)])
+    drop_values([net], [tensor for name, tensor in _named_tensors(net) if owns(name)])
     return net
+
+
+def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
+    """Puts meta tensors where `modules` have parameters and buffers that are not in `keep`.
+
+    They have the same shapes, dtypes, `requires_grad` and ties.
+    """
+    new = {id(tensor): tensor for tensor in keep}
+    for module in {part: None for one in modules for part in one.modules()}:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be replaced
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not _storages(tensor):
+                    continue
+                if id(tensor) not in new:
+                    meta = torch.empty_like(tensor, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        meta = nn.Parameter(meta, tensor.requires_grad)
+                    meta.__dict__.update(tensor.__dict__)
+                    new[id(tensor)] = meta
+                    new[id(meta)] = meta
+                table[name] = new[id(tensor)]  # type: ignore[assignment]
 
 
 class _Dropping(TorchDispatchMode):

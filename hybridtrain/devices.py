@@ -13,6 +13,12 @@ from hybridtrain.launch.environment import Launch
 DeviceSpec = None | str | Sequence[str | int]
 
 
+def check_nb_part(nb_part: int) -> None:
+    """Raises a WorldError if `nb_part` is not a number of devices."""
+    if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
+        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
+
+
 def choose_devices(
     nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
 ) -> tuple[torch.device, ...]:
@@ -21,8 +27,6 @@ def choose_devices(
     Raises:
         WorldError: they are not there; the message counts what there is and what was asked for.
     """
-    if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
-        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
     needed = launch.local_size * nb_part
     if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
         devices = [devices]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ class HybridModel:
             return HeadOutput(value.detach(), root, gradient)
 
         schedule = self.schedule(len(sizes))
-        recorded = Timeline(schedule, self.world.devices) if timeline else None
+        recorded = Timeline(schedule, self.pipeline.lane_devices) if timeline else None
         with torch.enable_grad(), self.autocast():
             losses = self.pipeline.run_train_step(
                 schedule,
@@ -305,17 +306,22 @@ class HybridModel:
         return self.train(False)
 
     @property
+    def owns_output(self) -> bool:
+        """True if this process has the last stage, and so the loss and the outputs."""
+        return self.pipeline.owns_output
+
+    @property
     def training(self) -> bool:
         """True in training mode, as `nn.Module.training`."""
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:
-        """Returns the parameters of `net`, for an optimizer."""
-        return self.net.parameters()
+        """Returns the parameters of `net`, for an optimizer; of this process's stages."""
+        return iter(self.pipeline.parameters.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Returns the parameters of `net` under its names."""
-        return self.net.named_parameters()
+        """Returns the parameters of `net` under its names; of this process's stages."""
+        return iter(self.pipeline.parameters.items())
 
     def modules(self) -> Iterator[nn.Module]:
         """Returns the modules of `net`."""
@@ -326,12 +332,12 @@ class HybridModel:
         yield from self.net.named_modules()
 
     def buffers(self) -> Iterator[Tensor]:
-        """Returns the buffers of `net`."""
-        return self.net.buffers()
+        """Returns the buffers of `net`; of this process's stages."""
+        return (buffer for _, buffer in self.named_buffers())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the buffers of `net` under its names."""
-        return self.net.named_buffers()
+        """Returns the buffers of `net` under its names; of this process's stages."""
+        return ((name, b) for name, b in self.net.named_buffers() if not b.is_meta)
 
     def requires_grad_(self, requires_grad: bool = True) -> HybridModel:
         """Freezes or frees all parameters, from the next step on; all replicas must do it."""
@@ -355,12 +361,19 @@ class HybridModel:
         return self.pipeline.sum_over_replicas(sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of `net` under its names; `net.load_state_dict` takes it."""
-        return self.net.state_dict()
+        """Returns the state of `net` under its names; `net.load_state_dict` takes it.
+
+        With `engine="distributed"` every process gets the whole model, on the CPU, and all of a
+        pipeline call it together. A checkpoint does not need it.
+        """
+        return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads a state of `net`, of this or any other split. All replicas must load the same."""
-        return self.net.load_state_dict(state, strict=strict)
+        with warnings.catch_warnings():
+            # values of other processes' stages are left out on purpose
+            warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
+            return self.net.load_state_dict(state, strict=strict)
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""

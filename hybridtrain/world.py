@@ -1,11 +1,19 @@
 """The processes of a run: ranks, replicas, devices and process groups.
 
-A replica is one copy of the model. Today each process is one replica and owns the `nb_part` devices
-of its pipeline. 3 nodes of 4 GPUs with nb_part=2 are 6 processes, 2 on each node:
+A replica is one copy of the model. With `engine="local"` each process is one replica and owns the
+`nb_part` devices of its pipeline. 3 nodes of 4 GPUs with nb_part=2 are 6 processes, 2 on each node:
 
     node 0                  node 1                  node 2
     rank 0: cuda:0 cuda:1   rank 2: cuda:0 cuda:1   rank 4: cuda:0 cuda:1
     rank 1: cuda:2 cuda:3   rank 3: cuda:2 cuda:3   rank 5: cuda:2 cuda:3
+
+With `engine="distributed"` each process owns one device, and `nb_part` processes are a replica. 2
+nodes of 4 GPUs with nb_part=4 are 8 processes and 2 replicas. With `inner="pp"` a pipeline has
+consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of a stage have:
+
+                   node 0            node 1
+    inner="pp"     a0 a1 a2 a3       b0 b1 b2 b3      a, b: replicas; 0 to 3: places in the pipeline
+    inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
 Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
 and `replicas` (whose data, which dropout masks), `is_main` (who writes), `cluster` (which process
@@ -27,7 +35,7 @@ from torch import Tensor
 
 from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
-from hybridtrain.devices import DeviceSpec, choose_backend, choose_devices
+from hybridtrain.devices import DeviceSpec, check_nb_part, choose_backend, choose_devices
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import early_signals
 from hybridtrain.launch.activity import activity
@@ -57,7 +65,11 @@ class World:
         timeout_s: seconds that a collective may take before it is an error.
         stall_s: seconds without progress after which a run ends; 0: never. See `from_env`.
         engine: the name of the engine that executes pipelines.
-        processes_per_replica: processes that share a pipeline, with consecutive ranks.
+        processes_per_replica: processes that share a pipeline.
+        inner: which processes have consecutive ranks: `pp`, those of a pipeline; `dp`, those that
+            have the same stages.
+        pipeline_group: the processes of this replica, in the order of the pipeline; None if it is
+            one.
         watchdog: ends a run that has failed or stands still; see `from_env`.
     """
 
@@ -71,6 +83,8 @@ class World:
     stall_s: float = 300.0
     engine: str = "local"
     processes_per_replica: int = 1
+    inner: str = "pp"
+    pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
@@ -84,6 +98,7 @@ class World:
         timeout_s: float = 600.0,
         engine: str = "local",
         stall_s: float = 300.0,
+        inner: str = "pp",
     ) -> World:
         """Reads the environment and, with several processes, joins the process group.
 
@@ -97,7 +112,8 @@ class World:
                 processes one after the other.
             backend: None for `nccl` on GPUs and `gloo` on CPUs.
             timeout_s: seconds that a collective may take.
-            engine: what executes a pipeline; `local`, all stages in one process.
+            engine: what executes a pipeline; `local`, all stages in one process; `distributed`,
+                `nb_part` processes with a device each.
             stall_s: seconds without progress after which a training run is ended, with the name of
                 the process that the others wait for; 0: never. The first steps may take four times
                 as long, a checkpoint ten times.
@@ -106,10 +122,13 @@ class World:
             WorldError: the devices, the backend or the launcher's variables do not fit.
         """
         launch = detect(os.environ)
-        own = choose_devices(nb_part, devices, launch, torch.cuda.device_count())
+        check_nb_part(nb_part)
+        per_replica = nb_part if engine == "distributed" else 1
+        _check_shape(launch.size, per_replica, inner)
+        own = choose_devices(nb_part // per_replica, devices, launch, torch.cuda.device_count())
         chosen = choose_backend(backend, own)
         end_with_parent()
-        return cls(
+        world = cls(
             launcher=launch.launcher,
             rank=launch.rank,
             size=launch.size,
@@ -119,8 +138,25 @@ class World:
             timeout_s=timeout_s,
             stall_s=stall_s,
             engine=engine,
+            processes_per_replica=per_replica,
+            inner=inner,
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
-        )._watched()
+        )
+        if per_replica > 1:
+            world.pipeline_group = world._new_pipeline_group()
+        return world._watched()
+
+    def _new_pipeline_group(self) -> dist.ProcessGroup:
+        """Makes the groups of all replicas, a collective call, and returns this replica's."""
+        timeout = timedelta(seconds=self.timeout_s)
+        groups = [
+            # with gloo for what is on the CPU also where the devices are GPUs
+            _new_group(
+                None, timeout, [self.rank_of(r, p) for p in range(self.processes_per_replica)]
+            )
+            for r in range(self.replicas)
+        ]
+        return groups[self.replica]
 
     def _watched(self) -> World:
         """Adds a watchdog, which runs where there are several processes, and returns this World."""
@@ -162,12 +198,27 @@ class World:
     @property
     def replica(self) -> int:
         """The number of the copy that this process belongs to."""
+        if self.inner == "dp":
+            return self.rank % self.replicas
         return self.rank // self.processes_per_replica
 
     @property
     def pipeline_rank(self) -> int:
         """The number of this process among those of its replica."""
+        if self.inner == "dp":
+            return self.rank // self.replicas
         return self.rank % self.processes_per_replica
+
+    def rank_of(self, replica: int, pipeline_rank: int) -> int:
+        """Returns the rank of the process with this place in this replica."""
+        if self.inner == "dp":
+            return pipeline_rank * self.replicas + replica
+        return replica * self.processes_per_replica + pipeline_rank
+
+    @property
+    def wire_device(self) -> torch.device:
+        """The device of tensors that go to other processes one by one: gloo takes the CPU's."""
+        return torch.device("cpu") if self.backend == "gloo" else self.devices[0]
 
     @property
     def cluster(self) -> Cluster:
@@ -193,7 +244,7 @@ class World:
             return None
         self._check_open()
         owner = self.cluster.process_of(stage)
-        ranks = range(owner, self.size, self.processes_per_replica)
+        ranks = [self.rank_of(replica, owner) for replica in range(self.replicas)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
@@ -293,7 +344,7 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True
-            self._object_group = None  # the last reference to it
+            self._object_group = self.pipeline_group = None  # the last references to them
 
     def _check_open(self) -> None:
         if self._closed:
@@ -309,6 +360,17 @@ class World:
         raise TypeError(
             "a World holds this process's process groups and cannot be pickled: call "
             "World.from_env() in the other process"
+        )
+
+
+def _check_shape(size: int, per_replica: int, inner: str) -> None:
+    if inner not in ("pp", "dp"):
+        raise WorldError(f"inner={inner} is unknown; it is pp or dp")
+    if size % per_replica:
+        raise WorldError(
+            f"{size} process{'es' * (size > 1)} cannot be shared by pipelines of "
+            f"nb_part={per_replica} processes: start a multiple of {per_replica}, or set "
+            f"engine=local"
         )
 
 
@@ -337,6 +399,6 @@ def _join(
 
 
 def _new_group(
-    backend: str, timeout: timedelta, ranks: Sequence[int] | None = None
+    backend: str | None, timeout: timedelta, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, timeout=timeout))

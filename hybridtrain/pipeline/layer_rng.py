@@ -82,6 +82,19 @@ class LayerRNG:
         before = sum(self._counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
         return _SeededDraws(self, key, before, layer, (unit, piece, microbatch))
 
+    def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
+        """Returns how often each earlier piece of the unit of `layer` has drawn in this step."""
+        if not self.active or layer >= len(self._units):
+            return ()
+        unit, piece = self._units[layer]
+        return tuple(self._counts.get((unit, one, microbatch), 0) for one in range(piece))
+
+    def continue_draws(self, layer: int, microbatch: int, counts: Sequence[int]) -> None:
+        """Takes over the result of `draws_before` of another process, which has those pieces."""
+        unit = self._units[layer][0]
+        for piece, count in enumerate(counts):
+            self._counts[unit, piece, microbatch] = count
+
     def note_draw(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
         """Notes that `layer` has run so many random operations."""
         self._drawing.add(layer)

@@ -54,8 +54,8 @@ class LayerRunner:
         clone_inputs: bool,
     ) -> None:
         self.layers = tuple(layers)
-        self._first = first
-        self._rng = rng
+        self.first = first
+        self.rng = rng
         self._checkpointed_layers = checkpointed_layers
         self._clone_inputs = clone_inputs
         self._skips = any(stashed_by(part.module) or popped_by(part.module) for part in layers)
@@ -75,7 +75,7 @@ class LayerRunner:
 
         With `snapshots`, of the states of the layers, it will be run again or is being so.
         """
-        index = self._first
+        index = self.first
         try:
             with skip_scope(skipped) if self._skips else _NO_SCOPE as scope:
                 for layer in self.layers:
@@ -83,14 +83,14 @@ class LayerRunner:
                         value = self._run_checkpointed_layer(microbatch, index, layer, value)
                     elif snapshots is not None:
                         value = self._run_with_state(snapshots, microbatch, index, layer, value)
-                    elif self._rng.needs_seeding(index):
-                        with self._rng.seeded(index, microbatch):
+                    elif self.rng.needs_seeding(index):
+                        with self.rng.seeded(index, microbatch):
                             value = layer.module(value)
                     else:
                         value = layer.module(value)
                     index += 1
         except Exception as error:
-            name = self.layers[index - self._first].name
+            name = self.layers[index - self.first].name
             error.add_note(f"in layer {name!r}, which was given {describe(value)}")
             for sign, hint in _ERROR_HINTS.items():
                 if sign in str(error):
@@ -117,10 +117,10 @@ class LayerRunner:
         """Runs a layer from the state that it had the first time, and draws the same numbers."""
         if index not in self._states:
             self._states[index] = LayerState(layer)
-        needs_seeding = self._rng.needs_seeding(index)
+        needs_seeding = self.rng.needs_seeding(index)
         with (
             self._states[index].of(snapshots, index),
-            self._rng.seeded(index, microbatch) if needs_seeding else _NO_SCOPE,
+            self.rng.seeded(index, microbatch) if needs_seeding else _NO_SCOPE,
         ):
             return layer.module(value)
 

@@ -300,6 +300,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     # as bytes, so that a NaN equals itself
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if one.is_meta:  # another process has it, and an alias stands for it
+        return other.is_meta
     return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
 
 

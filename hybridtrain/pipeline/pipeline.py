@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.construction import drop_values
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.graph.segment import Segment
@@ -21,14 +23,22 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy, checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engines import ENGINES
+from hybridtrain.pipeline.grad_norm import norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.layer_runner import LayerRunner
-from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.links import Link, links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
-from hybridtrain.pipeline.ties import place_with_aliases, tied_uses
+from hybridtrain.pipeline.ties import (
+    AliasElsewhere,
+    OwnerElsewhere,
+    Tie,
+    TiedUse,
+    place_with_aliases,
+    tied_uses,
+)
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
@@ -55,6 +65,7 @@ class Pipeline:
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
+        owns_output: whether the last stage is in this process.
     """
 
     def __init__(
@@ -79,27 +90,33 @@ class Pipeline:
         self.rng = LayerRNG(options.seed, world.replica, planned.units, self._policy.is_active)
         # collective calls, for every stage
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
+        owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+        if len(owned) < len(planned.stages):
+            _drop_other_stages(net, planned.stages, owned)
+        links = links_between(planned.stages)
+        uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
         self.stages = _build_stages(
-            net, planned.stages, world, options, self.groups, self.rng, self._policy
+            net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
+        self._ties = _ties(self.stages, planned.stages, uses, world)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
         if options.compile:
-            for layer in layers:
-                layer.module.compile()
+            for stage in self.stages:
+                for layer in stage.layers:
+                    layer.module.compile()
         segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
         self._guards = planned.guards
-        # whether the last stage is in this process
-        self._owns_output = self.stages[-1].index + 1 == len(plan.stages)
+        self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
         self._is_first_step = True
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
-        self._engine = ENGINES[world.engine](self.stages, world.devices)
+        self._engine = ENGINES[world.engine](self.stages, links, world)
 
     def run_train_step(
         self,
@@ -117,12 +134,12 @@ class Pipeline:
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
+        training = self._net.training
         values = self._run(
-            Step(schedule, source, head, checkpointed, reduce, timeline), trains=True
+            Step(schedule, source, head, checkpointed, reduce, timeline, training), trains=True
         )
-        for stage in self.stages:
-            for alias in stage.aliases:
-                alias.accumulate_into_owner()
+        for tie in self._ties:
+            tie.accumulate_into_owner()
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
@@ -139,6 +156,7 @@ class Pipeline:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
             if stage.reducer is not None:
                 stage.reducer.build()
+        self._engine.forget()
         self._watch.look()
 
     def close(self) -> None:
@@ -151,13 +169,13 @@ class Pipeline:
 
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
-        return self._run(Step(schedule, source, head), trains=self._net.training)
+        training = self._net.training
+        return self._run(Step(schedule, source, head, training=training), trains=training)
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
-        for stage in self.stages:
-            for alias in stage.aliases:
-                alias.refresh()
+        for tie in self._ties:
+            tie.refresh()
         for own, copy in self._buffer_copies:
             copy.copy_(own, non_blocking=True)
         self.rng.active = self._net.training
@@ -169,13 +187,39 @@ class Pipeline:
         return values
 
     @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model that this process has, under their names."""
+        return {name: p for name, p in self._net.named_parameters() if not p.is_meta}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole model; see `HybridModel.state_dict`."""
+        state: dict[str, Any] = self._net.state_dict()
+        world = self._world
+        if world.pipeline_group is None:
+            return state
+        own = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+            if not (isinstance(value, Tensor) and value.is_meta)
+        }
+        parts: list[Any] = [None] * world.processes_per_replica
+        dist.all_gather_object(parts, own, group=world.pipeline_group)
+        found = {name: value for part in reversed(parts) for name, value in part.items()}
+        return {name: found[name] for name in state}
+
+    @property
+    def lane_devices(self) -> list[torch.device]:
+        """The device of each lane of a schedule, as far as they are this process's."""
+        return list(self._world.devices) * self._world.processes_per_replica
+
+    @property
     def output_device(self) -> torch.device:
         """The device of the last stage, or of the last one in this process."""
         return self.stages[-1].device
 
     def to_output_device(self, values: Any) -> Any:
         """Returns a pytree with its tensors on the last stage's device, if that is here."""
-        if values is None or not self._owns_output:
+        if values is None or not self.owns_output:
             return values
         device = self.output_device
         if type(values) is Tensor and values.device == device:
@@ -188,7 +232,7 @@ class Pipeline:
         Args:
             values: of any shape, on the CPU; ignored in a process without the last stage.
         """
-        return self._world.sum(values if self._owns_output else torch.zeros_like(values))
+        return self._world.sum(values if self.owns_output else torch.zeros_like(values))
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
@@ -198,6 +242,14 @@ class Pipeline:
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages' parameters, a 0-dim tensor."""
+        world = self._world
+        if world.pipeline_group is not None:
+            return norm_over_processes(
+                list(self._net.parameters()),
+                world.pipeline_group,
+                self.output_device,
+                world.wire_device,
+            )
         gradients = [p.grad for p in self._net.parameters() if p.grad is not None]
         if len(self._gradient_devices) > 1 or not gradients:
             return get_total_norm(gradients)
@@ -207,7 +259,11 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
-        return clip_grad_norm_(self._net.parameters(), max_norm)
+        if self._world.pipeline_group is None:
+            return clip_grad_norm_(self._net.parameters(), max_norm)
+        norm = self.grad_norm()
+        clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        return norm
 
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes.
@@ -240,6 +296,8 @@ class Pipeline:
 def _build_stages(
     net: nn.Module,
     parts: Sequence[Sequence[Layer]],
+    links: Sequence[Link],
+    uses: Sequence[Sequence[TiedUse]],
     world: World,
     options: PipelineOptions,
     groups: Sequence[ProcessGroup | None],
@@ -249,8 +307,6 @@ def _build_stages(
     """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
     cluster = world.cluster
     owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
-    links = links_between(parts)
-    uses = tied_uses([[layer.module for layer in part] for part in parts])
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
@@ -288,3 +344,55 @@ def _build_stages(
             stages.append(stage)
         first += len(part)
     return stages
+
+
+def _drop_other_stages(
+    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
+) -> None:
+    """Frees what the stages of other processes have: meta tensors take its place."""
+    own: dict[int, Tensor] = {}
+    others: set[int] = set()
+    for index, part in enumerate(parts):
+        modules = nn.ModuleList(layer.module for layer in part)
+        for tensor in (*modules.parameters(), *modules.buffers()):
+            # the first stage that has a parameter owns it; a buffer is in each that has it
+            if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
+                own[id(tensor)] = tensor
+            elif id(tensor) not in own:
+                others.add(id(tensor))
+    unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
+    layers = [layer.module for part in parts for layer in part]
+    drop_values([net, *layers], [*own.values(), *unused])
+
+
+def _ties(
+    stages: Sequence[Stage],
+    parts: Sequence[Sequence[Layer]],
+    uses: Sequence[Sequence[TiedUse]],
+    world: World,
+) -> list[Tie]:
+    """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
+    here, process_of = world.pipeline_rank, world.cluster.process_of
+    own = {stage.index: stage for stage in stages}
+    owner: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        for parameter in (p for layer in part for p in layer.module.parameters()):
+            owner.setdefault(id(parameter), index)
+    ties: list[Tie] = []
+    for index, stage_uses in enumerate(uses):
+        user = process_of(index)
+        for use in {id(use.parameter): use for use in stage_uses}.values():
+            home = process_of(owner[id(use.parameter)])
+            if user == here:
+                alias = next(a for a in own[index].aliases if a.parameter is use.parameter)
+                if home == here:
+                    ties.append(alias)
+                else:
+                    group = world.pipeline_group
+                    assert group is not None
+                    ties.append(OwnerElsewhere(alias.alias, group, home, world.wire_device))
+            elif home == here:
+                group = world.pipeline_group
+                assert group is not None
+                ties.append(AliasElsewhere(use.parameter, group, user, world.wire_device))
+    return ties

@@ -176,6 +176,15 @@ class Stage:
             reducer.check_reduced()
         return self._input.gradients(inputs)
 
+    def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
+        """Returns what the next stage must know of draws, if it continues a layer of this one."""
+        runner = self._runner
+        return runner.rng.draws_before(runner.first + len(self.layers), microbatch)
+
+    def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
+        """Takes over what the stage before, in another process, has drawn."""
+        self._runner.rng.continue_draws(self._runner.first, microbatch, draws)
+
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._in_flight.clear()

@@ -46,6 +46,7 @@ class Step:
         checkpointed: the micro-batches whose stages are recomputed in the backward.
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
+        training: whether the model is in training mode.
         thread_state: grad mode and autocast, as the caller has them.
     """
 
@@ -55,6 +56,7 @@ class Step:
     checkpointed: frozenset[int] = frozenset()
     reduce: bool = False
     timeline: Timeline | None = None
+    training: bool = True
     thread_state: ThreadState = field(default_factory=ThreadState.capture)
 
 
@@ -73,6 +75,10 @@ class Engine(Protocol):
                 notes that name the layer, the stage and the micro-batch. The engine can run the
                 next step.
         """
+        ...
+
+    def forget(self) -> None:
+        """Forgets what it has learned from earlier steps: other parameters are trained now."""
         ...
 
 

@@ -15,8 +15,10 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
@@ -28,6 +30,16 @@ class TiedUse:
     module: nn.Module
     name: str
     parameter: Parameter
+
+
+class Tie(Protocol):
+    """What keeps an alias and its parameter together; a step calls both methods of all ties."""
+
+    def refresh(self) -> None:
+        """Brings the parameter's value to the alias."""
+
+    def accumulate_into_owner(self) -> None:
+        """Adds the alias's gradient to the parameter's and drops it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,77 @@ class Alias:
             else:
                 self.parameter.grad += moved
         self.alias.grad = None
+
+
+@dataclass(frozen=True)
+class AliasElsewhere:
+    """A tie whose parameter is in this process and whose alias is in another one.
+
+    Attributes:
+        parameter: the parameter.
+        group: the processes of the pipeline.
+        peer: which of them has the alias.
+        wire: the device that messages are sent from.
+    """
+
+    parameter: Parameter
+    group: dist.ProcessGroup
+    peer: int
+    wire: torch.device
+
+    def refresh(self) -> None:
+        """Sends the parameter's value."""
+        value = self.parameter.detach().to(self.wire).contiguous()
+        dist.send(value, group=self.group, group_dst=self.peer)
+
+    def accumulate_into_owner(self) -> None:
+        """Receives the alias's gradient, if it has one, and adds it to the parameter's."""
+        there = torch.zeros(1, dtype=torch.uint8)
+        dist.recv(there, group=self.group, group_src=self.peer)
+        if not there:
+            return
+        parameter = self.parameter
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.wire)
+        dist.recv(gradient, group=self.group, group_src=self.peer)
+        gradient = gradient.to(parameter.device)
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+
+@dataclass(frozen=True)
+class OwnerElsewhere:
+    """A tie whose alias is in this process and whose parameter is in another one.
+
+    Attributes:
+        alias: the alias.
+        group: the processes of the pipeline.
+        peer: which of them has the parameter.
+        wire: the device that messages are received on.
+    """
+
+    alias: Parameter
+    group: dist.ProcessGroup
+    peer: int
+    wire: torch.device
+
+    def refresh(self) -> None:
+        """Receives the parameter's value."""
+        alias = self.alias.detach()
+        value = torch.empty(alias.shape, dtype=alias.dtype, device=self.wire)
+        dist.recv(value, group=self.group, group_src=self.peer)
+        alias.copy_(value)
+
+    def accumulate_into_owner(self) -> None:
+        """Sends the alias's gradient, and drops it."""
+        gradient, self.alias.grad = self.alias.grad, None
+        there = torch.tensor([gradient is not None], dtype=torch.uint8)
+        dist.send(there, group=self.group, group_dst=self.peer)
+        if gradient is not None:
+            gradient = gradient.to(self.wire).contiguous()
+            dist.send(gradient, group=self.group, group_dst=self.peer)
 
 
 def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
@@ -92,7 +175,9 @@ def place_with_aliases(
     aliases: dict[int, Alias] = {}
     for use in uses:
         if id(use.parameter) not in aliases:
-            value = use.parameter.detach().to(device)
+            value = use.parameter.detach()
+            # another process has the value, and sends it before each step
+            value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
             alias = Parameter(value, requires_grad=use.parameter.requires_grad)
             # a copy of the module has no pipeline: its parameters are tied as the user's are
             alias.__deepcopy__ = partial(copy.deepcopy, use.parameter)  # type: ignore[method-assign]

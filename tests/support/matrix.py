@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.utils import get_total_norm
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain import HybridModel, World
 from hybridtrain.graph.layer import layers_of
+from hybridtrain.microbatch import chunk_sizes, split
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.precision import AUTOCAST, autocast
 
@@ -81,16 +83,23 @@ def random_cells(count: int) -> list[Cell]:
     return [Cell(*row) for row in chosen]
 
 
-def check_cell(cell: Cell, rank: int = 0, replicas: int = 1) -> None:
-    """Trains `cell` and the unsplit model side by side; all ranks call it together."""
-    for where, mine, theirs, exact in compared(cell, rank, replicas):
+def check_cell(cell: Cell, rank: int = 0, replicas: int = 1, **world: Any) -> None:
+    """Trains `cell` and the unsplit model side by side; all ranks call it together.
+
+    `rank` is that of the replica; `world` are further arguments of `World.from_env`.
+    """
+    for where, mine, theirs, exact in compared(cell, rank, replicas, **world):
         found = difference(mine, theirs)
         allowed = 0.0 if exact else TOLERANCE[cell.precision]
         assert found <= allowed, f"{cell}, rank {rank}, {where}: differs by {found}"
 
 
 def compared(
-    cell: Cell, rank: int = 0, replicas: int = 1, devices: str | Sequence[str] = "cpu"
+    cell: Cell,
+    rank: int = 0,
+    replicas: int = 1,
+    devices: str | Sequence[str] = "cpu",
+    **world: Any,
 ) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
     """Trains `cell` on `devices`, and the unsplit model on the first of them.
 
@@ -103,7 +112,7 @@ def compared(
     base = case.net().to(device)
     model = HybridModel(
         copy.deepcopy(base),
-        World.from_env(cell.nb_part, devices, timeout_s=60),
+        World.from_env(cell.nb_part, devices, timeout_s=60, **world),
         stages_per_device=cell.stages_per_device,
         chunks=cell.chunks,
         schedule=cell.schedule,
@@ -146,11 +155,15 @@ def compared(
         moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
         expected = reference.gradients(moved, scale)
         for mine, theirs in zip(losses, expected[rank], strict=True):
+            if not model.owns_output:
+                break
             yield f"loss of step {step}", mine, theirs, exact
         own = dict(reference.net.named_parameters())
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name
             yield f"gradient of {name} in step {step}", parameter.grad, own[name].grad, exact
+        gradients = [p.grad for p in reference.net.parameters() if p.grad is not None]
+        yield f"norm in step {step}", model.grad_norm(), get_total_norm(gradients), exact
         for parameter in [*model.parameters(), *reference.net.parameters()]:
             assert parameter.grad is not None
             parameter.grad /= scale
@@ -162,11 +175,16 @@ def compared(
             yield f"{name} after step {step}", parameter, own[name], exact
             if not exact:  # the next step is compared from equal weights again
                 own[name].data.copy_(parameter.data)
+    inputs, targets = case.batch(cell.rows, 999)
     model.sync_buffers()
     state = model.state_dict()
     assert list(state) == list(reference.net.state_dict())
     for name, value in reference.net.state_dict().items():
         yield f"{name} at the end", state[name], value, exact
+    model.eval()
+    output, expected_output = model(inputs), reference.outputs(inputs)
+    if model.owns_output:
+        yield "output", output, expected_output, exact
 
 
 def difference(mine: Tensor, theirs: Tensor) -> float:
@@ -205,6 +223,17 @@ class Unsplit:
             buffers = first
         restore(self.net, first)
         return losses
+
+    @torch.no_grad()
+    def outputs(self, inputs: Any) -> Tensor:
+        """The outputs of an evaluation, in the micro-batches of the pipeline."""
+        self.net.eval()
+        rows = len(tree_leaves(inputs)[0])
+        parts = split(inputs, chunk_sizes(rows, self._cell.chunks))
+        device = next(self.net.parameters()).device
+        with autocast(self._cell.precision, device.type):
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), parts)
+            return torch.cat([self.net(part) for part in moved])
 
     def _train_step(
         self, inputs: Any, targets: Tensor, draws: LayerRNG, total: float, scale: float

@@ -233,6 +233,7 @@ def test_an_unknown_engine_is_refused_with_what_there_is():
 
 def test_the_local_engine_refuses_a_pipeline_whose_other_stages_are_elsewhere():
     model = HybridModel(chain(), World.from_env(nb_part=3, devices="cpu"))
+    links = {link for stage in model.stages for link in stage.outgoing}
     for own in ([0], [1], [2], [0, 1]):
         with pytest.raises(ConfigError, match="stages are all in one process"):
-            ThreadEngine([model.stages[i] for i in own], [torch.device("cpu")])
+            ThreadEngine([model.stages[i] for i in own], links, model.world)

@@ -22,30 +22,31 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import Lane, activity
+from hybridtrain.launch.activity import activity
+from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
-from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import receive, send, sync_streams
 from hybridtrain.schedule import Action
 from hybridtrain.skip import skip_scope
+from hybridtrain.world import World
 
 Inbox = SimpleQueue[Callable[[], None] | None]
 
 
 class ThreadEngine:
-    """Executes steps on `stages`; lane `d` of every schedule runs in thread `d`, on `devices[d]`.
+    """Executes steps on `stages`; lane `d` of a schedule runs in thread `d`.
 
     Raises:
         ConfigError: some stages are in another process.
     """
 
-    def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
+        devices = world.devices
         self._stages = stages
         self._gpus = {device for device in devices if device.type == "cuda"}
-        links = {link for stage in stages for link in (*stage.incoming, *stage.outgoing)}
-        self._links = sorted(links, key=str)
+        self._links = links
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - {stage.index for stage in stages}:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
@@ -64,6 +65,9 @@ class ThreadEngine:
             ).start()
             self._inboxes.append(inbox)
         weakref.finalize(self, _shut_down, self._inboxes)
+
+    def forget(self) -> None:
+        """Nothing to forget; see `Engine.forget`."""
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
@@ -140,16 +144,13 @@ class _StepRun:
     """The state of one step while it runs.
 
     Attributes:
-        values: the head's values by micro-batch.
         failure: the first exception, if any.
         stop: requested when there is one.
     """
 
     def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
-        self.values: list[Any] = [None] * step.schedule.chunks
         self.failure: BaseException | None = None
         self._step = step
-        self._stages = stages
         self.stop = _Stop()
         device = [stage.device for stage in stages]
         activations = {
@@ -158,24 +159,30 @@ class _StepRun:
         gradients = {
             link: _QueuePort(device[link.target], device[link.source], self.stop) for link in links
         }
-        self._ports = [
-            StagePorts(
+        ports = {
+            stage.index: StagePorts(
                 receive=[activations[link] for link in stage.incoming],
                 send=[activations[link] for link in stage.outgoing],
                 receive_gradients=[gradients[link] for link in stage.outgoing],
                 send_gradients=[gradients[link] for link in stage.incoming],
             )
             for stage in stages
-        ]
+        }
+        self._runner = ActionRunner(step, {stage.index: stage for stage in stages}, ports)
         self._queues = [*activations.values(), *gradients.values()]
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._activity = activity.begin_step(len(step.schedule.lanes))
         self._lock = threading.Lock()
 
+    @property
+    def values(self) -> list[Any]:
+        """The head's values by micro-batch."""
+        return self._runner.values
+
     def run_lane(self, lane: int) -> None:
         """Executes one lane; never raises."""
-        step = self._step
+        step, runner = self._step, self._runner
         action: Action | None = None
         doing = self._activity[lane]
         try:
@@ -185,16 +192,14 @@ class _StepRun:
                         break
                     doing.begin(action)
                     if action.kind == "F":
-                        self._forward(lane, action, doing)
+                        runner.forward(lane, action, doing)
                     else:
-                        self._backward(lane, action, doing)
+                        runner.backward(lane, action, doing)
         except _PipelineAborted:
             pass
         except BaseException as error:
             if action is not None:
-                kind = "forward" if action.kind == "F" else "backward"
-                stage = self._stages[action.stage]
-                error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
+                runner.add_note(error, action)
             self.abort(error)
         finally:
             doing.end()
@@ -219,43 +224,6 @@ class _StepRun:
             self.stop.requested = True
         for queue in self._queues:
             queue.wake_receiver()
-
-    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
-        step = self._step
-        _, index, microbatch = action
-        stage, ports = self._stages[index], self._ports[index]
-        if index:
-            doing.wait(True)
-            messages = [port.receive() for port in ports.receive]
-            doing.wait(False)
-        else:
-            messages = [(step.source(microbatch),)]
-        head = step.head if index + 1 == len(self._stages) else None
-        start = mark(stage.device) if step.timeline else 0.0
-        with step.thread_state.autocast():
-            sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
-        if step.timeline:
-            step.timeline.record(lane, action, start, mark(stage.device))
-        if head is not None:
-            (self.values[microbatch],) = sent
-            return
-        for port, message in zip(ports.send, sent, strict=True):
-            port.send(message)
-
-    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
-        step = self._step
-        _, index, microbatch = action
-        stage, ports = self._stages[index], self._ports[index]
-        doing.wait(True)
-        gradients = [port.receive() for port in ports.receive_gradients]
-        doing.wait(False)
-        reduce = step.reduce and microbatch + 1 == step.schedule.chunks
-        start = mark(stage.device) if step.timeline else 0.0
-        sent = stage.backward(microbatch, gradients, reduce)
-        if step.timeline:
-            step.timeline.record(lane, action, start, mark(stage.device))
-        for port, message in zip(ports.send_gradients, sent, strict=True):
-            port.send(message)
 
 
 def threads_per_lane(lanes: int) -> int:

@@ -1,0 +1,79 @@
+"""The execution of one action of a schedule, which is the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridtrain.launch.activity import Lane
+from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.step import StagePorts, Step
+from hybridtrain.pipeline.timeline import mark
+from hybridtrain.schedule import Action
+
+
+class ActionRunner:
+    """Runs actions of one step: takes what has come to a stage, and hands on what it sends.
+
+    Attributes:
+        values: the head's values by micro-batch.
+
+    Args:
+        step: the step.
+        stages: the stages of this process, by their index.
+        ports: of each of these stages.
+    """
+
+    def __init__(
+        self, step: Step, stages: Mapping[int, Stage], ports: Mapping[int, StagePorts]
+    ) -> None:
+        self.values: list[Any] = [None] * step.schedule.chunks
+        self._step = step
+        self._stages = stages
+        self._ports = ports
+        self._last = step.schedule.stages - 1
+
+    def add_note(self, error: BaseException, action: Action) -> None:
+        """Adds to `error` which action has failed."""
+        kind = "forward" if action.kind == "F" else "backward"
+        stage = self._stages[action.stage]
+        error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
+
+    def forward(self, lane: int, action: Action, doing: Lane) -> None:
+        """Runs `action`, a forward of `lane`, when its input has come."""
+        step = self._step
+        _, index, microbatch = action
+        stage, ports = self._stages[index], self._ports[index]
+        if index:
+            doing.wait(True)
+            messages = [port.receive() for port in ports.receive]
+            doing.wait(False)
+        else:
+            messages = [(step.source(microbatch),)]
+        head = step.head if index == self._last else None
+        start = mark(stage.device) if step.timeline else 0.0
+        with step.thread_state.autocast():
+            sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
+        if step.timeline:
+            step.timeline.record(lane, action, start, mark(stage.device))
+        if head is not None:
+            (self.values[microbatch],) = sent
+            return
+        for port, message in zip(ports.send, sent, strict=True):
+            port.send(message)
+
+    def backward(self, lane: int, action: Action, doing: Lane) -> None:
+        """Runs `action`, a backward of `lane`, when its gradients have come."""
+        step = self._step
+        _, index, microbatch = action
+        stage, ports = self._stages[index], self._ports[index]
+        doing.wait(True)
+        gradients = [port.receive() for port in ports.receive_gradients]
+        doing.wait(False)
+        reduce = step.reduce and microbatch + 1 == step.schedule.chunks
+        start = mark(stage.device) if step.timeline else 0.0
+        sent = stage.backward(microbatch, gradients, reduce)
+        if step.timeline:
+            step.timeline.record(lane, action, start, mark(stage.device))
+        for port, message in zip(ports.send_gradients, sent, strict=True):
+            port.send(message)

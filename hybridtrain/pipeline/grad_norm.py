@@ -1,0 +1,44 @@
+"""The norm of the gradients of a model whose stages are in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+
+def norm_over_processes(
+    parameters: Sequence[Parameter],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    wire_device: torch.device,
+) -> Tensor:
+    """Returns the L2 norm of all gradients, as one process with the whole model would compute it.
+
+    The norm of each gradient travels, not a sum of squares, so that the last operation is the same
+    one on the same numbers: the result is equal bit for bit. A collective call of the pipeline.
+
+    Args:
+        parameters: of the whole model; those of other processes are meta tensors.
+        group: the processes of the pipeline.
+        device: of the result, a 0-dim tensor.
+        wire_device: where tensors are for a collective.
+    """
+    own = [i for i, p in enumerate(parameters) if p.grad is not None]
+    dtype = reduce(torch.promote_types, [p.dtype for p in parameters], parameters[0].dtype)
+    # each position is written by one process, and added to zeros
+    norms = torch.zeros(len(parameters), dtype=dtype, device=wire_device)
+    there = torch.zeros(len(parameters))
+    if own:
+        found = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+        norms[own] = torch.stack(list(found)).to(dtype).to(wire_device)
+        there[own] = 1
+    dist.all_reduce(norms, group=group)
+    dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU
+    chosen = [i for i, one in enumerate(there.tolist()) if one]
+    norm: Tensor = torch.linalg.vector_norm(norms[chosen])
+    return norm.to(device)

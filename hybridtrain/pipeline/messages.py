@@ -1,0 +1,140 @@
+"""Messages between processes: a pytree as flat tensors, and the format that both sides know.
+
+A format says everything but the numbers: the structure, values that are no tensors, and of each
+tensor the shape, the strides, the dtype and `requires_grad`. It travels once, ahead of the first
+message that has it. From then on both sides know it, and the receiver can post its receive before
+the sender sends.
+
+    message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    register_dataclass,
+    tree_flatten,
+    tree_unflatten,
+)
+
+from hybridtrain.microbatch import leaves_of
+
+
+class TensorFormat(NamedTuple):
+    """What a receiver must know of a tensor; strides are those of dense memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class MessageFormat(NamedTuple):
+    """What a receiver must know of a message.
+
+    Attributes:
+        structure: of the pytree.
+        leaves: its leaves, with a `_Place` for each tensor.
+        tensors: the formats of the tensors that travel.
+        dataclasses: types in the structure that pytree functions must know.
+    """
+
+    structure: TreeSpec
+    leaves: list[Any]
+    tensors: list[TensorFormat]
+    dataclasses: list[type]
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor among the leaves: its number among those that travel."""
+
+    number: int
+
+
+def pack(message: Any, unique: bool) -> tuple[MessageFormat, list[Tensor]]:
+    """Returns the format of `message`, and its tensors.
+
+    Args:
+        message: any pytree.
+        unique: a tensor that occurs twice travels once, and is one tensor at the receiver. Not so
+            for gradients: whether autograd gives two inputs the same tensor changes from step to
+            step, and means nothing.
+    """
+    leaves_of(message)  # registers dataclasses
+    leaves, structure = tree_flatten(message)
+    tensors: list[Tensor] = []
+    number_of: dict[int, int] = {}
+    kept: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            kept.append(leaf)
+            continue
+        if not unique or id(leaf) not in number_of:
+            number_of[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+        kept.append(_Place(number_of[id(leaf)]))
+    formats = [TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad) for t in tensors]
+    return MessageFormat(structure, kept, formats, _dataclasses(structure)), tensors
+
+
+def unpack(form: MessageFormat, tensors: Sequence[Tensor]) -> Any:
+    """Returns the message of this format with these tensors."""
+    for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
+        if tensor_format.requires_grad:
+            tensor.requires_grad_()
+    leaves = [tensors[leaf.number] if type(leaf) is _Place else leaf for leaf in form.leaves]
+    return tree_unflatten(leaves, form.structure)
+
+
+def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
+    """Returns the numbers of `tensor` as they lie in dense memory, in one dimension."""
+    tensor = tensor.detach()
+    if tensor.stride() != form.stride:
+        dense = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def empty(form: TensorFormat, device: torch.device) -> Tensor:
+    """Returns a tensor of this format for a receive into."""
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+
+
+def to_bytes(form: MessageFormat) -> Tensor:
+    """Returns a format as bytes, a 1-dim uint8 tensor on the CPU.
+
+    Raises:
+        TypeError, PicklingError: a value in the message cannot be pickled.
+    """
+    return torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> MessageFormat:
+    """Returns the format of the result of `to_bytes`, which a process of this run has sent."""
+    form: MessageFormat = pickle.loads(data.numpy().tobytes())
+    for kind in form.dataclasses:
+        if kind not in SUPPORTED_NODES:
+            register_dataclass(kind)
+    return form
+
+
+def _dense(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the strides that `empty_like` gives: of dense layouts such as channels_last."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _dataclasses(structure: TreeSpec) -> list[type]:
+    kinds = [kind for child in structure.children() for kind in _dataclasses(child)]
+    if isinstance(structure.type, type) and is_dataclass(structure.type):
+        kinds.append(structure.type)
+    return kinds

@@ -1,0 +1,33 @@
+"""Four processes: a pipeline over all of them, and two replicas of two processes each."""
+
+import sys
+from dataclasses import replace
+
+import torch
+from support.launch import Cells
+from support.matrix import cells as matrix_cells
+from support.matrix import check_cell
+
+torch.set_num_threads(1)
+cells = Cells()
+
+CELLS = list({replace(cell, nb_part=2): None for cell in matrix_cells()})
+
+for cell in CELLS[::3]:
+
+    @cells.add(f"one pipeline of 4: {cell}")
+    def _(world, cell=cell):
+        check_cell(replace(cell, nb_part=4, stages_per_device=1), engine="distributed")
+
+
+for inner, chosen in (("pp", CELLS[1::3]), ("dp", CELLS[2::3])):
+    for cell in chosen:
+
+        @cells.add(f"2 replicas, inner={inner}: {cell}")
+        def _(world, cell=cell, inner=inner):
+            replica = world.rank // 2 if inner == "pp" else world.rank % 2
+            check_cell(cell, replica, 2, engine="distributed", inner=inner)
+
+
+if __name__ == "__main__":
+    cells.main(sys.argv[1])
