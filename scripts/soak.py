@@ -129,19 +129,20 @@ class Run:
         everybody = [launcher, *launcher.children(recursive=True)] if _alive(launcher) else []
         before = self.logged()
         began = time.monotonic()
-        if everybody:
+        if everybody and before < self.steps:
             self._disturb(kind, launcher, everybody, rng)
         else:
-            kind = "none"  # it was done before the fault
+            kind = "none"  # all its work was done before the fault
         _, left = psutil.wait_procs(everybody, timeout=max(0.0, deadline - time.monotonic()))
         for process in psutil.process_iter(["cwd"]):  # those of a restart
             if process.info["cwd"] == str(self.folder) and process.pid != os.getpid():
                 left.append(process)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         outcome = Outcome(kind, launcher.wait(), time.monotonic() - began)
         if left:
             outcome.problem = f"{len(left)} processes were left"
-            for process in left:
-                process.kill()
         elif kind in SAVES and self.newest() < min(before, self.steps):
             outcome.problem = f"logged step {before}, saved step {self.newest()}"
         outcome.lost = max(0, before - self.newest())
