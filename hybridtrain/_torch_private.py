@@ -52,6 +52,7 @@ __all__ = [
     "lowered",
     "operator_schema",
     "run_backward",
+    "scaler_found_inf",
 ]
 
 # --- tracing
@@ -101,6 +102,22 @@ def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema 
 # small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
 # accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
+
+# --- gradient scaling
+
+
+def scaler_found_inf(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, Tensor]:
+    """Returns, by device, whether `scaler.unscale_(optimizer)` found an overflow; may be changed.
+
+    `GradScaler._per_optimizer_states`: a public scaler knows the gradients of one process only.
+    """
+    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ]
+    return found
+
 
 # --- DistributedDataParallel: PyTorch's own torch.distributed.pipelining does the same
 

@@ -41,7 +41,7 @@ class BufferSnapshot:
             (module, name)
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is None or not buffer.is_inference()
+            if buffer is None or not (buffer.is_inference() or buffer.is_meta)
         ]
         self._known = [frozenset(table) for table in self._tables]
         self._taken: list[tuple[Tensor | None, int]] = [(None, -1)] * len(self._places)

@@ -100,12 +100,14 @@ def _evaluate(
         return checked_loss(loss_fn(output, targets))
 
     loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
+    done = 0
     loss = model.with_count(loss_fn)
     try:
         for inputs, targets in data:
             losses = model.map_outputs(inputs, targets, measure)
+            size = batch_size(inputs, targets)
+            done += size
             if losses:  # else the last stage is in another process
-                size = batch_size(inputs, targets)
                 sizes = chunk_sizes(size, model.options.chunks)
                 weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
                 count += weight.divisor
@@ -113,7 +115,7 @@ def _evaluate(
                 for value, unit in zip(losses, weight.units, strict=True):
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
-                on_batch(samples)
+            on_batch(done)
             if stop is not None and stop():
                 break
     finally:

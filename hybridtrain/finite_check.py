@@ -211,9 +211,9 @@ class FiniteCheck:
             )
 
     def _any_gradient_is_bad(self) -> bool:
-        """Returns whether a gradient is not finite; equal on all processes, as gradients are."""
+        """Returns whether a gradient of any stage is not finite; a collective call."""
         gradients = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
-        return bool(non_finite_names(gradients))
+        return any(self._model.world.gather(bool(non_finite_names(gradients))))
 
     def _loss_is_finite(self, losses: Sequence[Tensor]) -> bool:
         bad = any(not math.isfinite(float(loss)) for loss in losses)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.rebuild import follow
@@ -204,7 +206,7 @@ class HybridModel:
             return HeadOutput(value.detach(), root, gradient)
 
         schedule = self.schedule(len(sizes))
-        recorded = Timeline(schedule, self.pipeline.lane_devices) if timeline else None
+        recorded = self.pipeline.new_timeline(schedule) if timeline else None
         with torch.enable_grad(), self.autocast():
             losses = self.pipeline.run_train_step(
                 schedule,
@@ -317,7 +319,7 @@ class HybridModel:
 
     def parameters(self) -> Iterator[Parameter]:
         """Returns the parameters of `net`, for an optimizer; of this process's stages."""
-        return iter(self.pipeline.parameters.values())
+        return iter(self.pipeline.trained)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Returns the parameters of `net` under its names; of this process's stages."""
@@ -355,6 +357,13 @@ class HybridModel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         return self.pipeline.clip_grad_norm_(max_norm)
+
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Unscales the gradients for `scaler.step`, with one decision for all stages.
+
+        With `engine="distributed"` it takes the place of `scaler.unscale_(optimizer)`.
+        """
+        unscale_(scaler, optimizer, self.world)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
         """Returns the sum over the replicas of `sums`, which are known at the last stage."""

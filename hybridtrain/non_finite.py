@@ -25,7 +25,7 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
     floats = {
         name: value
         for name, value in tensors.items()
-        if isinstance(value, Tensor) and _is_float(value) and value.numel() > 0
+        if isinstance(value, Tensor) and _is_float(value) and value.numel() and not value.is_meta
     }
     # one pass and one wait in the usual case; the largest magnitude, since it cannot overflow
     if math.isfinite(float(get_total_norm(floats.values(), math.inf))):
@@ -49,17 +49,21 @@ def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | 
     if found:
         (_, _, _, where), rank = min(found)
         return where + f" (rank {rank})" * (model.world.size > 1)
-    return _origin_in_backward(model)
+    backwards = [each for each in model.world.gather(_origin_in_backward(model)) if each]
+    if not backwards:
+        return "no single layer: a second forward of the batch is finite"
+    return max(backwards, key=lambda each: each[0])[1]
 
 
 def largest_gradient(model: HybridModel) -> str:
-    """Returns the gradient with the largest value, for a message; equal on all processes."""
+    """Returns the gradient with the largest value, for a message; a collective call."""
     found = [
         (float(parameter.grad.abs().max()), name)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.grad.numel() > 0
     ]
-    value, name = max(found, default=(0.0, "no parameter"))
+    own = max(found, default=(0.0, "no parameter"))
+    value, name = max(model.world.gather(own))
     return f"the gradient of {name}, with values up to {value:.3g}"
 
 
@@ -153,19 +157,22 @@ def _counts(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequenc
     return units or counts.numbers()
 
 
-def _origin_in_backward(model: HybridModel) -> str:
-    """Returns the last layer, so the first of the backward, with a gradient that is not finite."""
+def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:
+    """Returns the last layer, so the first of the backward, with a gradient that is not finite.
+
+    Of this process: the stage, and the text.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for stage in reversed(model.stages):
         for layer in reversed(stage.layers):
             for parameter in reversed(list(layer.module.parameters())):
                 if parameter.grad is not None and not _all_finite(parameter.grad):
-                    return (
+                    return stage.index, (
                         f"stage {stage.index}, the backward of layer {layer.name!r}: the gradient "
                         f"of {names.get(id(parameter), 'a parameter')} is not finite, and the "
                         f"forward is"
                     )
-    return "no single layer: a second forward of the batch is finite"
+    return None
 
 
 _MINUS_INF = "has -inf"

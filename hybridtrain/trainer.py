@@ -409,7 +409,7 @@ class Trainer:
             outs.append(out)
         self._stats.record(out.timeline)
         self._optimizer_check.drop_gradients_left_out()
-        self.scaler.unscale_(self.optimizer)
+        self.model.unscale_(self.scaler, self.optimizer)
         norm = self.model.grad_norm()
         if not weights.total:  # no target of any replica counts
             self._finite.skip_empty(self.step + 1)

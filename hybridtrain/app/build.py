@@ -111,6 +111,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         config.world.timeout_s,
         config.world.engine,
         config.world.stall_s or 0,
+        config.world.inner,
     )
     if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
@@ -174,6 +175,7 @@ def _checked_options(
     check(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
+    check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
     metrics = _metrics(config, loss_fn)
     pipeline_options = _options(

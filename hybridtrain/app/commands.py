@@ -148,9 +148,10 @@ def export(settings: Settings) -> Result:
     checkpoint = checkpoint_to_read(context)
     state.restore(checkpoint, context.model)
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
+    weights = context.model.state_dict()
     if context.world.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(path, context.model.state_dict())
+        write_weights(path, weights)
         _log.info("wrote %s, of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
     context.world.close()

@@ -89,13 +89,13 @@ def init_from(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
         weights, extra = _read(Path(source), best)
-        chosen, report = _match(model.state_dict(), weights, str(source))
+        chosen, report = _match(model.net.state_dict(), weights, str(source))
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(
                 f"init_from={source} has no tensor that the model has: it has "
                 f"{', '.join(sorted(weights)[:3])}, ..., and the model has "
-                f"{', '.join(list(model.state_dict())[:3])}, ..."
+                f"{', '.join(list(model.net.state_dict())[:3])}, ..."
             )
         if strict and problems:
             shown = "; ".join(problems[:3])
@@ -108,7 +108,7 @@ def init_from(
 
     chosen, extra, report = model.world.on_main(read) or ({}, {}, None)
     report = model.world.broadcast(report)
-    own = model.state_dict()
+    own = model.net.state_dict()
     load_weights(
         model,
         {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **chosen},

@@ -23,7 +23,7 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any
     return {
         "state": {names[number]: entry for number, entry in state["state"].items()},
         "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]}
+            {**group, "params": [names[number] for number in group["params"] if names[number]]}
             for group in state["param_groups"]
         ],
     }
@@ -38,10 +38,17 @@ def check_groups(
         CheckpointError: it has others.
     """
     numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
-    own = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    own = [
+        [number for number in group["params"] if number != numbers.get("")]
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    elsewhere = {name for name, p in model.net.named_parameters() if p.is_meta}
     try:
         groups = state["param_groups"]
-        saved = [[numbers.get(name, -1) for name in group["params"]] for group in groups]
+        saved = [
+            [numbers.get(name, -1) for name in group["params"] if name not in elsewhere]
+            for group in groups
+        ]
         if not all(isinstance(entry, dict) for entry in state["state"].values()):
             raise TypeError("the state of a parameter is a dict")
     except (TypeError, KeyError, AttributeError) as error:
@@ -65,6 +72,8 @@ def load_optimizer_by_name(
 
     def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
+        if name not in parameters:
+            return torch.empty(0)  # another process has it
         parameter = parameters[name]
         if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
             return value
@@ -87,6 +96,10 @@ def load_optimizer_by_name(
 
 
 def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
-    """Returns the name of each parameter of `optimizer`, in the numbering of its state."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Returns the name of each parameter of `optimizer`, in the numbering of its state.
+
+    "" for the one that stands for none, in a process whose stages have no parameters.
+    """
+    name_of = {id(parameter): "" for parameter in model.parameters()}
+    name_of |= {id(parameter): name for name, parameter in model.named_parameters()}
     return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]

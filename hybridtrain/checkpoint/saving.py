@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.other_stages import OtherStages
 from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted
@@ -59,8 +60,16 @@ def save(
         CheckpointError: this save, or the one before in the background, has failed.
     """
     dicts = {name: entry.state_dict() for name, entry in states.items()}
+    others = OtherStages(model, optimizer) if model.world.pipeline_group is not None else None
 
     def save_on_main() -> Path | None:
+        try:
+            return write()
+        finally:
+            if others is not None:
+                others.end()
+
+    def write() -> Path | None:
         try:
             # the earlier save's copies are used again
             store.wait()
@@ -69,7 +78,7 @@ def save(
             _log.warning("the last checkpoint was not saved: %s", error)
         if store.background and store.host_copies is None:
             store.host_copies = HostCopies()
-        files = writers(model, optimizer, progress, dicts, copies=store.host_copies)
+        files = writers(model, optimizer, progress, dicts, copies=store.host_copies, others=others)
         try:
             return store.save(step, files, prune=prune)
         except NoSpaceError as error:
@@ -78,6 +87,8 @@ def save(
             _log.warning("no checkpoint of step %d; training goes on: %s", step, error)
             return None
 
+    if others is not None:
+        others.serve()
     # the others wait in a group where a long wait is allowed
     return model.world.broadcast(model.world.on_main(save_on_main))
 

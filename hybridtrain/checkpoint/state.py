@@ -52,6 +52,8 @@ from hybridtrain.model import HybridModel
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
+    from hybridtrain.checkpoint.other_stages import OtherStages
+
 _NONE: Mapping[str, Any] = MappingProxyType({})
 # the last part of the name that torch gives to get_extra_state()
 _EXTRA_STATE = "_extra_state"
@@ -68,6 +70,7 @@ def writers(
     *,
     shard_bytes: int = SHARD_BYTES,
     copies: HostCopies | None = None,
+    others: OtherStages | None = None,
 ) -> dict[str, Writer]:
     """Returns the names of a checkpoint's files, each with the function that writes it.
 
@@ -80,6 +83,7 @@ def writers(
         shard_bytes: the tensors of a file, at most; the others go into further files.
         copies: copy all tensors to host memory now, so that training may go on while they are
             written; None: they are read when they are written.
+        others: the state of stages in other processes.
 
     Raises:
         CheckpointError: a value is of a type that is not saved; names its place.
@@ -94,11 +98,12 @@ def writers(
             raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
         saved |= own
 
-    weights = dict(model.state_dict())
+    weights = dict(model.net.state_dict(keep_vars=True))
     extra = {name: weights.pop(name) for name in list(weights) if not _is_tensor(weights[name])}
+    extra = others.extra if others else extra
     trees = {
         **({"model_extra": extra} if extra else {}),
-        "optimizer": optimizer_by_name(model, optimizer),
+        "optimizer": others.optimizer if others else optimizer_by_name(model, optimizer),
         **states,
     }
     tensors: dict[str, dict[str, Tensor]] = {"model": weights}
@@ -112,11 +117,15 @@ def writers(
         documents[name], tensors[name] = pack(name, tree)
     files: dict[str, Writer] = {}
     for name, own_tensors in tensors.items():
-        check_storable(own_tensors)
+        of_others = others if name in ("model", "optimizer") else None
         if copies is not None:
+            if of_others is not None:
+                own_tensors = {n: of_others.value(name, n, t) for n, t in own_tensors.items()}
+                of_others = None
+            check_storable(own_tensors)
             own_tensors = copies.take(name, own_tensors)
         if own_tensors or name == "model":
-            files |= tensor_writers(name, own_tensors, shard_bytes)
+            files |= tensor_writers(name, own_tensors, shard_bytes, of_others)
     if copies is not None:
         copies.wait()
     for name, document in documents.items():
@@ -147,7 +156,7 @@ def restore(
         manifest = verify(path)
         files = manifest["files"]
         weights, extra = read_weights(path, files)
-        check_fits(path, weights | extra, model.state_dict())
+        check_fits(path, weights | extra, model.net.state_dict())
         trees = {"extra": extra}
         if optimizer is not None:
             trees["optimizer"] = _read_tree(path, "optimizer", files)
@@ -263,12 +272,18 @@ def load_weights(
     world.on_main(lambda: model.load_state_dict({**weights, **received}))
     if world.size == 1:
         return
-    for name, tensor in model.state_dict().items():
+    state = model.net.state_dict()
+    for name, tensor in state.items():
         if name in received or not isinstance(tensor, Tensor):
             continue
-        sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
+        if tensor.is_meta:  # of a stage in another process
+            sent = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if world.is_main:
+                sent.copy_(weights[name])
+        else:
+            sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
         world.broadcast_tensor(sent)
-        if sent is not tensor and not world.is_main:
+        if sent is not tensor and not world.is_main and not tensor.is_meta:
             tensor.copy_(sent)
     if not world.is_main:
-        model.load_state_dict({**model.state_dict(), **received})  # for modules with load hooks
+        model.load_state_dict({**state, **received})  # for modules with load hooks

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
+
+if TYPE_CHECKING:
+    from hybridtrain.checkpoint.other_stages import OtherStages
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
@@ -58,22 +61,29 @@ _AS_BYTES = "hybridtrain.as_bytes"
 
 
 def tensor_writers(
-    stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    others: OtherStages | None = None,
 ) -> dict[str, Writer]:
     """Returns the files that hold `tensors`, each with the function that writes it.
 
     A tensor under several names is stored once, under its first name; the file's metadata has the
     others, as `safetensors.torch.save_model` writes it. Tensors on a device are copied to the CPU
-    one at a time, when they are written.
+    one at a time, when they are written; so are those of `others`, which are meta tensors here.
 
     Raises:
         CheckpointError: a tensor cannot be stored: it is sparse, quantized, or has no values.
     """
-    check_storable(tensors)
-    kept, others = without_aliases(tensors)
+    check_storable({n: t for n, t in tensors.items() if others is None or not others.has(stem, n)})
+    kept, aliases = without_aliases(tensors)
     shards = _shards(kept, shard_bytes)
+
+    def value(name: str, tensor: Tensor) -> Tensor:
+        return tensor if others is None else others.value(stem, name, tensor)
+
     if len(shards) == 1:
-        return {f"{stem}.safetensors": partial(_write, shards[0], others)}
+        return {f"{stem}.safetensors": partial(_write, shards[0], aliases, value)}
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
@@ -81,7 +91,8 @@ def tensor_writers(
     }
     rendered = (json.dumps(index, indent=2) + "\n").encode()
     files: dict[str, Writer] = {
-        file: partial(_write, shard, others) for file, shard in zip(names, shards, strict=True)
+        file: partial(_write, shard, aliases, value)
+        for file, shard in zip(names, shards, strict=True)
     }
     return {**files, f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
 
@@ -175,7 +186,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     kept, others = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
-        if tensor.numel() > 0:
+        if tensor.numel() > 0 and not tensor.is_meta:
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
@@ -220,7 +231,12 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, T
     return shards
 
 
-def _write(tensors: Mapping[str, Tensor], others: Mapping[str, str], file: BinaryIO) -> None:
+def _write(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    value: Callable[[str, Tensor], Tensor],
+    file: BinaryIO,
+) -> None:
     """Writes one safetensors file: the length of the header, the header as JSON, the values."""
     # the widest first, so that each begins where its dtype is aligned, as the library does it
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -235,7 +251,7 @@ def _write(tensors: Mapping[str, Tensor], others: Mapping[str, str], file: Binar
             as_bytes[name] = str(tensor.dtype).removeprefix("torch."), shape
             dtype, shape = "U8", [tensor.nbytes]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    metadata = {"format": "pt", **{o: name for o, name in others.items() if name in tensors}}
+    metadata = {"format": "pt", **{o: name for o, name in aliases.items() if name in tensors}}
     if as_bytes:
         metadata[_AS_BYTES] = json.dumps(as_bytes)
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
@@ -245,7 +261,7 @@ def _write(tensors: Mapping[str, Tensor], others: Mapping[str, str], file: Binar
     for name in order:
         # an empty tensor has no memory to look at
         if tensors[name].numel() > 0:
-            file.write(_memory(tensors[name]))
+            file.write(_memory(value(name, tensors[name])))
 
 
 def _memory(tensor: Tensor) -> memoryview:

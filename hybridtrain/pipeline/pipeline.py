@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,8 @@ from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
 from hybridtrain.world import World
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -116,6 +120,7 @@ class Pipeline:
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
+        self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
         self._engine = ENGINES[world.engine](self.stages, links, world)
 
     def run_train_step(
@@ -205,12 +210,23 @@ class Pipeline:
         parts: list[Any] = [None] * world.processes_per_replica
         dist.all_gather_object(parts, own, group=world.pipeline_group)
         found = {name: value for part in reversed(parts) for name, value in part.items()}
-        return {name: found[name] for name in state}
+        # names of one tensor get one tensor
+        objects = self._net.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        return {name: found[first.setdefault(id(objects[name]), name)] for name in state}
 
     @property
-    def lane_devices(self) -> list[torch.device]:
-        """The device of each lane of a schedule, as far as they are this process's."""
-        return list(self._world.devices) * self._world.processes_per_replica
+    def trained(self) -> list[nn.Parameter]:
+        """What an optimizer is given: `parameters`, or an empty one where there are none."""
+        return list(self.parameters.values()) or [self._no_parameter]
+
+    def new_timeline(self, schedule: Schedule) -> Timeline:
+        """Returns a timeline for the next step; its spans are those of all processes."""
+        world = self._world
+        if world.pipeline_group is None:
+            return Timeline(schedule, world.devices)
+        devices = list(world.devices) * world.processes_per_replica
+        return Timeline(schedule, devices, self.gather, world.pipeline_rank)
 
     @property
     def output_device(self) -> torch.device:
@@ -266,7 +282,7 @@ class Pipeline:
         return norm
 
     def memory_bytes(self) -> list[int]:
-        """Returns the peak memory of each stage so far, in bytes.
+        """Returns the peak memory of each stage so far, in bytes; those of this process.
 
         On a GPU it is the allocator's peak. On a CPU it is counted: parameters, gradients, buffers,
         and the activations of as many micro-batches as the schedule keeps in flight.
@@ -280,9 +296,13 @@ class Pipeline:
         ]
 
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`."""
-        return [
+        """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
+
+        A collective call of the pipeline.
+        """
+        own = [
             {
+                "index": stage.index,
                 "layers": [layer.name for layer in stage.layers],
                 "parameters": stage.count_parameters(),
                 # on a GPU the allocator has counted the optimizer's state already
@@ -291,6 +311,16 @@ class Pipeline:
             }
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]
+        by_stage = sorted(self.gather(own), key=itemgetter("index"))
+        return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]
+
+    def gather(self, own: list[T]) -> list[T]:
+        """Returns the lists of all processes of the pipeline as one, on each of them."""
+        if self._world.pipeline_group is None:
+            return own
+        parts: list[Any] = [None] * self._world.processes_per_replica
+        dist.all_gather_object(parts, own, group=self._world.pipeline_group)
+        return list(chain.from_iterable(parts))
 
 
 def _build_stages(

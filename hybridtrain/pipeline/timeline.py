@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,22 +19,50 @@ class Timeline:
     On a CPU it reads the clock. On a GPU it records events in the stream, without a wait; `spans`
     reads them after one synchronisation.
 
+    Args:
+        schedule: the schedule of the step.
+        devices: of its lanes.
+        gather: where lanes are in several processes, returns the lists of all of them as one.
+        own_lane: the lane that is in this process then.
+
     Attributes:
         schedule: the schedule of the step.
     """
 
-    def __init__(self, schedule: Schedule, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        devices: Sequence[torch.device],
+        gather: Callable[[list[_Lane]], list[_Lane]] | None = None,
+        own_lane: int = 0,
+    ) -> None:
         self.schedule = schedule
         self._devices = devices
+        self._gather = gather
+        self._own_lane = own_lane
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
         self._zero = [mark(device) for device in devices]
+        self._began = time.perf_counter()
+        self._spans: tuple[tuple[Span, ...], ...] | None = None
 
     def record(self, lane: int, action: Action, start: Mark, end: Mark) -> None:
         """Notes that `lane` ran `action` between two marks."""
         self._marks[lane].append((action, start, end))
 
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """Returns the spans of each lane, in seconds since the start of the step."""
+        """Returns the spans of each lane, in seconds since the start of the step.
+
+        The first call is a collective one where lanes are in several processes. Processes of a node
+        have one clock; on other nodes the step is taken to have begun at the same time.
+        """
+        if self._spans is None:
+            self._spans = self._own_spans()
+            if self._gather is not None:
+                lane = _Lane(socket.gethostname(), self._began, self._spans[self._own_lane])
+                self._spans = _aligned(self._gather([lane]))
+        return self._spans
+
+    def _own_spans(self) -> tuple[tuple[Span, ...], ...]:
         lanes = []
         for device, marks, zero in zip(self._devices, self._marks, self._zero, strict=True):
             if device.type == "cuda":
@@ -41,6 +71,32 @@ class Timeline:
                 tuple(Span(action, _since(zero, a), _since(zero, b)) for action, a, b in marks)
             )
         return tuple(lanes)
+
+
+class _Lane(NamedTuple):
+    """The spans of a lane in another process, and what they count from."""
+
+    host: str
+    began: float
+    spans: tuple[Span, ...]
+
+
+def _aligned(lanes: Sequence[_Lane]) -> tuple[tuple[Span, ...], ...]:
+    """Returns the spans of all lanes, counted from the first process that began, of each node."""
+    first: dict[str, float] = {}
+    for lane in lanes:
+        first[lane.host] = min(lane.began, first.get(lane.host, lane.began))
+    return tuple(
+        tuple(
+            Span(
+                Action(*action),
+                start + lane.began - first[lane.host],
+                end + lane.began - first[lane.host],
+            )
+            for action, start, end in lane.spans
+        )
+        for lane in lanes
+    )
 
 
 Mark = float | torch.cuda.Event
