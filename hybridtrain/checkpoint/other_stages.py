@@ -118,7 +118,8 @@ def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any
     for same in zip(*groups, strict=True):
         names = {name for group in same for name in group["params"]}
         merged.append({**same[0], "params": sorted(names, key=order.__getitem__)})
+    state = {name: entry for tree in reversed(trees) for name, entry in tree["state"].items()}
     return {
-        "state": {name: entry for tree in reversed(trees) for name, entry in tree["state"].items()},
+        "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
         "param_groups": merged,
     }

@@ -12,9 +12,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hybridtrain import Trainer
+from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
-from support.compare import hybrid
+from support.compare import cpu_world
 from support.nets import WIDTH, regression
 
 PATIENCE_S = 20
@@ -115,7 +115,8 @@ class Steps:
         return {name for name, value in after.items() if not torch.equal(value, before[name])}
 
     def _copy(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        own = self.net.named_parameters()
+        return {name: p.detach().clone() for name, p in own if not p.is_meta}
 
     def _count(self, step: int) -> None:
         for layer in self.net.modules():
@@ -133,13 +134,15 @@ def fp16_trainer(
     steps: int = 6,
     scale: float = LOSS_SCALE,
     growth: int = 1000,
+    world: World | None = None,
     **options: Any,
 ) -> Any:
     """A trainer in fp16 of four `Overflow` layers, of which `layer` overflows at the steps `at`."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Overflow() for _ in range(4)])
     net[layer].at = at
-    model = hybrid(net, nb_part, chunks=2, precision="fp16")
+    world = world or cpu_world(nb_part)
+    model = HybridModel(net, world, chunks=2, precision="fp16")
     return Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=0.01),

@@ -1,12 +1,34 @@
-"""Pipelines over two processes: the cells of the exactness matrix, and what is special to them."""
+"""Pipelines over two processes: the exactness matrix, and the same results as in one process."""
 
+import copy
 import sys
 from dataclasses import replace
 
+import pytest
 import torch
+from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
 from support.matrix import cells as matrix_cells
 from support.matrix import check_cell
+from support.nets import (
+    CASES,
+    CLASSES,
+    TanhLinear,
+    classification,
+    nested_net,
+    pytree_net,
+    skip_chain,
+    stateful_net,
+    tied_gpt,
+    token_loss,
+    tokens,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from hybridtrain import HybridModel, World
+from hybridtrain.errors import WorldError
+from hybridtrain.losses import cross_entropy
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -16,6 +38,229 @@ for cell in {replace(cell, nb_part=2): None for cell in matrix_cells()}:
     @cells.add(str(cell))
     def _(world, cell=cell):
         check_cell(cell, engine="distributed")
+
+
+def both(make, **options):
+    """The same model over the two processes, and in one stage in each of them."""
+    torch.manual_seed(0)
+    net = make()
+    across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
+    alone = {**options, "stages_per_device": 1, "split": "uniform"}
+    alone = HybridModel(copy.deepcopy(net), World(), **alone)
+    return HybridModel(net, across, **options), alone
+
+
+def assert_equal_steps(ours, alone, batch, loss_fn, steps=3, rows=(7, 10, 3), **close):
+    """Losses, gradients, norms, weights and buffers are equal after each step, bit for bit."""
+
+    def same(mine, theirs):
+        if close:
+            torch.testing.assert_close(mine, theirs, **close)
+        else:
+            assert torch.equal(mine, theirs)
+
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in (ours, alone)]
+    for step in range(steps):
+        inputs, targets = batch(rows[step % len(rows)], step)
+        results = [model.train_step(inputs, targets, loss_fn) for model in (ours, alone)]
+        if ours.owns_output:
+            same(results[0].loss, results[1].loss)
+        expected = dict(alone.named_parameters())
+        for name, parameter in ours.named_parameters():
+            assert (parameter.grad is None) == (expected[name].grad is None), name
+            if parameter.grad is not None:
+                same(parameter.grad, expected[name].grad)
+        norms = [model.clip_grad_norm_(0.1) for model in (ours, alone)]
+        same(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = ours.state_dict()
+    assert list(state) == list(alone.state_dict())
+    for name, value in alone.state_dict().items():
+        same(state[name], value)
+
+
+def add_equal(name, make, batch, loss_fn, close=None, **options):
+    @cells.add(name)
+    def _(world):
+        assert_equal_steps(*both(make, chunks=3, **options), batch, loss_fn, **(close or {}))
+
+
+def pytree_batch(rows, seed):
+    x, y = classification(rows, seed)
+    return {"a": x, "pair": (y[:, None], None), "scale": torch.tensor(2.0)}, y
+
+
+add_equal(
+    "dicts, None, numbers, masks and a tensor twice", nested_net, classification, F.cross_entropy
+)
+add_equal("inputs that are a pytree", pytree_net, pytree_batch, F.cross_entropy)
+for _v in (1, 2, 4):
+    add_equal(
+        f"a value that skips all stages, {_v} a process",
+        lambda: nn.Sequential(*skip_chain(0, 7), nn.Linear(6, CLASSES)),
+        classification,
+        F.cross_entropy,
+        stages_per_device=_v,
+    )
+for _checkpoint in ("never", "always"):
+    add_equal(
+        f"layers with state, recomputed {_checkpoint}",
+        stateful_net,
+        classification,
+        F.cross_entropy,
+        checkpoint=_checkpoint,
+    )
+add_equal(
+    "a tied weight in both processes",
+    lambda: tied_gpt(uses=3),
+    tokens,
+    token_loss,
+    close={"rtol": 1e-5, "atol": 1e-6},
+    stages_per_device=2,
+)
+add_equal("a frozen tied weight", lambda: tied_gpt(frozen=True), tokens, token_loss)
+
+
+class Block(nn.Module):
+    """Cut in its middle, its second part goes on with the draws of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = TanhLinear(), TanhLinear()
+
+    def forward(self, x):
+        x = F.dropout(self.first(x), 0.3, self.training)
+        x = x + torch.rand_like(x) * 0.1
+        return F.dropout(self.second(x), 0.3, self.training)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+add_equal(
+    "a block with draws that is cut in its middle",
+    Blocks,
+    classification,
+    F.cross_entropy,
+    split=["block.second.linear"],
+)
+
+
+@cells.add("evaluation, training and other batch sizes by turns")
+def _turns(world):
+    ours, alone = both(CASES["dropout"].net, chunks=4)
+
+    batch = CASES["dropout"].batch
+    for turn in range(3):
+        assert_equal_steps(ours, alone, batch, F.cross_entropy)
+        for model in (ours, alone):
+            model.eval()
+        for rows in (9, 2):
+            inputs, _ = batch(rows, 100 + turn)
+            output, expected = ours(inputs), alone(inputs)
+            assert (output is not None) == ours.owns_output
+            if ours.owns_output:
+                assert torch.equal(output, expected)
+        for model in (ours, alone):
+            model.train()
+
+
+@cells.add("parameters that are frozen and freed between steps")
+def _frozen(world):
+    ours, alone = both(lambda: nn.Sequential(*[TanhLinear() for _ in range(4)], nn.Linear(6, 3)))
+    for frozen in ((), (0, 1, 2, 3), (1, 3), ()):
+        for model in (ours, alone):
+            for index, layer in enumerate(model.net):
+                layer.requires_grad_(index not in frozen)
+        assert_equal_steps(ours, alone, classification, F.cross_entropy, steps=2)
+
+
+@cells.add("a process whose stage has no parameters")
+def _no_parameters(world):
+    ours, alone = both(
+        lambda: nn.Sequential(nn.Linear(6, CLASSES), nn.Tanh(), nn.Softplus()), split=[1, 2]
+    )
+    assert_equal_steps(ours, alone, classification, F.cross_entropy)
+
+
+@cells.add("each process has the memory of its own stages only")
+def _memory(world):
+    ours, _ = both(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]))
+    elements = sum(p.numel() for p in ours.net.parameters() if not p.is_meta)
+    assert elements == 2 * (64 * 64 + 64)
+    assert [name for name, _ in ours.named_parameters()] == (
+        ["0.weight", "0.bias", "1.weight", "1.bias"]
+        if world.rank == 0
+        else ["2.weight", "2.bias", "3.weight", "3.bias"]
+    )
+
+
+@cells.add("the timeline has the actions of both processes, a forward before the one it feeds")
+def _timeline(world):
+    ours, _ = both(lambda: nn.Sequential(*[TanhLinear() for _ in range(4)]), chunks=4)
+    inputs, _ = classification(8)
+    ours.train_step(inputs, None, lambda output, _: output.square().mean())
+    result = ours.train_step(inputs, None, lambda output, _: output.square().mean(), timeline=True)
+    lanes = result.timeline.spans()
+    assert [len(lane) for lane in lanes] == [8, 8]
+    ends = {span.action: span.end for lane in lanes for span in lane}
+    starts = {span.action: span.start for lane in lanes for span in lane}
+    for action, start in starts.items():
+        if action.kind == "F" and action.stage == 1:
+            assert start >= ends[action._replace(stage=0)]
+        if action.kind == "B" and action.stage == 0:
+            assert start >= ends[action._replace(stage=1)]
+
+
+@cells.add("an overflow in one stage skips the step in both processes")
+def _overflow(world):
+    for layer in (0, 3):
+        across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
+        ours = fp16_trainer(at=(3,), layer=layer, world=across)
+        ours.fit()
+        own = {name for name, _ in ours.model.named_parameters()}
+        for step in range(1, 7):
+            moved = ours.monitor.moved(step) & own
+            assert moved == (set() if step == 3 else own), f"step {step}"
+        assert world.gather(ours.scaler.get_scale()) == [LOSS_SCALE / 2] * 2
+
+
+@cells.add("a replaced layer is followed")
+def _replaced(world):
+    ours, alone = both(lambda: nn.Sequential(*[TanhLinear() for _ in range(4)], nn.Linear(6, 3)))
+    assert_equal_steps(ours, alone, classification, F.cross_entropy, steps=1)
+    for index in (0, 3):
+        torch.manual_seed(index)
+        layer = TanhLinear()
+        ours.net[index], alone.net[index] = copy.deepcopy(layer), layer
+    assert_equal_steps(ours, alone, classification, F.cross_entropy)
+
+
+@cells.add("padded labels count once in all processes of a pipeline")
+def _padded(world):
+    def batch(rows, seed):
+        inputs, targets = classification(rows, seed)
+        return inputs, targets.masked_fill(torch.arange(rows) % 3 == 0, -100)
+
+    make = lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES))  # noqa: E731
+    assert_equal_steps(*both(make, chunks=3), batch, cross_entropy)
+
+
+@cells.add("numbers of processes that do not fit are refused")
+def _refused(world):
+    with pytest.raises(WorldError, match="2 processes cannot be shared by pipelines of nb_part=3"):
+        World.from_env(3, "cpu", engine="distributed")
+    with pytest.raises(WorldError, match="inner=tp is unknown; it is pp or dp"):
+        World.from_env(2, "cpu", engine="distributed", inner="tp")
 
 
 if __name__ == "__main__":
