@@ -49,6 +49,15 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     assert written.stat().st_mode == others.stat().st_mode
 
 
+def test_an_export_that_cannot_be_written_is_one_line(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "export").write_text("a file where the folder should be")
+    assert f"cannot write outputs/digits/export/{LAST}.safetensors: " in fail(
+        capfd, "export", *SMALL
+    )
+
+
 def test_a_plan_is_shown_and_written_and_a_run_is_cut_by_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
