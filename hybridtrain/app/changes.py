@@ -87,13 +87,16 @@ def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
 
 
 def _shown(value: Any) -> str:
-    if value is None or value is MISSING:
-        return "null" if value is None else "(not set)"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class _Missing:
     """The value of a key that is not there."""
+
+    def __str__(self) -> str:
+        return "(not set)"
 
 
 MISSING = _Missing()

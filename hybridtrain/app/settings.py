@@ -59,11 +59,6 @@ class Settings:
     kept: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def run(self) -> Path:
-        """The run directory."""
-        return Path(self.config.output_dir) / str(self.config.run_name)
-
 
 def settle(
     command: str,
