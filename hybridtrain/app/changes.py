@@ -60,11 +60,10 @@ class Change:
         return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
 
 
-def in_words(changes: Sequence[Change], most: int = 4) -> str:
+def in_words(changes: Sequence[Change]) -> str:
     """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
     words = [f"{c.key}={_shown(c.of_run)}, not {_shown(c.other)}" for c in _shortened(changes)]
-    more = len(words) - most
-    return "; ".join(words[:most]) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 def table(head: str, changes: Sequence[Change], pair: str) -> str:

@@ -46,7 +46,7 @@ class RunLog:
         self._early = None
         root.removeHandler(early)
         try:
-            file = _LogFile(self._path)
+            file = _LogFile(self._path, encoding="utf-8")
         except OSError as error:
             logging.getLogger(__name__).warning("no log file: %s", error)
             return

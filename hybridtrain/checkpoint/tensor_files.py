@@ -73,15 +73,16 @@ def tensor_writers(
     shards = _shards(kept, shard_bytes)
     if len(shards) == 1:
         return {f"{stem}.safetensors": partial(_write, shards[0], others)}
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    named = {
+        f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
-        "weight_map": {key: file for file, s in zip(names, shards, strict=True) for key in s},
+        "weight_map": {key: file for file, shard in named.items() for key in shard},
     }
     rendered = (json.dumps(index, indent=2) + "\n").encode()
-    files: dict[str, Writer] = {
-        file: partial(_write, shard, others) for file, shard in zip(names, shards, strict=True)
-    }
+    files: dict[str, Writer] = {f: partial(_write, shard, others) for f, shard in named.items()}
     return {**files, f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
 
 

@@ -134,6 +134,17 @@ def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None
     assert [*watched, (current(), activity.phase)] == [(None, None)] * 3
 
 
+def test_an_allocation_of_slurm_without_srun_is_no_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    seeds = ["recipe=digits", "seed=1,2"]
+    assert sweep("plan", seeds, None, lambda *_: {}) == 0
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="does not work under torchrun or srun"):
+        sweep("plan", seeds, None, lambda *_: {})
+
+
 @pytest.mark.parametrize(
     ("swept", "message"),
     [
