@@ -112,8 +112,9 @@ def _leaves(statement: ast.stmt) -> set[type]:
             found.add(type(node))
         if isinstance(node, ast.Break | ast.Continue) and not in_loop:
             found.add(type(node))
+        body = node.body if isinstance(node, ast.For | ast.While) else []  # without its `else`
         for child in ast.iter_child_nodes(node):
-            visit(child, in_loop or isinstance(node, ast.For | ast.While))
+            visit(child, in_loop or child in body)
 
     visit(statement, False)
     return found
