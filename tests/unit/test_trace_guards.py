@@ -242,12 +242,52 @@ def test_a_tensor_changed_in_place_stays_in_one_stage_with_what_it_is_a_view_of(
         hybrid(Body(moving_mean, mean=torch.zeros(WIDTH)), 3, split=[1, 1, 1])
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.ravel, torch.adjoint, torch.atleast_2d, lambda x: x.hsplit(2)[0], lambda x: x.mT,
+        lambda x: x.type(torch.float32), lambda x: nn.functional.dropout(x, 0.0),
+    ],
+)  # fmt: skip
+def test_what_may_be_a_view_is_known_of_every_function(view):
+    def body(net, x):
+        y = net.a(x)
+        part = view(y)
+        z = net.b(x)
+        part.add_(1)
+        return net.c(y + z)
+
+    assert ChainBuilder(Body(body)).chain().no_cut_before == {1}
+    assert_same(Body(body), samples(), 2)
+
+
+def test_a_buffer_that_is_given_as_out_stays_in_one_stage():
+    def body(net, x):
+        y = net.b(net.a(x) + net.mean)
+        torch.add(net.mean, 1, out=net.mean)
+        return net.c(y)
+
+    chain = ChainBuilder(Body(body, mean=torch.zeros(WIDTH))).chain()
+    assert chain.no_cut_before == {1}
+
+
 def test_a_number_that_was_read_while_tracing_may_not_change_later():
     net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
     model = hybrid(net, 2)
     model(samples())
     net.scale = 0.5
     with pytest.raises(ConfigError, match=r"the model\.scale has changed from 1\.0 to 0\.5 since"):
+        model(samples())
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(WIDTH), "deleted"])
+def test_a_number_that_is_deleted_or_replaced_by_something_else_is_named_too(value):
+    net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
+    model = hybrid(net, 2)
+    del net.scale
+    if not isinstance(value, str):
+        net.scale = value
+    with pytest.raises(ConfigError, match=r"the model\.scale has changed from 1\.0 to .* since"):
         model(samples())
 
 
