@@ -26,7 +26,7 @@ from hybridtrain.graph.stretch import Stretch
 from hybridtrain.graph.traced_graph import TracedGraph
 
 # operator.iadd for operator.add, and so on
-_IN_PLACE_OPERATORS = {
+IN_PLACE_OPERATORS = {
     vars(operator)[f"i{name.strip('_')}"]
     for name in vars(operator)
     if hasattr(operator, f"__i{name.strip('_')}__")
@@ -187,7 +187,7 @@ def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
         return True
     if (schema := operator_schema(target)) is not None:
         return bool(schema.is_mutable)
-    if target in _IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+    if target in IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
         return True
     try:
         bound = inspect.signature(target).bind(*node.args, **node.kwargs)
@@ -200,7 +200,7 @@ def _changes_inputs(traced: TracedGraph) -> bool:
     """Returns whether the graph changes its inputs in place, or views of them."""
     return any(
         base.op == "placeholder" and base is not node and _works_in_place(node, traced.find)
-        for node, base in _viewed(traced).items()
+        for node, base in viewed_by(traced).items()
     )
 
 
@@ -209,7 +209,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
-    viewed = _viewed(traced)
+    viewed = viewed_by(traced)
     stateful: dict[int, list[int]] = {}  # the segments of stretches that share state
     for node, first in viewed.items():
         stretch = _stretch(node, traced.find)
@@ -235,7 +235,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     return no_cut_before
 
 
-def _viewed(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
+def viewed_by(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
     """Returns, for each node, the one whose memory its tensor may share: itself if it is new."""
     viewed: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:

@@ -271,6 +271,46 @@ def test_a_buffer_that_is_given_as_out_stays_in_one_stage():
     assert chain.no_cut_before == {1}
 
 
+def adds_to_an_alias(net, x):
+    y = net.a(x)
+    same, rows = y, y.size(0)
+    old_rows = rows
+    rows += 1
+    y += 1
+    return net.c(net.b(x) + same) * rows / old_rows
+
+
+def adds_to_a_view(net, x):
+    y = net.a(x)
+    half = y[:, :2]
+    half *= 2
+    return net.c(net.b(y))
+
+
+def adds_to_a_buffer(net, x):
+    y = net.b(net.a(x))
+    mean = net.mean
+    mean += y.detach().mean(0)
+    return net.c(y)
+
+
+@pytest.mark.parametrize("body", [adds_to_an_alias, adds_to_a_view, adds_to_a_buffer])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_augmented_assignment_changes_what_has_another_name(body, stages):
+    assert_same(Body(body, mean=torch.zeros(WIDTH)), samples(), stages)
+
+
+def test_an_augmented_assignment_that_nothing_else_sees_makes_a_new_tensor():
+    def residual(net, x):
+        y = net.b(net.a(x))
+        y += x
+        return net.c(y)
+
+    assert_same(Body(residual), samples(), 3)
+    layers = ChainBuilder(Body(residual)).chain().layers
+    assert not any(layer.module.inplace for layer in layers)
+
+
 def test_a_number_that_was_read_while_tracing_may_not_change_later():
     net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
     model = hybrid(net, 2)
