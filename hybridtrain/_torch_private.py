@@ -45,11 +45,13 @@ __all__ = [
     "ddp_reset",
     "ddp_sync_buffers",
     "end_loader",
+    "exported_guards",
     "get_default_store",
     "has_hooks",
     "hooks_of",
     "loader_workers",
     "lowered",
+    "operator_overloads",
     "operator_schema",
     "run_backward",
     "scaler_found_inf",
@@ -94,6 +96,26 @@ def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema 
     and which its result is a view of.
     """
     return function._schema if isinstance(function, torch._ops.OpOverload) else None
+
+
+def operator_overloads(name: str) -> list[torch.FunctionSchema]:
+    """Returns the schemas of PyTorch's own operator `name`; none if there is no such operator.
+
+    Uses `torch._ops.OpOverloadPacket`, as `operator_schema` does its overloads.
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload)._schema for overload in packet.overloads()]
+
+
+def exported_guards(program: torch.export.ExportedProgram) -> list[str]:
+    """Returns the conditions on the inputs of an exported program, as code.
+
+    Uses `ExportedProgram._guards_code`: the module made of it checks them in a function that hides
+    what it checks.
+    """
+    return program._guards_code
 
 
 # --- autograd

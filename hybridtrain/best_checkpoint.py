@@ -37,21 +37,23 @@ class BestCheckpoint:
         self._smallest = mode == "min"
         self._criterion = None if name is None else f"{mode} {name}"
         self._unsure: int | None = None  # the best step, until its save is known to have ended well
-        if name is not None and values is None:
+        if name is None:
+            return
+        if values is None:
             raise ConfigError(f"best={name} needs an evaluation, and this run has none")
-        if name is not None and name not in (values or ()):
+        if name not in values:
             raise ConfigError(
-                f"best={name} is not a value of the evaluation: {did_you_mean(name, values or ())}"
+                f"best={name} is not a value of the evaluation: {did_you_mean(name, values)}"
             )
 
     def improves(self, step: int, result: Mapping[str, float]) -> bool:
         """Returns whether `result`, the evaluation of `step`, is the best; remembers it then."""
         if self._name is None or not math.isfinite(value := result[self._name]):
             return False
-        if self.value is not None:
-            better = value < self.value if self._smallest else value > self.value
-            if not better:
-                return False
+        if self.value is not None and not (
+            value < self.value if self._smallest else value > self.value
+        ):
+            return False
         self.step, self.value = step, value
         return True
 

@@ -27,8 +27,9 @@ import torch
 from torch import Tag, Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hybridtrain._torch_private import TorchDispatchMode
 
 log = logging.getLogger("hybridtrain")
 

@@ -19,6 +19,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave the new name without content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

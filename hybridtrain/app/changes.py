@@ -60,11 +60,10 @@ class Change:
         return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
 
 
-def in_words(changes: Sequence[Change], most: int = 4) -> str:
+def in_words(changes: Sequence[Change]) -> str:
     """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
     words = [f"{c.key}={_shown(c.of_run)}, not {_shown(c.other)}" for c in _shortened(changes)]
-    more = len(words) - most
-    return "; ".join(words[:most]) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 def table(head: str, changes: Sequence[Change], pair: str) -> str:
@@ -87,13 +86,16 @@ def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
 
 
 def _shown(value: Any) -> str:
-    if value is None or value is MISSING:
-        return "null" if value is None else "(not set)"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class _Missing:
     """The value of a key that is not there."""
+
+    def __str__(self) -> str:
+        return "(not set)"
 
 
 MISSING = _Missing()

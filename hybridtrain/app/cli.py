@@ -25,6 +25,7 @@ from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.settings import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
+from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
 COMMANDS = ("train", "plan", "evaluate", "export")
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             from hybridtrain.app.error_report import report  # not needed for --help
 
-            return report(error, _rank())
+            return report(error)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -71,7 +72,7 @@ def _dispatch(arguments: list[str]) -> int:
         text = config_text(
             compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package
         )
-        if _rank() == 0:
+        if detect(os.environ).rank == 0:
             print(text)
         return 0
     run(command, settle(command, overrides, parsed.config_dir))
@@ -133,7 +134,7 @@ def _make_working_directory_importable() -> None:
 
 def _show(arguments: Sequence[str]) -> int:
     """Runs Hydra's own `--cfg hydra`, `--help` and the like, on rank 0."""
-    if _rank() == 0:
+    if detect(os.environ).rank == 0:
         import hydra
 
         register()
@@ -141,7 +142,3 @@ def _show(arguments: Sequence[str]) -> int:
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

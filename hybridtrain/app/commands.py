@@ -72,7 +72,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
-        _refuse_other_settings(context, trainer.step)
+        # of rank 0, which alone has to see the run directory
+        world.on_main(lambda: _refuse_other_settings(context, trainer.step))
         _log.info(
             "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "
             "to start again, set another run_name",
@@ -150,7 +151,6 @@ def export(settings: Settings) -> Result:
     path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
     weights = context.model.state_dict()
     if context.world.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_weights(path, weights)
         _log.info("wrote %s, of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})

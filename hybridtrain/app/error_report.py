@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
+from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import early_signals
+from hybridtrain.launch.environment import detect
 
 if TYPE_CHECKING:
     from hybridtrain.launch.job import Failure
@@ -52,13 +53,14 @@ _BROKEN_CONNECTION = (
 _TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout")
 
 
-def report(error: BaseException, rank: int) -> int:
+def report(error: BaseException) -> int:
     """Prints the error that ends this command, unless another rank has, and returns the exit code.
 
     With several processes it does not return, but ends this one: its other threads may wait for
     processes that have ended.
     """
     text, line, code = describe(error)
+    rank, size = _rank_and_size()
     watchdog = running_watchdog()
     if watchdog is None or watchdog.job.size == 1:
         if watchdog is None and rank != 0:
@@ -68,7 +70,7 @@ def report(error: BaseException, rank: int) -> int:
         if watchdog is not None:
             watchdog.close()
             early_signals.restore()
-        if _is_one_of_several():
+        if size > 1:
             if watchdog is not None:
                 from hybridtrain.launch.watchdog import end_process
 
@@ -189,8 +191,12 @@ def _record(line: str, at: float) -> None:
     write_error_file(line, at)
 
 
-def _is_one_of_several() -> bool:
-    return max(int(os.environ.get(key, "1")) for key in ("WORLD_SIZE", "SLURM_NTASKS")) > 1
+def _rank_and_size() -> tuple[int, int]:
+    try:
+        launch = detect(os.environ)
+    except WorldError:  # perhaps the error that is reported
+        return 0, 1
+    return launch.rank, launch.size
 
 
 def _log_file() -> str | None:

@@ -106,21 +106,17 @@ def _resolved(config: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def to_yaml(
-    value: Config | list[str],
-    texts: Mapping[tuple[str | int, ...], str] | None = None,
-    mask: bool = False,
+    config: Config, texts: Mapping[tuple[str | int, ...], str] = {}, mask: bool = False
 ) -> str:
-    """Returns a config, or a list of overrides, as written to the run directory.
+    """Returns a config as written to the run directory.
 
     Args:
-        value: a resolved config or a list.
+        config: with its interpolations resolved.
         texts: by path, interpolations to write in the place of the values (`from_environment`).
         mask: for people: without what looks like a secret.
     """
-    if isinstance(value, list):
-        return OmegaConf.to_yaml(value)
-    tree = to_tree(value)
-    for path, text in (texts or {}).items():
+    tree = to_tree(config)
+    for path, text in texts.items():
         put(tree, path, text)
     if mask:
         tree = masked(tree)

@@ -88,14 +88,15 @@ def build(
         if name not in ("_target_", *ignore)
         and (value is not None or takes_any or name in parameters)
     }
-    known = [*list(parameters)[len(positional) :], *ignore]
+    by_key = list(parameters)[len(positional) :]
+    known = [*by_key, *ignore]
     for name, value in arguments.items():
         if name not in known and not takes_any:
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
         if name in parameters:
             _check_type(f"{key}.{name}", value, parameters[name])
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for name in list(parameters)[len(positional) :]:
+    for name in by_key:
         if name in defaults and name not in config and parameters[name].kind in by_name:
             arguments[name] = defaults[name]
     try:
@@ -117,20 +118,16 @@ def build(
     return made
 
 
-def leave_out_leftovers(
-    key: str, config: dict[str, Any], leftovers: Sequence[str], allow: Sequence[str] = ()
+def not_taken(
+    key: str, config: Mapping[str, Any], names: Sequence[str], allow: Sequence[str] = ()
 ) -> list[str]:
-    """Removes those `leftovers` from `config` that its target does not take; returns their names.
-
-    A group's option has keys for its own `_target_`; with another one they are nobody's wish.
-    """
-    if not leftovers:
+    """Returns those of `names` that are not arguments of the target of `config`."""
+    if not names:
         return []
     parameters = inspect.signature(resolve(key, config.get("_target_"), allow)).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return []
-    names = [name for name in leftovers if name not in (*parameters, "_target_")]
-    return [name for name in names if config.pop(name, None) is not None]
+    return [name for name in names if name not in (*parameters, "_target_")]
 
 
 def _own_packages(key: str) -> tuple[str, ...]:

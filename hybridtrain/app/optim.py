@@ -42,6 +42,7 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
     """Returns how many tensors of a parameter's size the optimizer of `config` keeps for it."""
     parameter = Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(config, [parameter], allow)
+    optimizer.param_groups[0]["capturable"] = False  # which is for parameters on a GPU
     parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from hybridtrain.app.config import Config
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.run_log import RunLog
-from hybridtrain.app.terminal import json_line
+from hybridtrain.app.terminal import finite, json_line
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically
 
@@ -75,15 +76,15 @@ class RunDirectory:
         self,
         config: Config,
         overrides: Sequence[str],
-        texts: Mapping[tuple[str | int, ...], str] | None = None,
+        texts: Mapping[tuple[str | int, ...], str],
     ) -> None:
         """Writes `config.yaml` and `overrides.yaml`; `texts` as in `to_yaml`."""
-        self._write("config.yaml", to_yaml(config, texts or {}))
-        self._write("overrides.yaml", to_yaml(list(overrides)))
+        self._write("config.yaml", to_yaml(config, texts))
+        self._write("overrides.yaml", OmegaConf.to_yaml(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`; NaN and the infinities, which JSON does not have, are null."""
-        self._write("summary.json", json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+        """Writes `summary.json`; NaN and the infinities are null."""
+        self._write("summary.json", json.dumps(finite(summary), indent=1, allow_nan=False) + "\n")
 
     def add_evaluation(self, result: Mapping[str, Any]) -> None:
         """Appends a line to `evaluations.jsonl`; only warns if that fails."""
@@ -113,12 +114,3 @@ class RunDirectory:
         return ConfigError(
             f"cannot write to the run directory {self.path}: {reason}; set output_dir or run_name"
         )
-
-
-def _finite(value: Any) -> Any:
-    """Returns a tree of JSON's types with None for the floats that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

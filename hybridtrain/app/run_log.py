@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from logging.handlers import MemoryHandler
@@ -45,7 +46,7 @@ class RunLog:
         self._early = None
         root.removeHandler(early)
         try:
-            file = _LogFile(self._path)
+            file = _LogFile(self._path, encoding="utf-8")
         except OSError as error:
             logging.getLogger(__name__).warning("no log file: %s", error)
             return
@@ -56,7 +57,7 @@ class RunLog:
         root.addHandler(file)
 
 
-class LogLines:
+class LogLines(io.TextIOBase):
     """A text stream whose lines go to the log file, and not to the terminal."""
 
     def write(self, text: str) -> int:
@@ -65,13 +66,6 @@ class LogLines:
             if line.strip():
                 logging.getLogger(_FILE_ONLY).info("%s", line)
         return len(text)
-
-    def flush(self) -> None:
-        """Does nothing: each line is written at once."""
-
-    def isatty(self) -> bool:
-        """Returns False."""
-        return False
 
 
 class _LogFile(logging.FileHandler):

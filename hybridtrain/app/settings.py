@@ -59,11 +59,6 @@ class Settings:
     kept: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def run(self) -> Path:
-        """The run directory."""
-        return Path(self.config.output_dir) / str(self.config.run_name)
-
 
 def settle(
     command: str,
@@ -170,7 +165,7 @@ def _on_top_of(
     try:
         config = to_config(base)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}") from error
+        raise _wrong_value(run, error) from error
     leftovers = {
         group: [key for key in getattr(config, group) if key in names]
         for group, names in leftovers.items()
@@ -255,7 +250,11 @@ def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
     try:
         return to_config(known)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}") from error
+        raise _wrong_value(run, error) from error
+
+
+def _wrong_value(run: Path, error: OmegaConfBaseException) -> ConfigError:
+    return ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}")
 
 
 def _recipe_of_run(saved: Mapping[str, Any], run: Path) -> str | None:

@@ -21,12 +21,12 @@ def leave_out_leftovers(settings: Settings) -> None:
     allow = settings.config.allow_targets
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
-        before = dict(values)
         names = [name for name in leftovers if name not in (*LOADER_KEYS, "warmup_steps")]
-        for name in instantiate.leave_out_leftovers(group, values, names, allow):
-            settings.notes.append(
-                f"{group}.{name}={before[name]} is left out: {values['_target_']} does not take it"
-            )
+        for name in instantiate.not_taken(group, values, names, allow):
+            if (value := values.pop(name, None)) is not None:
+                settings.notes.append(
+                    f"{group}.{name}={value} is left out: {values['_target_']} does not take it"
+                )
 
 
 def agreed(config: Config, world: World) -> Config:

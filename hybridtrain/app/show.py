@@ -22,9 +22,8 @@ _KEY = re.compile(r"^( *)(\w+):")
 def versions() -> str:
     """Returns the versions that a report of a problem needs, on one line."""
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"hybridtrain {__version__}, torch {_version('torch')}, hydra-core " + (
-        f"{_version('hydra-core')}, Python {python}"
-    )
+    torch, hydra = _version("torch"), _version("hydra-core")
+    return f"hybridtrain {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
 
 
 def config_text(composition: Composition, resolve: bool = False, package: str | None = None) -> str:

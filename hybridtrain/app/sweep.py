@@ -17,6 +17,7 @@ from hybridtrain.app.error_report import running_watchdog
 from hybridtrain.app.settings import settle
 from hybridtrain.errors import ConfigError, Interrupted, UserError
 from hybridtrain.files import write_atomically
+from hybridtrain.launch.environment import detect
 from hybridtrain.text_table import text_table
 
 Run = Callable[[str, Any], dict[str, Any]]
@@ -37,7 +38,7 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
     Raises:
         ConfigError: a combination is wrong; none has begun.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+    if detect(os.environ).size > 1:
         raise ConfigError(
             "--multirun does not work under torchrun or srun: every process would sweep. Start one "
             "torchrun for each combination, from a shell loop or an array of jobs"

@@ -70,12 +70,17 @@ def print_result(values: Mapping[str, Any]) -> None:
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """Returns one line of JSON; NaN and the infinities, which JSON does not have, are `null`."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
-    return json.dumps(finite, allow_nan=False, default=str)
+    """Returns one line of JSON; see `finite`."""
+    return json.dumps(finite(values), allow_nan=False, default=str)
+
+
+def finite(value: Any) -> Any:
+    """Returns a tree with None for NaN and the infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lead_nowhere(stream: LastingStream) -> None:

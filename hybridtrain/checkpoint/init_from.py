@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.checkpoint.manifest import MANIFEST, verify
-from hybridtrain.checkpoint.state import load_weights, read_weights
+from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain.checkpoint.state import EXTRA_STATE, load_weights, read_weights, split_state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases
 from hybridtrain.errors import CheckpointError
@@ -24,7 +24,6 @@ _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 # what wrappers put before the names, and where other libraries put the weights in a file
 _PREFIXES = ("module.", "_orig_mod.")
 _KEYS = ("state_dict", "model_state_dict", "model")
-_EXTRA_STATE = "_extra_state"
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +107,9 @@ def init_from(
 
     chosen, extra, report = model.world.on_main(read) or ({}, {}, None)
     report = model.world.broadcast(report)
-    own = model.net.state_dict()
-    load_weights(
-        model,
-        {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **chosen},
-        {name: extra.get(name, v) for name, v in own.items() if not isinstance(v, Tensor)},
-    )
+    own, own_extra = split_state(model.net.state_dict())
+    known_extra = {name: value for name, value in extra.items() if name in own_extra}
+    load_weights(model, {**own, **chosen}, {**own_extra, **known_extra})
     assert report is not None
     if model.world.is_main:
         _log.log(logging.WARNING if report.problems() else logging.INFO, "%s", report)
@@ -121,22 +117,23 @@ def init_from(
 
 
 def _match(
-    own: Mapping[str, Any], weights: Mapping[str, Any], source: str
+    own: Mapping[str, Any], weights: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], InitReport]:
     """Returns the weights under the model's names, and the report."""
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in split_state(own)[0].items() if _is_weight(name)}
     plain_own = {_plain(name): name for name in tensors}
     chosen: dict[str, Tensor] = {}
-    unexpected, reshaped, prefixes = [], [], set()
+    reshaped: dict[str, str] = {}
+    unexpected, prefixes = [], set()
     for name, value in weights.items():
-        if not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
+        if not _is_weight(name):
             continue
         target = name if name in tensors else plain_own.get(_plain(name))
         if target is None:
             unexpected.append(name)
-        elif value.shape != tensors[target].shape and not target.endswith(_EXTRA_STATE):
+        elif value.shape != tensors[target].shape:
             there, here = list(value.shape), list(tensors[target].shape)
-            reshaped.append(f"{target} is {there} there and {here} in the model")
+            reshaped[target] = f"{target} is {there} there and {here} in the model"
         else:
             chosen[target] = value
         if target is not None and target != name:
@@ -144,23 +141,19 @@ def _match(
     # a tied tensor has its values if one of its names has
     _, others = without_aliases(tensors)
     given = {others.get(name, name) for name in chosen}
-    wrong = {line.partition(" is ")[0] for line in reshaped}
-    missing = [
-        name
-        for name in tensors
-        if others.get(name, name) not in given
-        and name not in wrong
-        and not name.endswith(_EXTRA_STATE)
-    ]
-    report = InitReport(
+    missing = [n for n in tensors if others.get(n, n) not in given and n not in reshaped]
+    return chosen, InitReport(
         source,
         tuple(chosen),
         tuple(missing),
         tuple(unexpected),
-        tuple(reshaped),
+        tuple(reshaped.values()),
         "".join(sorted(prefixes)),
     )
-    return chosen, report
+
+
+def _is_weight(name: str) -> bool:
+    return not name.endswith(EXTRA_STATE)
 
 
 def _plain(name: str) -> str:
@@ -192,11 +185,15 @@ def _read(source: Path, best: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
             path = store.best() if best else store.newest()
             if path is None:
                 raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
-            return read_weights(path, verify(path)["files"])
+            return read_weights(path, read_manifest(path)["files"])  # the store has verified it
     for stem in ("model", "diffusion_pytorch_model", "adapter_model"):
         if any(source.glob(f"{stem}.safetensors*")):
             return read_tensors(source, stem), {}
-    files = sorted(_candidates(source))
+    files = sorted(
+        file
+        for file in source.iterdir()
+        if file.is_file() and file.suffix in (".safetensors", *_TORCH_FILES)
+    )
     if len(files) == 1:
         return _read(files[0], best)
     found = ", ".join(file.name for file in files) or "none"
@@ -204,12 +201,6 @@ def _read(source: Path, best: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
         f"weights (found there: {found})"
     )
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix in (".safetensors", *_TORCH_FILES):
-            yield file
 
 
 def _read_torch_file(path: Path) -> dict[str, Tensor]:

@@ -16,6 +16,9 @@ from typing import Any, BinaryIO, cast
 
 from hybridtrain.errors import CheckpointError
 
+Writer = Callable[[BinaryIO], object]
+"""Writes the content of one file, which can only be appended to."""
+
 MANIFEST = "manifest.json"
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
@@ -114,7 +117,7 @@ class HashingFile(io.RawIOBase):
         return len(view)
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], object]) -> dict[str, Any]:
+def write_file(path: Path, write: Writer) -> dict[str, Any]:
     """Writes one file and waits until it is on disk; returns its entry in the manifest."""
     # opened like any other file, so that its mode follows the umask
     with open(path, "xb") as file:

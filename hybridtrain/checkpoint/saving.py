@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -15,14 +14,12 @@ from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.other_stages import OtherStages
 from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
-from hybridtrain.errors import CheckpointError, Interrupted
+from hybridtrain.errors import Interrupted
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ def save(
     model: HybridModel,
     optimizer: Optimizer,
     progress: Mapping[str, Stateful],
-    states: Mapping[str, Stateful] = _NONE,
+    states: Mapping[str, Stateful] = {},
     *,
     required: bool = True,
     prune: bool = True,
@@ -111,9 +108,7 @@ def finishing(store: CheckpointStore | None, world: World) -> Iterator[None]:
         raise
     except BaseException:
         # the other processes may be gone: nothing is sent to them
-        try:
+        with suppress(Exception):  # which its thread has logged
             store.wait()
-        except CheckpointError as error:
-            _log.error("%s", error)
         raise
     world.on_main(store.wait)

@@ -23,7 +23,6 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.manifest import verify
+from hybridtrain.checkpoint.manifest import Writer, verify
 from hybridtrain.checkpoint.optimizer_state import (
     check_groups,
     load_optimizer_by_name,
@@ -40,7 +39,6 @@ from hybridtrain.checkpoint.optimizer_state import (
 from hybridtrain.checkpoint.progress import read_progress
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
-    Writer,
     check_storable,
     read_tensors,
     tensor_writers,
@@ -54,9 +52,8 @@ if TYPE_CHECKING:
 
     from hybridtrain.checkpoint.other_stages import OtherStages
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
 # the last part of the name that torch gives to get_extra_state()
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
 
 _log = logging.getLogger(__name__)
@@ -66,7 +63,7 @@ def writers(
     model: HybridModel,
     optimizer: Optimizer,
     progress: Mapping[str, Stateful],
-    states: Mapping[str, Mapping[str, Any]] = _NONE,
+    states: Mapping[str, Mapping[str, Any]] = {},
     *,
     shard_bytes: int = SHARD_BYTES,
     copies: HostCopies | None = None,
@@ -98,8 +95,8 @@ def writers(
             raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
         saved |= own
 
-    weights = dict(model.net.state_dict(keep_vars=True))
-    extra = {name: weights.pop(name) for name in list(weights) if not _is_tensor(weights[name])}
+    # the parameters themselves: a tied one is known by being the same under all its names
+    weights, extra = split_state(model.net.state_dict(keep_vars=True))
     extra = others.extra if others else extra
     trees = {
         **({"model_extra": extra} if extra else {}),
@@ -139,8 +136,8 @@ def restore(
     path: Path,
     model: HybridModel,
     optimizer: Optimizer | None = None,
-    progress: Mapping[str, Stateful] = _NONE,
-    states: Mapping[str, Stateful] = _NONE,
+    progress: Mapping[str, Stateful] = {},
+    states: Mapping[str, Stateful] = {},
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path` into what is given; a collective call.
 
@@ -157,7 +154,7 @@ def restore(
         files = manifest["files"]
         weights, extra = read_weights(path, files)
         check_fits(path, weights | extra, model.net.state_dict())
-        trees = {"extra": extra}
+        trees: dict[str, Any] = {}
         if optimizer is not None:
             trees["optimizer"] = _read_tree(path, "optimizer", files)
             check_groups(path, model, optimizer, trees["optimizer"])
@@ -196,12 +193,15 @@ def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor
         files: of its manifest.
     """
     if "model.pt" in files:  # format 1
-        weights = dict(_mapped(path / "model.pt"))
-        extra = {name: weights.pop(name) for name in list(weights) if not _is_tensor(weights[name])}
-        return weights, extra
-    has_extra = "model_extra.json" in files
-    extra = _read_tree(path, "model_extra", files) if has_extra else {}
+        return split_state(_mapped(path / "model.pt"))
+    extra = _read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
     return read_tensors(path, "model", files), extra
+
+
+def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors of a module's state dict, and its other entries."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -213,12 +213,12 @@ def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -
     problems = [f"it lacks {name}" for name in own if name not in weights]
     problems += [f"the model has no {name}" for name in weights if name not in own]
     problems += [
-        f"{name} is {list(weights[name].shape)} there and {list(own[name].shape)} in the model"
+        f"{name} is {_shape(weights[name])} there and {_shape(own[name])} in the model"
         for name in own
         if name in weights
         and _shape(weights[name]) != _shape(own[name])
         # a module's extra state may be of any shape
-        and not name.endswith(_EXTRA_STATE)
+        and not name.endswith(EXTRA_STATE)
     ]
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
@@ -247,10 +247,6 @@ def _writer_of(content: bytes) -> Writer:
     return lambda file: file.write(content)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
 
@@ -266,15 +262,17 @@ def load_weights(
 ) -> None:
     """Loads rank 0's `weights` and other state on every rank; a collective call."""
     world = model.world
-    others = {name: value for name, value in weights.items() if name.endswith(_EXTRA_STATE)}
+    others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
     # copies, since a module may keep what it is given
     received = broadcast_tree(world, {**extra, **others}, lambda _, value: value)
     world.on_main(lambda: model.load_state_dict({**weights, **received}))
     if world.size == 1:
         return
+    # initial weights may be of a part of the model
+    names = world.broadcast({name for name, tensor in weights.items() if not tensor.is_meta})
     state = model.net.state_dict()
     for name, tensor in state.items():
-        if name in received or not isinstance(tensor, Tensor):
+        if name in received or name not in names:
             continue
         if tensor.is_meta:  # of a stage in another process
             sent = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -33,9 +33,9 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from hybridtrain.checkpoint.best import Best, read_best, write_best
@@ -43,6 +43,7 @@ from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     PUBLISHED,
+    Writer,
     check_file_name,
     read_manifest,
     render_manifest,
@@ -93,13 +94,7 @@ class CheckpointStore:
         self._lock = threading.RLock()  # of the directory, and of the next line
         self._unsaved_best: Best | None = None
 
-    def save(
-        self,
-        step: int,
-        writers: Mapping[str, Callable[[BinaryIO], object]],
-        *,
-        prune: bool = True,
-    ) -> Path:
+    def save(self, step: int, writers: Mapping[str, Writer], *, prune: bool = True) -> Path:
         """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
@@ -127,11 +122,9 @@ class CheckpointStore:
             with activity.saving():
                 return self._save(step, writers, prune)
         # not a daemon: the interpreter waits for it at exit
+        arguments = step, writers, prune
         self._thread = threading.Thread(
-            target=self._save_in_background,
-            args=(step, writers, prune),
-            name="checkpoint",
-            daemon=False,
+            target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
         )
         self._thread.start()
         return self._path(step)
@@ -225,25 +218,23 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged; starting from scratch is the user's decision.
         """
-        published = self._published()
-        for _, _, path in reversed(published):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                _log.warning("skipping a damaged checkpoint: %s", error)
-            else:
-                return path
-        if published:
-            names = ", ".join(path.name for _, _, path in published)
-            raise CheckpointError(
-                f"none of the checkpoints in {self.root} is intact ({names}): restore one from a "
-                "copy, or start a new run in another directory"
-            )
+        while published := self._published():
+            for _, _, path in reversed(published):
+                try:
+                    verify(path)
+                except CheckpointError as error:
+                    _log.warning("skipping a damaged checkpoint: %s", error)
+                else:
+                    return path
+            if published == self._published():  # no run has replaced them meanwhile
+                names = ", ".join(path.name for _, _, path in published)
+                raise CheckpointError(
+                    f"none of the checkpoints in {self.root} is intact ({names}): restore one from "
+                    "a copy, or start a new run in another directory"
+                )
         return None
 
-    def _save_in_background(
-        self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
-    ) -> None:
+    def _save_in_background(self, step: int, writers: Mapping[str, Writer], prune: bool) -> None:
         try:
             with activity.saving():
                 self._save(step, writers, prune)
@@ -252,9 +243,7 @@ class CheckpointStore:
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
             self._failure, self._failed_step = error, step
 
-    def _save(
-        self, step: int, writers: Mapping[str, Callable[[BinaryIO], object]], prune: bool
-    ) -> Path:
+    def _save(self, step: int, writers: Mapping[str, Writer], prune: bool) -> Path:
         temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
         try:
             make_directory(self.root)

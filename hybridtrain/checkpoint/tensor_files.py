@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hybridtrain.checkpoint.manifest import Writer
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
 
@@ -35,8 +36,6 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
 
 _log = logging.getLogger(__name__)
-
-Writer = Callable[[BinaryIO], object]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -84,15 +83,17 @@ def tensor_writers(
 
     if len(shards) == 1:
         return {f"{stem}.safetensors": partial(_write, shards[0], aliases, value)}
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    named = {
+        f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
-        "weight_map": {key: file for file, s in zip(names, shards, strict=True) for key in s},
+        "weight_map": {key: file for file, shard in named.items() for key in shard},
     }
     rendered = (json.dumps(index, indent=2) + "\n").encode()
     files: dict[str, Writer] = {
-        file: partial(_write, shard, aliases, value)
-        for file, shard in zip(names, shards, strict=True)
+        file: partial(_write, shard, aliases, value) for file, shard in named.items()
     }
     return {**files, f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
 
@@ -110,6 +111,7 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
         _log.warning("%s has no %s: a safetensors file holds tensors only", path, left_out)
     (write,) = tensor_writers(path.stem, tensors, shard_bytes=sys.maxsize).values()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             write(file)
     except OSError as error:

@@ -18,6 +18,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path, PurePath
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ def broadcast_tree(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Te
         value = torch.empty_like(kind, device="cpu")
         if world.is_main:
             value.copy_(*mains)
-        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)))  # in memory order
+        # in memory order, as bytes: gloo and NCCL do not know every dtype
+        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)).view(torch.uint8))
         return move(path, value)
 
     return tree_map_with_path(receive, kinds, *([tree] if world.is_main else []))
@@ -122,7 +124,7 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Set):
         return {"$set": [inner(item, i) for i, item in enumerate(value)]}
     for types, kind, render in _PLAIN:
-        if type(value) in types or (types == (PurePath,) and isinstance(value, PurePath)):
+        if isinstance(value, types):
             return {kind: render(value)}
     raise _refused(value, what, path)
 
@@ -136,12 +138,12 @@ def _refused(value: Any, what: str, path: str) -> CheckpointError:
     )
 
 
-_PLAIN: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
-    ((bytes, bytearray), "$bytes", lambda value: base64.b64encode(value).decode()),
-    ((complex,), "$complex", lambda value: [str(value.real), str(value.imag)]),
-    ((torch.dtype,), "$dtype", lambda value: str(value).removeprefix("torch.")),
-    ((torch.device,), "$device", str),
-    ((PurePath,), "$path", str),
+_PLAIN: tuple[tuple[type | UnionType, str, Callable[[Any], Any]], ...] = (
+    (bytes | bytearray, "$bytes", lambda value: base64.b64encode(value).decode()),
+    (complex, "$complex", lambda value: [str(value.real), str(value.imag)]),
+    (torch.dtype, "$dtype", lambda value: str(value).removeprefix("torch.")),
+    (torch.device, "$device", str),
+    (PurePath, "$path", str),
 )
 
 

@@ -181,11 +181,7 @@ class ChainBuilder:
             [(number, inside) for number, unit in enumerate(units) for inside in range(len(unit))],
             frozenset(no_cut_before),
             unexpanded,
-            TraceGuards(
-                ((graph.expanded, graph.modes) for _, graph in graphs),
-                any(graph.grad_matters for _, graph in graphs),
-                {change for _, graph in graphs for change in graph.changes},
-            ),
+            TraceGuards([graph for _, graph in graphs]),
         )
 
     def one_layer(self) -> Chain:

@@ -27,7 +27,7 @@ from torch.export import Dim, export
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from hybridtrain._torch_private import has_hooks
+from hybridtrain._torch_private import exported_guards, has_hooks
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.fake_run import FakeForward, first_change
@@ -95,7 +95,9 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
 
     def find(name: str) -> Any:
         found = attrgetter(name)(exported)
-        return SizeChecks(type(module).__name__, found) if name == GUARDS else found
+        if name != GUARDS:
+            return found
+        return SizeChecks(type(module).__name__, found, exported_guards(program))
 
     return TracedGraph(
         graph=exported.graph,
@@ -140,10 +142,15 @@ def _check_changes(
 
 
 class SizeChecks(nn.Module):
-    """The conditions on the sizes of a batch under which an exported graph is right."""
+    """The conditions on the sizes of a batch under which an exported graph is right.
 
-    def __init__(self, model: str, conditions: nn.Module) -> None:
+    Attributes:
+        key: equal for equal conditions: training and evaluation may have different ones.
+    """
+
+    def __init__(self, model: str, conditions: nn.Module, key: list[str]) -> None:
         super().__init__()
+        self.key = key
         self._model = model
         self._conditions = conditions
 

@@ -17,8 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -44,31 +43,29 @@ class Generators:
     def __init__(self, module: nn.Module) -> None:
         numpy_random = _numpy_random()
         kinds: tuple[type, ...] = (random.Random,)
-        found = {0: _Generator(random.getstate, random.setstate, lambda state: state)}
+        found: dict[int, Any] = {0: random}
         if numpy_random is not None:
             kinds += (numpy_random.RandomState, numpy_random.Generator)
-            found[1] = _Generator(numpy_random.get_state, numpy_random.set_state, _of_arrays)
+            found[1] = numpy_random
         for values in _namespaces(module):
-            for value in values:
-                if isinstance(value, kinds) and id(value) not in found:
-                    found[id(value)] = _Generator.of(value)
-        self._generators = list(found.values())
+            found |= {id(value): value for value in values if isinstance(value, kinds)}
+        self._generators = list(map(_state_functions, found.values()))
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[bytes]:
         """Returns the state of each, comparable with an earlier one."""
-        return [each.comparable(each.read()) for each in self._generators]
+        return [pickle.dumps(read()) for read, _ in self._generators]
 
     @contextmanager
     def no_draws(self) -> Iterator[None]:
         """Raises `Untraceable` if one is drawn from, and puts their states back."""
-        before = [(each, each.read()) for each in self._generators]
+        before = self.states()
         try:
             yield
-            if self.states() != [each.comparable(state) for each, state in before]:
+            if self.states() != before:
                 raise Untraceable("draws a random number outside PyTorch, which a graph would keep")
         finally:
-            for each, state in before:
-                each.write(state)
+            for (_, write), state in zip(self._generators, before, strict=True):
+                write(pickle.loads(state))
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
@@ -144,27 +141,14 @@ def _numpy_random() -> Any:
     return sys.modules.get("numpy.random")  # without it, nobody draws from it
 
 
-@dataclass(frozen=True)
-class _Generator:
-    """Functions that read, write and compare the state of a generator."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    comparable: Callable[[Any], Any]
-
-    @classmethod
-    def of(cls, generator: Any) -> _Generator:
-        if isinstance(generator, random.Random):
-            return cls(generator.getstate, generator.setstate, lambda state: state)
-        if hasattr(generator, "bit_generator"):
-            bits = generator.bit_generator
-            return cls(lambda: bits.state, lambda state: setattr(bits, "state", state), _of_arrays)
-        return cls(generator.get_state, generator.set_state, _of_arrays)
-
-
-def _of_arrays(state: Any) -> Any:
-    """Returns a state of NumPy's as bytes: a comparison of arrays has no single answer."""
-    return pickle.dumps(state)
+def _state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Returns what reads the state of a generator, and what writes it."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):  # numpy.random itself, and a RandomState
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+    return (lambda: bits.state), partial(setattr, bits, "state")
 
 
 def _forwards(module: nn.Module) -> Iterator[FunctionType]:

@@ -41,7 +41,6 @@ from hybridtrain.graph.statements import (
     Blocks,
     TensorReader,
     given_away,
-    loaded,
     may_work_in_place,
     names_in,
     passes_self,
@@ -186,7 +185,10 @@ class Outline:
         ]
         read = {f"{own}_{name}": name for name in sorted(tensors)}
         loads, stores = names_in(statements)
-        after = {n for each in ast.walk(tree) if each not in block.nodes for n in loaded(each)}
+        loops = {n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While)} - block.nodes
+        again = {node for loop in loops for node in ast.walk(loop)}  # runs after the block, too
+        elsewhere = set(ast.walk(tree)) - (block.nodes - again)
+        after, _ = names_in([each for each in elsewhere if isinstance(each, ast.Name)])
         inputs = sorted((loads & variables) - {own} - read.keys())
         outputs = () if block.returns else tuple(sorted(stores & variables & after))
         held = {local: name for local, name in read.items() if local in loads}

@@ -14,31 +14,31 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
-from hybridtrain._torch_private import operator_schema
+from hybridtrain._torch_private import operator_overloads, operator_schema
 from hybridtrain.graph.stretch import Stretch
 from hybridtrain.graph.traced_graph import TracedGraph
 
 # operator.iadd for operator.add, and so on
-_IN_PLACE_OPERATORS = {
+IN_PLACE_OPERATORS = {
     vars(operator)[f"i{name.strip('_')}"]
     for name in vars(operator)
     if hasattr(operator, f"__i{name.strip('_')}__")
 }
 
-_VIEW_METHODS = {
-    "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "float",
-    "getitem", "movedim", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes",
-    "t", "tensor_split", "to", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-    "view_as",
+# Functions, methods and properties that may return their input or a view of it, of which PyTorch's
+# operators do not tell: conversions with nothing to convert, dropout outside training, and so on.
+_MAY_RETURN_INPUT = {
+    "H", "T", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors",
+    "data", "double", "dropout", "float", "getitem", "half", "int", "long", "meshgrid", "type",
+    "type_as",
 }  # fmt: skip
-
-_VIEW_PROPERTIES = ("T", "mT", "H", "mH", "data", "real", "imag")
 
 # Modules of these return a new tensor; any other without parameters may return its input.
 _RETURN_NEW_TENSORS = {
@@ -175,7 +175,7 @@ def _own_graph(
 
 
 def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
-    """Returns whether `node` changes its first argument."""
+    """Returns whether `node` changes its first argument, or `out=`."""
     target = node.target
     if node.op == "call_module":
         return bool(getattr(find(str(target)), "inplace", False))
@@ -183,9 +183,11 @@ def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
         return str(target).endswith("_") and not str(target).endswith("__")
     if node.op != "call_function" or isinstance(target, str):
         return False
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        return True
     if (schema := operator_schema(target)) is not None:
         return bool(schema.is_mutable)
-    if target in _IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+    if target in IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
         return True
     try:
         bound = inspect.signature(target).bind(*node.args, **node.kwargs)
@@ -198,7 +200,7 @@ def _changes_inputs(traced: TracedGraph) -> bool:
     """Returns whether the graph changes its inputs in place, or views of them."""
     return any(
         base.op == "placeholder" and base is not node and _works_in_place(node, traced.find)
-        for node, base in _viewed(traced).items()
+        for node, base in viewed_by(traced).items()
     )
 
 
@@ -207,7 +209,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
-    viewed = _viewed(traced)
+    viewed = viewed_by(traced)
     stateful: dict[int, list[int]] = {}  # the segments of stretches that share state
     for node, first in viewed.items():
         stretch = _stretch(node, traced.find)
@@ -233,18 +235,22 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     return no_cut_before
 
 
-def _viewed(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
+def viewed_by(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
     """Returns, for each node, the one whose memory its tensor may share: itself if it is new."""
     viewed: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         shares = node.all_input_nodes and (
             _works_in_place(node, traced.find) or _is_view(node, traced.find)
         )
-        viewed[node] = viewed[node.all_input_nodes[0]] if shares else node
-        if shares and _stretch(node, traced.find) is not None:
+        out = node.kwargs.get("out")
+        if not shares:
+            viewed[node] = node
+        elif _stretch(node, traced.find) is not None:
             # of the inputs that it may return views of, the earliest
             bases = {viewed[each] for each in node.all_input_nodes}
             viewed[node] = next(each for each in traced.graph.nodes if each in bases)
+        else:
+            viewed[node] = viewed[out if isinstance(out, fx.Node) else node.all_input_nodes[0]]
     return viewed
 
 
@@ -261,11 +267,22 @@ def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
             return True
         is_new = type(module).__module__ in _RETURN_NEW_TENSORS
         return not is_new and not any(True for _ in module.parameters())
-    if node.op == "call_method":
-        return str(node.target) in _VIEW_METHODS
     if (schema := operator_schema(node.target)) is not None:
-        return bool(schema.returns) and schema.returns[0].alias_info is not None
-    name = getattr(node.target, "__name__", "")
-    if name == "getattr":
-        return node.args[1] in _VIEW_PROPERTIES
-    return node.op == "call_function" and name in _VIEW_METHODS
+        return _returns_view(schema)
+    if node.target is getattr:
+        return _may_return_view(str(node.args[1]))
+    if node.op == "call_method":
+        return _may_return_view(str(node.target))
+    return node.op == "call_function" and _may_return_view(getattr(node.target, "__name__", ""))
+
+
+@cache
+def _may_return_view(name: str) -> bool:
+    """Returns whether the function, method or property `name` may return a view of its input."""
+    return name in _MAY_RETURN_INPUT or any(map(_returns_view, operator_overloads(name)))
+
+
+def _returns_view(schema: torch.FunctionSchema) -> bool:
+    """Returns whether the result of an operator is a view of an argument."""
+    alias = schema.returns[0].alias_info if schema.returns else None
+    return alias is not None and not alias.is_write

@@ -112,8 +112,9 @@ def _leaves(statement: ast.stmt) -> set[type]:
             found.add(type(node))
         if isinstance(node, ast.Break | ast.Continue) and not in_loop:
             found.add(type(node))
+        body = node.body if isinstance(node, ast.For | ast.While) else []  # without its `else`
         for child in ast.iter_child_nodes(node):
-            visit(child, in_loop or isinstance(node, ast.For | ast.While))
+            visit(child, in_loop or child in body)
 
     visit(statement, False)
     return found
@@ -123,13 +124,7 @@ def _is(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def loaded(node: ast.AST) -> Iterator[str]:
-    """Yields the name that `node` reads, if it is one."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-
-
-def names_in(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
+def names_in(statements: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
     """Returns the names that the statements read, and those that they set."""
     loads: set[str] = set()
     stores: set[str] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,10 +10,9 @@ from torch import nn
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.frozen import globals_read
+from hybridtrain.graph.mode_graphs import ModeGraphs
 
-# The modules whose code a graph stands for, by name, and the training flags, in the order of the
-# modules, with which the graph was traced; empty if they make no difference.
-Traced = tuple[Mapping[str, nn.Module], Sequence[tuple[bool, ...]]]
+_SIMPLE = (bool, int, float, str, type(None))
 
 
 class TraceGuards:
@@ -23,35 +22,26 @@ class TraceGuards:
     hooks of it, and is of one mode of all the modules together.
     """
 
-    def __init__(
-        self,
-        traced: Iterable[Traced] = (),
-        grad_matters: bool = False,
-        changes: Collection[tuple[int, str]] = (),
-    ) -> None:
-        self._traced = list(traced)
-        self._grad_matters = grad_matters
-        self._hooks = [
-            (name, hooks)
-            for modules, _ in self._traced
-            for name, module in modules.items()
-            for hooks in hooks_of(module)
-        ]
-        simple = (bool, int, float, str, type(None))
-        self._attributes = [
+    def __init__(self, graphs: Sequence[ModeGraphs] = ()) -> None:
+        # not the graphs themselves, which hold tensors
+        self._modes = [(graph.expanded, graph.modes) for graph in graphs if graph.modes]
+        self._root = graphs[0].module if any(graph.grad_matters for graph in graphs) else None
+        changes = {change for graph in graphs for change in graph.changes}
+        changed = {name for _, name in changes}
+        traced = [named for graph in graphs for named in graph.expanded.items()]
+        self._hooks = [(name, hooks) for name, module in traced for hooks in hooks_of(module)]
+        self._values = [
             (name, vars(module), key, value)
-            for modules, _ in self._traced
-            for name, module in modules.items()
+            for name, module in traced
             for key, value in vars(module).items()
-            if key != "training" and not key.startswith("_") and type(value) in simple
+            if key != "training" and not key.startswith("_") and type(value) in _SIMPLE
             if (id(module), key) not in changes
         ]
-        changed = {name for _, name in changes}
-        self._attributes += [
+        self._values += [
             (f"the global {held.get('__name__')}", held, key, held[key])
-            for modules, _ in self._traced
-            for held, key in globals_read(modules.values())
-            if type(held[key]) in simple and key not in changed
+            for graph in graphs
+            for held, key in globals_read(graph.expanded.values())
+            if type(held[key]) in _SIMPLE and key not in changed
         ]
 
     def check(self) -> None:
@@ -60,40 +50,39 @@ class TraceGuards:
         Raises:
             ConfigError: a module has changed; names it, and what has changed.
         """
-        if self._grad_matters:
-            self._check_grad_mode()
+        if self._root is not None:
+            _check_grad_mode(self._root)
         for name, hooks in self._hooks:
             if hooks:
                 raise ConfigError(
                     f"{name or 'the model'} had a hook registered after tracing, which would not "
                     f"run: register hooks before you create the HybridModel"
                 )
-        for modules, modes in self._traced:
+        for modules, modes in self._modes:
             now = tuple(module.training for module in modules.values())
-            if modes and now not in modes:
-                name = next(
-                    name
-                    for name, is_on, was_on in zip(modules, now, modes[0], strict=True)
-                    if is_on != was_on
-                )
+            if now not in modes:
+                flags = zip(modules, now, modes[0], strict=True)
+                name = next(name for name, is_on, was_on in flags if is_on != was_on)
                 raise ConfigError(
                     f"module {name!r} was switched to another mode than the model around it, whose "
                     f"forward depends on the mode: let its train() keep that mode when it is traced"
                 )
-        for name, attributes, key, value in self._attributes:
-            if attributes[key] != value and value == value:  # a NaN is never equal
+        for name, attributes, key, was in self._values:
+            value = attributes.get(key, "deleted")
+            # a NaN is never equal, and a comparison with a tensor is not one flag
+            if value is not was and (type(value) not in _SIMPLE or value != was == was):
                 raise ConfigError(
-                    f"{name or 'the model'}.{key} has changed from {value!r} to "
-                    f"{attributes[key]!r} since the model was traced: create a new HybridModel, or "
-                    f"use it in a submodule without submodules, which is called and not traced"
+                    f"{name or 'the model'}.{key} has changed from {was!r} to {value!r} since the "
+                    f"model was traced: create a new HybridModel, or use it in a submodule without "
+                    f"submodules, which is called and not traced"
                 )
 
-    def _check_grad_mode(self) -> None:
-        root = next(iter(self._traced[0][0].values()))
-        if torch.is_grad_enabled() != root.training:
-            usual = "training with gradients, and evaluation without"
-            now = "without" if root.training else "with"
-            raise ConfigError(
-                f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
-                f"it cannot run in {'train' if root.training else 'eval'}() mode {now} them"
-            )
+
+def _check_grad_mode(root: nn.Module) -> None:
+    if torch.is_grad_enabled() != root.training:
+        usual = "training with gradients, and evaluation without"
+        now = "without" if root.training else "with"
+        raise ConfigError(
+            f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
+            f"it cannot run in {'train' if root.training else 'eval'}() mode {now} them"
+        )

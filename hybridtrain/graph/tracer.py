@@ -9,6 +9,7 @@ the line.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections import OrderedDict
@@ -26,6 +27,7 @@ from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.frozen import Generators, refused_calls
 from hybridtrain.graph.outline import Outline
+from hybridtrain.graph.segment_graph import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.stretch import Stretch, changes_container, outputs, variables
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
@@ -193,7 +195,7 @@ class _Tracer(fx.Tracer):
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
         held: dict[str, Any] = constants | self._stretches
-        return TracedGraph(
+        traced = TracedGraph(
             graph=graph,
             calls={node: self.calls[node] for node in graph.nodes if node in self.calls},
             find=lambda name: held[name] if name in held else attrgetter(name)(module),
@@ -205,6 +207,8 @@ class _Tracer(fx.Tracer):
                 for name in each.touches
             ),
         )
+        _settle_augmented_assignments(traced)
+        return traced
 
     def find_read(self, graph: fx.Graph) -> tuple[str, str, str] | None:
         """Returns where a tensor is read from a module that may replace it: module, line, reason.
@@ -404,6 +408,47 @@ class _GuardedProxy(fx.Proxy):
         if is_user_code(sys._getframe(1)):
             raise Untraceable("asks for the type of a value, which is not known while tracing")
         return _GuardedProxy
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    # the code of a graph has `x += y` for operator.iadd(x, y), which would change a number `x` too
+    def called(x: Any, y: Any) -> Any:
+        return function(x, y)
+
+    called.__name__ = f"{function.__name__}_"
+    return called
+
+
+# Without these methods, Python takes `x += y` for `x = x + y`.
+for _function in IN_PLACE_OPERATORS:
+    setattr(_GuardedProxy, f"__{_function.__name__}__", _recorded(_function))
+
+_IN_PLACE = {function: _called(function) for function in IN_PLACE_OPERATORS}
+
+
+def _settle_augmented_assignments(traced: TracedGraph) -> None:
+    """Lets `x += y` work in place where the old `x` or a view of it is used later, or is a buffer.
+
+    Elsewhere it becomes `x + y`, which may stand at the beginning of a stage without a copy of `x`.
+    """
+    viewed = viewed_by(traced)
+    order = {node: number for number, node in enumerate(traced.graph.nodes)}
+    for node in traced.graph.nodes:
+        if node.target in IN_PLACE_OPERATORS:
+            olds = [
+                n for n, base in viewed.items() if base is viewed[node] and order[n] < order[node]
+            ]
+            last_use = max(order[user] for old in olds for user in old.users)
+            in_place = viewed[node].op == "get_attr" or last_use > order[node]
+            name = f"__{node.target.__name__[1:]}__"
+            node.target = _IN_PLACE[node.target] if in_place else getattr(operator, name)
 
 
 def _is_proxy(value: Any) -> bool:

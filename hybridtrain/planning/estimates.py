@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved

@@ -49,6 +49,15 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     assert written.stat().st_mode == others.stat().st_mode
 
 
+def test_an_export_that_cannot_be_written_is_one_line(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "export").write_text("a file where the folder should be")
+    assert f"cannot write outputs/digits/export/{LAST}.safetensors: " in fail(
+        capfd, "export", *SMALL
+    )
+
+
 def test_a_plan_is_shown_and_written_and_a_run_is_cut_by_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -123,6 +132,17 @@ def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None
 
     assert sweep("plan", ["recipe=digits", "optim.lr=1e-3,1e-2"], None, run) == 2
     assert [*watched, (current(), activity.phase)] == [(None, None)] * 3
+
+
+def test_an_allocation_of_slurm_without_srun_is_no_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    seeds = ["recipe=digits", "seed=1,2"]
+    assert sweep("plan", seeds, None, lambda *_: {}) == 0
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="does not work under torchrun or srun"):
+        sweep("plan", seeds, None, lambda *_: {})
 
 
 @pytest.mark.parametrize(

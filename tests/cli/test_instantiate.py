@@ -13,7 +13,11 @@ from torch import nn
 from hybridtrain.app import instantiate
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
-from hybridtrain.app.optim import build_lr_schedule, build_optimizer
+from hybridtrain.app.optim import (
+    build_lr_schedule,
+    build_optimizer,
+    optimizer_tensors_per_param,
+)
 from hybridtrain.errors import ConfigError
 
 # A user's package, which makes a file when it is imported.
@@ -123,6 +127,11 @@ def test_optim_and_lr_schedule_refuse_targets_of_another_kind(
     schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "warmup_step": 3}
     message = refusal(lambda: build_lr_schedule(schedule, optimizer, 5))
     assert "did you mean lr_schedule.warmup_steps?" in message
+
+
+def test_the_memory_of_an_optimizer_for_gpus_alone_is_counted_on_the_cpu() -> None:
+    config = {"_target_": "torch.optim.AdamW", "lr": 0.1, "capturable": True}
+    assert optimizer_tensors_per_param(config) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The files and the terminal output of a run."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.launch import SMALL
 from hybridtrain import models
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
+from hybridtrain.files import write_atomically
 
 
 def test_config_yaml_is_the_resolved_config_and_overrides_yaml_the_command_line(
@@ -139,3 +141,20 @@ def test_an_epoch_is_every_sample_once(capfd: pytest.CaptureFixture[str]) -> Non
     succeed(capfd, *SMALL, "monitor.tensorboard=false", *by_epochs)
     summary = json.loads(Path("outputs/digits/summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (6, 2 * 1442)  # a ragged last batch of 442
+
+
+def test_a_file_that_replaces_another_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, at_fsync = tmp_path / "config.yaml", []
+    fsync = os.fsync
+    write_atomically(path, "before")
+
+    def note(descriptor: int) -> None:
+        at_fsync.append((os.fstat(descriptor).st_size, path.read_text()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_atomically(path, "whole")
+    assert at_fsync == [(len("whole"), "before")]
+    assert path.read_text() == "whole"

@@ -52,6 +52,16 @@ def test_an_impossible_run_ends_with_one_message_that_names_the_key_or_path(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE"])
+def test_a_launcher_that_sets_no_number_is_one_line(
+    key: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "x" if name == key else "0")
+    said = fail(capfd, *SMALL)
+    assert said == f"error: the environment variable {key}='x' must be an integer\n"
+
+
 def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -135,6 +135,21 @@ def test_an_exception_of_a_run_waits_for_the_save_under_way(error, tmp_path):
     assert step_of(store.newest()) == 2
 
 
+def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, background=True)
+    ours = trainer(store=store, checkpoint_every=2)
+    fails(store)
+
+    def stop(step, samples):
+        if step == 3:
+            raise RuntimeError("stopped")
+
+    ours.monitor.step = stop
+    with pytest.raises(RuntimeError, match="stopped"):
+        ours.fit()
+    assert "the checkpoint of step 2 was not saved: mine" in caplog.text
+
+
 def test_an_interruption_does_not_promise_a_checkpoint_that_was_not_written(tmp_path):
     store = CheckpointStore(tmp_path, background=True)
     ours = trainer(store=store, checkpoint_every=2)

@@ -229,6 +229,21 @@ def test_all_checkpoints_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Pat
         store.newest()
 
 
+def test_a_reader_finds_the_checkpoint_that_replaces_the_one_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = CheckpointStore(tmp_path, keep=1)
+    writer.save(1, writers("first"))
+
+    def verify_while_a_run_saves(path: Path) -> Any:
+        if path.name == "step_00000001":
+            writer.save(2, writers("secon"))
+        return verify(path)
+
+    monkeypatch.setattr(store_module, "verify", verify_while_a_run_saves)
+    assert CheckpointStore(tmp_path).newest() == tmp_path / "step_00000002"
+
+
 def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere.*no such directory"):
         verify(tmp_path / "nowhere")

@@ -17,6 +17,7 @@ from support.traced import (
 )
 from torch import nn
 
+from hybridtrain.errors import BatchError
 from hybridtrain.graph.chain import ChainBuilder
 
 
@@ -48,6 +49,22 @@ def test_a_model_may_be_created_and_called_without_gradients_before_it_is_traine
         model(sequences())
     model.train_step(sequences(), None, loss_of)
     assert net.first.weight.grad is not None
+
+
+class BranchesInEvaluation(Shapes):
+    def forward(self, x):
+        if not self.training and x.shape[1] > 5:
+            return super().forward(x * 100)
+        return super().forward(x)
+
+
+def test_conditions_on_sizes_in_evaluation_alone_are_checked_in_evaluation():
+    model = hybrid(BranchesInEvaluation(), 2, example_inputs=sequences(5))
+    model.train_step(sequences(9), None, loss_of)
+    model.eval()
+    model(sequences(3))
+    with pytest.raises(BatchError, match=r"traced for x.size\(\)\[1\] <= 5"):
+        model(sequences(9))
 
 
 class Norms(nn.Module):

@@ -76,6 +76,31 @@ class LeavesTheLoop(Base):
         return self.d(x)
 
 
+class SumsInALoop(Base):
+    def forward(self, x):
+        total, number = x * 0, 0
+        for layer in (self.a, self.b, self.c):
+            x = layer(x)
+            if x.norm() > 0:  # nothing else reads `total` and `number`
+                number = number + 1
+                total = total + x
+                x = x + total * number
+        return self.d(x)
+
+
+class LeavesTheOuterLoop(Base):
+    def forward(self, x):
+        x = self.a(x)
+        for _ in range(2):
+            for layer in (self.b, self.c):
+                x = layer(x)
+            else:
+                if x.norm() > 0:
+                    break
+            x = x * 2
+        return self.d(x.tanh())
+
+
 class Counts(Base):
     def forward(self, x):
         self.counter += 1
@@ -184,8 +209,8 @@ class WithBody(nn.Module):
 
 
 KINDS = [
-    Branches, ReturnsEarly, Repeats, Collects, LeavesTheLoop, Asserts, Raises, ChangesAView,
-    LossInside, AsksForAType, Inherits, UsesItsMethods, WithBody,
+    Branches, ReturnsEarly, Repeats, Collects, LeavesTheLoop, SumsInALoop, LeavesTheOuterLoop,
+    Asserts, Raises, ChangesAView, LossInside, AsksForAType, Inherits, UsesItsMethods, WithBody,
 ]  # fmt: skip
 
 

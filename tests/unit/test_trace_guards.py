@@ -242,12 +242,92 @@ def test_a_tensor_changed_in_place_stays_in_one_stage_with_what_it_is_a_view_of(
         hybrid(Body(moving_mean, mean=torch.zeros(WIDTH)), 3, split=[1, 1, 1])
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.ravel, torch.adjoint, torch.atleast_2d, lambda x: x.hsplit(2)[0], lambda x: x.mT,
+        lambda x: x.type(torch.float32), lambda x: nn.functional.dropout(x, 0.0),
+    ],
+)  # fmt: skip
+def test_what_may_be_a_view_is_known_of_every_function(view):
+    def body(net, x):
+        y = net.a(x)
+        part = view(y)
+        z = net.b(x)
+        part.add_(1)
+        return net.c(y + z)
+
+    assert ChainBuilder(Body(body)).chain().no_cut_before == {1}
+    assert_same(Body(body), samples(), 2)
+
+
+def test_a_buffer_that_is_given_as_out_stays_in_one_stage():
+    def body(net, x):
+        y = net.b(net.a(x) + net.mean)
+        torch.add(net.mean, 1, out=net.mean)
+        return net.c(y)
+
+    chain = ChainBuilder(Body(body, mean=torch.zeros(WIDTH))).chain()
+    assert chain.no_cut_before == {1}
+
+
+def adds_to_an_alias(net, x):
+    y = net.a(x)
+    same, rows = y, y.size(0)
+    old_rows = rows
+    rows += 1
+    y += 1
+    return net.c(net.b(x) + same) * rows / old_rows
+
+
+def adds_to_a_view(net, x):
+    y = net.a(x)
+    half = y[:, :2]
+    half *= 2
+    return net.c(net.b(y))
+
+
+def adds_to_a_buffer(net, x):
+    y = net.b(net.a(x))
+    mean = net.mean
+    mean += y.detach().mean(0)
+    return net.c(y)
+
+
+@pytest.mark.parametrize("body", [adds_to_an_alias, adds_to_a_view, adds_to_a_buffer])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_augmented_assignment_changes_what_has_another_name(body, stages):
+    assert_same(Body(body, mean=torch.zeros(WIDTH)), samples(), stages)
+
+
+def test_an_augmented_assignment_that_nothing_else_sees_makes_a_new_tensor():
+    def residual(net, x):
+        y = net.b(net.a(x))
+        y += x
+        return net.c(y)
+
+    assert_same(Body(residual), samples(), 3)
+    layers = ChainBuilder(Body(residual)).chain().layers
+    assert not any(layer.module.inplace for layer in layers)
+
+
 def test_a_number_that_was_read_while_tracing_may_not_change_later():
     net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
     model = hybrid(net, 2)
     model(samples())
     net.scale = 0.5
     with pytest.raises(ConfigError, match=r"the model\.scale has changed from 1\.0 to 0\.5 since"):
+        model(samples())
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(WIDTH), "deleted"])
+def test_a_number_that_is_deleted_or_replaced_by_something_else_is_named_too(value):
+    net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.scale, scale=1.0)
+    model = hybrid(net, 2)
+    del net.scale
+    if not isinstance(value, str):
+        net.scale = value
+    with pytest.raises(ConfigError, match=r"the model\.scale has changed from 1\.0 to .* since"):
         model(samples())
 
 

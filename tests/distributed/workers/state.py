@@ -328,6 +328,34 @@ class OwnCounts:
         self.count = saved["counts"][self.world.rank]
 
 
+class Dtypes:
+    """A state of tensors that gloo and NCCL cannot send as they are."""
+
+    names = ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "complex64", "bool")
+
+    def __init__(self, value):
+        self.tensors = {n: torch.full((3, 2), value).to(getattr(torch, n)) for n in self.names}
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, saved):
+        self.tensors = saved
+
+
+@cells.add("tensors of every dtype in a checkpoint reach all ranks")
+def _dtypes(world):
+    model = hybrid(mlp(), chunks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved, loaded = Dtypes(1), Dtypes(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = saving.save(CheckpointStore(Path(folder)), 1, model, optimizer, {}, {"own": saved})
+        restore(path, model, optimizer, states={"own": loaded})
+    for name, tensor in saved.tensors.items():
+        assert loaded.tensors[name].dtype == tensor.dtype
+        assert loaded.tensors[name].tolist() == tensor.tolist(), name
+
+
 @cells.add("a checkpoint written and read by rank 0 alone restores every state on all ranks")
 def _checkpoint(world):
     def made(seed):
