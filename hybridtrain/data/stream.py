@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridtrain.data.agreement import Piece, agreed
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.batch import Batch, length_of
 from hybridtrain.data.faults import name_of
 from hybridtrain.data.fetch import Watched, collated, prefetch, unless_failed, whole_batch
 from hybridtrain.data.stream_part import Reader, Start, StreamPart, has_state
@@ -105,8 +105,9 @@ class StreamLoader:
         self._seed = seed
         self._options = options or LoaderOptions()
         self.batches_per_epoch: int | None = None
-        if hasattr(dataset, "__len__") and not self.divided:
-            full, rest = divmod(len(dataset), batch_size)
+        length = None if self.divided else length_of(dataset)
+        if length is not None:
+            full, rest = divmod(length, batch_size)
             self.batches_per_epoch = full + (rest > 0 and not self._options.drop_last)
         if self.divided and batch_size < world.replicas:
             raise DataError(
@@ -261,7 +262,7 @@ def _unpacked(
 ) -> tuple[dict[int, bytes | None], int]:
     """Returns this replica's states by worker, -1 for any, and the worker that is next."""
     if not divided:
-        return {-1: pickle.dumps(states[0])}, 0
+        return {} if states[0] is None else {-1: pickle.dumps(states[0])}, 0
     own = states[world.replica]
     return {int(i): pickle.dumps(x) for i, x in own["states"].items()}, own["worker"]
 

@@ -4,6 +4,7 @@ import itertools
 import random
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.loaders import Replicas, world_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from hybridtrain.data.agreement import digest_of
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
@@ -292,6 +294,22 @@ def test_a_stream_that_gives_nothing_or_can_be_read_once_is_refused():
         StreamLoader((i for i in range(3)), 2, world_of(0, 1))
     with pytest.raises(DataError, match=r"Numbers has no samples by number .*StreamLoader"):
         TrainLoader(Numbers(3), 2, world_of(0, 1))
+
+
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
+def test_a_stream_that_refuses_to_tell_its_length_has_none(error):
+    class Filtered(Numbers):
+        def __len__(self):
+            raise error("no valid length")
+
+    assert StreamLoader(Filtered(3), 2, world_of(0, 1)).batches_per_epoch is None
+    assert OwnLoader(Filtered(3), world_of(0, 1)).batches_per_epoch is None
+
+
+def test_objects_in_an_array_are_compared_by_their_values():
+    texts = [np.array(["".join(["ab", end])], dtype=object) for end in ("c", "c", "d")]
+    same, again, other = map(digest_of, texts)
+    assert same == again != other
 
 
 # Loaders of one's own.
