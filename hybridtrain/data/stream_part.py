@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,16 +25,14 @@ from hybridtrain.world import World
 _COMPARED = 16
 
 
+@dataclass(frozen=True)
 class Start:
-    """The beginning of a stream: at a batch, or at a state of the data set."""
+    """The beginning of a stream: at a batch, or at states of the data set, pickled, by worker."""
 
-    def __init__(
-        self, epoch: int, batch: int, states: Mapping[int, bytes | None] | None = None,
-        worker: int = 0,
-    ) -> None:  # fmt: skip
-        self.epoch, self.batch = epoch, batch
-        self.states = states or {}
-        self.worker = worker
+    epoch: int
+    batch: int
+    states: Mapping[int, bytes | None] = field(default_factory=dict)
+    worker: int = 0
 
 
 class StreamPart(IterableDataset[Any]):

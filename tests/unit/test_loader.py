@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loaders import world_of
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridtrain.data import fetch as fetching
-from hybridtrain.data.fetch import prefetch
+from hybridtrain.data.fetch import WatchedLoader, prefetch
 from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
@@ -37,6 +37,15 @@ class Numbers(Dataset):
         if index == self.bad:
             raise OSError(f"sample {index} cannot be read")
         return torch.tensor(index), torch.tensor(10 * index)
+
+
+def prefetched(source):
+    class Source(IterableDataset):
+        def __iter__(self):
+            return source
+
+    loader = DataLoader(Source(), batch_size=None)
+    return prefetch(WatchedLoader(loader, LoaderOptions(), str), torch.device("cpu"))
 
 
 def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
@@ -253,7 +262,7 @@ def test_the_next_batch_is_fetched_while_this_one_is_used():
             fetched.release()
             yield i
 
-    stream = prefetch(source(), depth=2)
+    stream = prefetched(source())
     assert next(stream) == 0
     for _ in range(3):  # the one in hand and two ahead; nobody asks for them
         assert fetched.acquire(timeout=20)
@@ -268,7 +277,7 @@ def test_prefetching_stays_within_its_depth():
             produced.append(i)
             yield i
 
-    stream = prefetch(source(), depth=2)
+    stream = prefetched(source())
     for i in range(20):
         assert next(stream) == i
         # what was used, two that wait, one in the thread's hand
@@ -309,7 +318,7 @@ def test_the_end_of_a_stream_does_not_wait_for_a_slow_source(monkeypatch):
         answer.wait()
         yield 2
 
-    stream = prefetch(source())
+    stream = prefetched(source())
     assert next(stream) == 1
     stream.close()
     (thread,) = prefetchers()
