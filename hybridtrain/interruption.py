@@ -76,14 +76,14 @@ class Interruptions:
         a second. Every process calls this for the same work.
         """
         job = self._world.watchdog.job if self._world.watchdog is not None else None
-        work = "" if job is None or job.size == 1 else f"stop/{next(_works)}"
+        work = f"stop/{next(_works)}"
         told, look_at = False, 0.0
 
         def wanted() -> bool:
             nonlocal told, look_at
             self._look_at_clock()
             reason = self._flags.requested("stop")
-            if told or job is None or not work:
+            if told or job is None:
                 return reason is not None
             with suppress(RuntimeError):  # without the store: the next collective says so
                 if reason is not None:
