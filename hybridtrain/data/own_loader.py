@@ -27,13 +27,15 @@ class OwnLoader:
     torchdata's StatefulDataLoader has, a resumed run continues where it was; otherwise it takes
     the batches before again and leaves them out.
 
+    To make one is a collective call.
+
     Args:
         loader: may be iterated over again and again.
         world: tells which replica this process belongs to.
 
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
-        batches_per_epoch: None if `loader` has no length.
+        batches_per_epoch: of the replica with the longest loader; None if none has a length.
 
     Raises:
         DataError: it can be iterated over only once, or gives all replicas the same samples.
@@ -53,7 +55,9 @@ class OwnLoader:
                 _check_batch_sampler(loader, world)
         self.loader = loader
         self._world = world
-        self.batches_per_epoch = length_of(loader)
+        # an epoch lasts until the last replica has run out
+        lengths = [length for length in world.gather(length_of(loader)) if length is not None]
+        self.batches_per_epoch = max(lengths, default=None)
         self._position = (0, 0)
         self._state: bytes | None = None
         self._loaded: dict[str, Any] | None = None

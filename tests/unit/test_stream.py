@@ -18,6 +18,7 @@ from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.options import LoaderOptions
+from hybridtrain.trainer_options import TrainerOptions
 
 
 class Numbers(IterableDataset):
@@ -364,6 +365,16 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
     expected = check_agreed(Replicas(replicas).run(whole))
     assert check_agreed(Replicas(replicas).run(resumed)) == expected
     assert sorted(chain.from_iterable(expected[:per_epoch])) == list(range(20))
+
+
+def test_replicas_with_loaders_of_different_lengths_take_equally_many_steps():
+    def lengths(world):
+        batches = [[2 * i + world.replica] for i in range(3 + world.replica)]
+        loader = OwnLoader(DataLoader(table(), batch_sampler=batches), world)
+        options = TrainerOptions(epochs=2)
+        return options.total_steps(loader.batches_per_epoch), len(take(loader, 8))
+
+    assert Replicas(2).run(lengths) == [(8, 8), (8, 8)]
 
 
 def test_a_loader_without_state_goes_on_at_the_same_batch():
