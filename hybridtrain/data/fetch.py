@@ -23,7 +23,7 @@ from hybridtrain.data.faults import (
     worker_ended,
     worker_hangs,
 )
-from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
@@ -46,10 +46,11 @@ def fetch(
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
     """
-    device = world.devices[0]
-    if isinstance(dataset, InMemoryDataset) and dataset.prepare is None and device.type == "cpu":
+    device, made = world.devices[0], _Batches(dataset, options.collate)
+    in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
+    if in_memory and made.collate is already_batched and device.type == "cpu":
         # In less time than a thread needs to hand a batch over.
-        return (dataset.__getitems__(indices) for indices in batches)
+        return (made.dataset.__getitems__(indices) for indices in batches)
     asked: deque[Sequence[int]] = deque()
 
     def noted() -> Iterator[list[int]]:
@@ -62,7 +63,7 @@ def fetch(
     generator = torch.Generator()
     generator.manual_seed(world.replica)
     loader: DataLoader[Any] = DataLoader(
-        _Batches(dataset, options.collate or default_collate),
+        made,
         batch_sampler=noted(),
         num_workers=options.workers,
         timeout=options.timeout_s if options.workers else 0,
@@ -153,12 +154,13 @@ class WatchedLoader:
 class _Batches(Dataset[Any]):
     """A data set whose items are whole batches, or Failures; runs in the worker processes."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
+        usual = already_batched if isinstance(dataset, InMemoryDataset) else default_collate
+        self.dataset = dataset
+        self.collate = collate or usual
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        dataset: Any = self._dataset
+        dataset = self.dataset
         index: Any = None
         try:
             if getattr(dataset, "__getitems__", None):
@@ -170,7 +172,7 @@ class _Batches(Dataset[Any]):
         except Exception as error:
             where = f"sample {index}" if index is not None else _listed(indices)
             return Failure.of(f"{where} of {name_of(dataset)} cannot be read", error)
-        return collated(items, self._collate, dataset, samples_of(dataset, indices))
+        return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
 
 def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str) -> Any:
@@ -197,7 +199,7 @@ def whole_batch(
     Raises:
         DataError: a sample cannot be read, or they make no batch.
     """
-    return unless_failed(_Batches(dataset, collate or default_collate).__getitems__(indices))
+    return unless_failed(_Batches(dataset, collate).__getitems__(indices))
 
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:

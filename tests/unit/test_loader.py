@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import WatchedLoader, prefetch
 from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
 
@@ -293,6 +295,27 @@ def test_batches_are_made_by_the_given_collate_function():
     batch = take(loader(6, 3, collate=collate), 1)[0]
     assert batch.inputs.tolist() == [3, 3, 3]
     assert len(batch.targets) == 3
+
+
+def doubled(inputs, targets):
+    return 2 * inputs, targets
+
+
+def shifted(batch):
+    inputs, targets = batch
+    return inputs + 100, targets
+
+
+@pytest.mark.parametrize("prepare", [None, doubled])
+@pytest.mark.parametrize("collate", [None, shifted])
+def test_samples_in_memory_are_collated_alike_with_and_without_preparation(prepare, collate):
+    dataset = InMemoryDataset(torch.arange(4.0), torch.arange(4), prepare)
+    world, options = world_of(0, 1), LoaderOptions(collate=collate)
+    found = take(TrainLoader(dataset, 4, world, options=options), 1)[0]
+    expected = (2 if prepare else 1) * found.targets + (100 if collate else 0)
+    assert torch.equal(found.inputs, expected.float())
+    inputs, targets = example_batch(dataset, 2, collate)
+    assert inputs.shape == targets.shape == (2,)
 
 
 @pytest.mark.parametrize(
