@@ -33,7 +33,7 @@ _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 # how many batches are made ahead
 _AHEAD = 2
 # how often a wait for a batch looks whether the workers are alive
-_LOOK_S = 0.5
+_POLL_S = 0.5
 # how long the end waits for a batch that is being made
 _END_S = 2.0
 
@@ -67,7 +67,7 @@ def fetch(
         batch_sampler=noted(),
         num_workers=options.workers,
         timeout=options.timeout_s if options.workers else 0,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         generator=generator,
         pin_memory=device.type == "cuda",
     )
@@ -212,7 +212,7 @@ def _listed(indices: Sequence[int]) -> str:
     return f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -273,7 +273,7 @@ def _next(ready: _Ready, watched: WatchedLoader) -> Any:
     try:
         while True:
             try:
-                item, error = ready.get(timeout=_LOOK_S)
+                item, error = ready.get(timeout=_POLL_S)
             except queue.Empty:
                 with _torch_handler_off():
                     watched.look()
