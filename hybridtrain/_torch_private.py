@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # torch.distributed has these without saying so, and only where it is available.
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 # Tensors with shapes and without data, as torch.export runs a forward on.
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 __all__ = [
     "GRAD_MODE_SETTER",
     "FakeTensorMode",
+    "HashStore",
     "PrefixStore",
     "StopRecomputation",
     "Store",

@@ -19,6 +19,7 @@ from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
+from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _phase() -> Iterator[None]:
+    """Says that this process evaluates, so that it is expected to move on."""
+    before = activity.phase
+    if before is None or kind_of(before) != "evaluate":
+        activity.now("evaluate")
+    try:
+        yield
+    finally:
+        activity.now(before)
+
+
+@_phase()
 def evaluate(
     model: HybridModel,
     data: EvalLoader,
@@ -52,47 +66,14 @@ def evaluate(
     Returns:
         `loss`, each metric, and `samples`, on every process.
     """
-    with _phase():
-        return _evaluate(model, data, loss_fn, metrics, stop, on_batch)
-
-
-@contextmanager
-def _phase() -> Iterator[None]:
-    """Says that this process evaluates, so that it is expected to move on."""
-    before = activity.phase
-    if before is None or kind_of(before) != "evaluate":
-        activity.now("evaluate")
-    try:
-        yield
-    finally:
-        activity.now(before)
-
-
-def _evaluate(
-    model: HybridModel,
-    data: EvalLoader,
-    loss_fn: LossFn,
-    metrics: Mapping[str, Metric],
-    stop: Callable[[], bool] | None,
-    on_batch: Callable[[int], object],
-) -> dict[str, float]:
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
 
-    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
-        # torchmetrics' own function aborts if a process without samples has an empty list state
-        # of tensors that have several dimensions elsewhere
-        states = [each.to(device) for each in world.gather(state.cpu())]
-        return [each for each in states if each.numel()] or states[:1]
-
     for metric in metrics.values():
         metric.to(device)
         metric.reset()
-        for part in metric.modules():
-            if getattr(part, "dist_sync_fn", gather) is None:
-                part.dist_sync_fn = gather  # type: ignore[assignment]
 
     def measure(output: Any, targets: Any) -> Tensor:
         for metric in metrics.values():
@@ -125,7 +106,7 @@ def _evaluate(
     sums = torch.tensor([float(loss_sum), count, samples], dtype=torch.float64)
     total, count, samples = model.reduce_loss(sums).tolist()
     result = {"loss": total / count if count else float("nan"), "samples": int(samples)}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _synchronised_by(world, device, metrics):
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
@@ -135,3 +116,28 @@ def _evaluate(
             result["loss"],
         )
     return result
+
+
+@contextmanager
+def _synchronised_by(
+    world: World, device: torch.device, metrics: Mapping[str, Metric]
+) -> Iterator[None]:
+    """Has metrics gather their states through `world` while the block runs.
+
+    torchmetrics' own function aborts if a process without samples has an empty list state of
+    tensors that have several dimensions elsewhere.
+    """
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        states = [each.to(device) for each in world.gather(state.cpu())]
+        return [each for each in states if each.numel()] or states[:1]
+
+    modules: list[Any] = [module for metric in metrics.values() for module in metric.modules()]
+    parts = [module for module in modules if getattr(module, "dist_sync_fn", gather) is None]
+    for part in parts:
+        part.dist_sync_fn = gather
+    try:
+        yield
+    finally:  # or the metrics could not be pickled, and would keep the world
+        for part in parts:
+            part.dist_sync_fn = None

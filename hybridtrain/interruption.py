@@ -11,10 +11,10 @@ from hybridtrain.launch.signals import stop_on_signals
 from hybridtrain.launch.step_flags import StepFlags
 from hybridtrain.world import World
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
-# tells the works of a process apart, that of several trainers too
-_works = itertools.count()
+# of the evaluations of this process, whichever trainer makes them
+_evaluation_numbers = itertools.count()
 
 
 class Interruptions:
@@ -73,24 +73,24 @@ class Interruptions:
 
         It is for work in which the processes take different numbers of batches, so that they cannot
         agree by a collective: the wish of one goes through their store, where the others look once
-        a second. Every process calls this for the same work.
+        a second. Every process calls this for the same evaluation.
         """
         job = self._world.watchdog.job if self._world.watchdog is not None else None
-        work = "" if job is None or job.size == 1 else f"stop/{next(_works)}"
+        work = f"stop/{next(_evaluation_numbers)}"
         told, look_at = False, 0.0
 
         def wanted() -> bool:
             nonlocal told, look_at
             self._look_at_clock()
             reason = self._flags.requested("stop")
-            if told or job is None or not work:
+            if told or job is None:
                 return reason is not None
             with suppress(RuntimeError):  # without the store: the next collective says so
                 if reason is not None:
                     told = True
                     job.say_stop(work, reason)
                 elif (now := time.monotonic()) >= look_at:
-                    look_at = now + _LOOK_S
+                    look_at = now + _POLL_S
                     reason = job.stop_said(work)
                     if reason is not None:
                         told = True

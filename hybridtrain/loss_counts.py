@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from hybridtrain import losses
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.losses import IGNORED, LossFn, MeanLoss, SumLoss
 from hybridtrain.microbatch import leaves_of, split
 from hybridtrain.output_loss import count_of_output
-
-IGNORED = -100
 
 Loss = SumLoss | MeanLoss | LossFn
 

@@ -25,6 +25,9 @@ from hybridtrain.errors import ConfigError
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+IGNORED = -100
+"""The target that PyTorch's losses leave out."""
+
 LossFn = Callable[[Any, Any], Tensor]
 
 # `count(inputs, targets)` of a batch or of one micro-batch: how many elements its loss counts.
@@ -108,7 +111,7 @@ def model_output(output: Any, targets: Any) -> Tensor:
     """The model's own loss, `output.loss`, for a model that is given its labels as an input.
 
     What it averages over is known for models of transformers; see
-    `hybridtrain.loss_counts.count_of_output`.
+    `hybridtrain.output_loss.count_of_output`.
     """
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     loss = fields["loss"] if "loss" in fields else getattr(output, "loss", None)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from hybridtrain.loss_counts import IGNORED
-from hybridtrain.losses import classes_in_dim_1, main_output
+from hybridtrain.losses import IGNORED, classes_in_dim_1, main_output
 
 
 class Accuracy(Metric):

@@ -14,9 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import CountFn
-
-_IGNORED = -100
+from hybridtrain.losses import IGNORED, CountFn
 
 _WAY_OUT = (
     "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
@@ -81,16 +79,16 @@ def _labels(inputs: Any) -> Tensor:
 
 
 def _shifted(inputs: Any, _: Any) -> Tensor:
-    return (_labels(inputs)[..., 1:] != _IGNORED).sum()
+    return (_labels(inputs)[..., 1:] != IGNORED).sum()
 
 
 def _valid(inputs: Any, _: Any) -> Tensor:
-    return (_labels(inputs) != _IGNORED).sum()
+    return (_labels(inputs) != IGNORED).sum()
 
 
 def _samples(inputs: Any, _: Any) -> Tensor | int:
     labels = _labels(inputs)
-    return len(labels) if labels.is_floating_point() else (labels != _IGNORED).sum()
+    return len(labels) if labels.is_floating_point() else (labels != IGNORED).sum()
 
 
 def _answers(inputs: Any, _: Any) -> int:

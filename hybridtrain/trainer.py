@@ -203,7 +203,8 @@ class Trainer:
             activity.now(f"step {self.step + 1}: data")
             batches = take(stream, self.options.accumulate)
             activity.now(f"step {self.step + 1}: train")
-            lr = self.optimizer.param_groups[0]["lr"]
+            # a tensor, if the user chose so; read before the schedule changes it in place
+            lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
             norm = self._train_step(batches, timeline=log_due or timeline_due)
             if log_due:
                 self._log(lr, norm)
@@ -411,18 +412,20 @@ class Trainer:
         self._optimizer_check.drop_gradients_left_out()
         self.model.unscale_(self.scaler, self.optimizer)
         norm = self.model.grad_norm()
-        if not weights.total:  # no target of any replica counts
-            self._finite.skip_empty(self.step + 1)
-        elif self._finite.allows_step(
-            self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
-        ):
-            for out in outs:
-                self._stats.add(out.loss, out.count)
-            if self.options.clip_norm is not None:
-                clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
-            activity.now(f"step {self.step + 1}: optimizer")
-            self.scaler.step(self.optimizer)
-        self.scaler.update(self.options.loss_scale)
+        try:
+            if not weights.total:  # no target of any replica counts
+                self._finite.skip_empty(self.step + 1)
+            elif self._finite.allows_step(
+                self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
+            ):
+                for out in outs:
+                    self._stats.add(out.loss, out.count)
+                if self.options.clip_norm is not None:
+                    clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+                activity.now(f"step {self.step + 1}: optimizer")
+                self.scaler.step(self.optimizer)
+        finally:  # or the scaler would refuse the first step of another fit
+            self.scaler.update(self.options.loss_scale)
         if self.lr_schedule is not None:
             self.lr_schedule.step()  # also where a step is skipped: it is a function of the step
         self.optimizer.zero_grad()

@@ -131,8 +131,8 @@ def digest_of(samples: Any) -> int:
     for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):
-            found.update(leaf.tobytes())
+        if isinstance(leaf, np.ndarray):  # the bytes of objects are their addresses
+            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
         elif isinstance(leaf, str | bytes | int | float | None):
             found.update(repr(leaf).encode())
     return int.from_bytes(found.digest()) >> 2

@@ -56,6 +56,14 @@ def share_of(total: int, replica: int, replicas: int) -> slice:
     return slice(start, start + small + (replica < larger))
 
 
+def length_of(iterable: Any) -> int | None:
+    """Returns `len(iterable)`, or None if it has none: some types have `__len__` and refuse."""
+    try:
+        return len(iterable)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def take(stream: Iterator[Batch], count: int) -> list[Batch]:
     """Returns the next `count` batches, or fewer if their epoch ends."""
     batches = [next(stream)]

@@ -6,7 +6,6 @@ as pages of text. So they are caught where they happen, and only their descripti
 
 from __future__ import annotations
 
-import re
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
@@ -51,9 +50,12 @@ class Failure:
         cause = error if worker is None else None
         return cls(f"{what}: {described(error)}{where}", details, cause)
 
-    def raise_(self) -> None:
-        """Raises it as a DataError."""
-        raise DataError(self.message) from self.cause or _OtherProcess("\n" + self.details)
+
+def unless_failed(batch: Any) -> Any:
+    """Returns `batch`; raises it as a DataError if it is a Failure."""
+    if isinstance(batch, Failure):
+        raise DataError(batch.message) from batch.cause or _OtherProcess("\n" + batch.details)
+    return batch
 
 
 def described(error: BaseException) -> str:
@@ -136,11 +138,4 @@ def worker_hangs(number: int, timeout_s: float, reading: str) -> DataError:
     return DataError(
         f"worker process {number} has not made {reading} in timeout_s={timeout_s:g} seconds: the "
         f"data set hangs there, or is slow: raise timeout_s=, or use workers=0 to see where"
-    )
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Returns whether torch's DataLoader gave up waiting for a worker."""
-    return isinstance(error, RuntimeError) and bool(
-        re.match(r"DataLoader timed out after", str(error))
     )

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -18,22 +18,22 @@ from hybridtrain import _torch_private as private
 from hybridtrain.data.faults import (
     Failure,
     check_pair,
-    is_timeout,
     name_of,
+    unless_failed,
     worker_ended,
     worker_hangs,
 )
-from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
-T = TypeVar("T")
+_Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
-_CPU = torch.device("cpu")
-
+# how many batches are made ahead
+_AHEAD = 2
 # how often a wait for a batch looks whether the workers are alive
-_LOOK_S = 0.5
+_POLL_S = 0.5
 # how long the end waits for a batch that is being made
 _END_S = 2.0
 
@@ -46,10 +46,11 @@ def fetch(
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
     """
-    device = world.devices[0]
-    if isinstance(dataset, InMemoryDataset) and dataset.prepare is None and device.type == "cpu":
+    device, made = world.devices[0], _Batches(dataset, options.collate)
+    in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
+    if in_memory and made.collate is already_batched and device.type == "cpu":
         # In less time than a thread needs to hand a batch over.
-        return (dataset.__getitems__(indices) for indices in batches)
+        return (made.dataset.__getitems__(indices) for indices in batches)
     asked: deque[Sequence[int]] = deque()
 
     def noted() -> Iterator[list[int]]:
@@ -62,11 +63,11 @@ def fetch(
     generator = torch.Generator()
     generator.manual_seed(world.replica)
     loader: DataLoader[Any] = DataLoader(
-        _Batches(dataset, options.collate or default_collate),
+        made,
         batch_sampler=noted(),
         num_workers=options.workers,
         timeout=options.timeout_s if options.workers else 0,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         generator=generator,
         pin_memory=device.type == "cuda",
     )
@@ -76,11 +77,11 @@ def fetch(
         turn = (worker - watched.received) % options.workers
         return samples_of(dataset, asked[turn] if turn < len(asked) else ())
 
-    watched = Watched(loader, options, reading, lambda: asked and asked.popleft())
-    return prefetch(watched.batches(), device=device, watched=watched)
+    watched = WatchedLoader(loader, options, reading, lambda: asked and asked.popleft())
+    return prefetch(watched, device)
 
 
-class Watched:
+class WatchedLoader:
     """The batches of a DataLoader whose worker processes may die or hang.
 
     torch's own handler of SIGCHLD would raise in the main thread, wherever that is. It is set only
@@ -120,7 +121,7 @@ class Watched:
                     return
                 except RuntimeError as error:
                     self.look()
-                    if is_timeout(error):
+                    if str(error).startswith("DataLoader timed out after"):
                         worker = self.received % self._options.workers
                         reading = self._reading(worker)
                         self.close(kill=True)
@@ -153,12 +154,13 @@ class Watched:
 class _Batches(Dataset[Any]):
     """A data set whose items are whole batches, or Failures; runs in the worker processes."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
+        usual = already_batched if isinstance(dataset, InMemoryDataset) else default_collate
+        self.dataset = dataset
+        self.collate = collate or usual
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        dataset: Any = self._dataset
+        dataset = self.dataset
         index: Any = None
         try:
             if getattr(dataset, "__getitems__", None):
@@ -170,7 +172,7 @@ class _Batches(Dataset[Any]):
         except Exception as error:
             where = f"sample {index}" if index is not None else _listed(indices)
             return Failure.of(f"{where} of {name_of(dataset)} cannot be read", error)
-        return collated(items, self._collate, dataset, samples_of(dataset, indices))
+        return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
 
 def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str) -> Any:
@@ -197,14 +199,7 @@ def whole_batch(
     Raises:
         DataError: a sample cannot be read, or they make no batch.
     """
-    return unless_failed(_Batches(dataset, collate or default_collate).__getitems__(indices))
-
-
-def unless_failed(batch: Any) -> Any:
-    """Returns `batch`; raises it as a DataError if it is a Failure."""
-    if isinstance(batch, Failure):
-        batch.raise_()
-    return batch
+    return unless_failed(_Batches(dataset, collate).__getitems__(indices))
 
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:
@@ -217,27 +212,23 @@ def _listed(indices: Sequence[int]) -> str:
     return f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def prefetch(
-    source: Iterator[T],
-    depth: int = 2,
-    device: torch.device = _CPU,
-    watched: Watched | None = None,
-) -> Generator[T, None, None]:
-    """Yields from `source`, which a thread runs up to `depth` items ahead.
+def prefetch(watched: WatchedLoader, device: torch.device) -> Generator[Any, None, None]:
+    """Yields the batches of `watched`, which a thread makes a few ahead.
 
-    An exception of `source` is raised where its item would have been. `device` is where the items
-    go: to pin memory for a GPU, the thread must have it as its current device. The worker processes
-    of `watched` are looked at now and then during a wait.
+    An exception is raised where its batch would have been. `device` is where the batches go: to pin
+    memory for a GPU, the thread must have it as its current device. The worker processes are looked
+    at now and then during a wait.
 
-    The end does not wait long for an item that is being made: its worker processes are killed, and
+    The end does not wait long for a batch that is being made: its worker processes are killed, and
     a thread in a slow source is left behind, which keeps no process from ending.
     """
-    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-    wanted, ended = threading.Semaphore(depth), threading.Event()
+    source = watched.batches()
+    ready: _Ready = queue.SimpleQueue()
+    wanted, ended = threading.Semaphore(_AHEAD), threading.Event()
 
     def fetch_all() -> None:
         if device.type == "cuda":
@@ -273,48 +264,40 @@ def prefetch(
         ended.set()
         wanted.release()
         thread.join(_END_S)
-        if thread.is_alive() and watched is not None:
+        if thread.is_alive():
             watched.close(kill=True)
 
 
-def _next(
-    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]], watched: Watched | None
-) -> T | None:
+def _next(ready: _Ready, watched: WatchedLoader) -> Any:
+    error = None
     try:
-        return _take(ready, watched)
-    except RuntimeError:  # by torch's handler, perhaps
-        if watched is not None:
-            with _torch_handler_off():
-                watched.look()
-        raise
-
-
-def _take(
-    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]], watched: Watched | None
-) -> T | None:
-    while True:
-        try:
-            item, error = ready.get(timeout=_LOOK_S if watched is not None else None)
-        except queue.Empty:
-            assert watched is not None
-            with _torch_handler_off():
-                watched.look()
-            continue
-        if error is not None:
+        while True:
             try:
+                item, error = ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                with _torch_handler_off():
+                    watched.look()
+                continue
+            if error is not None:
                 raise error
-            finally:
-                del error  # its traceback has this frame
-        return item
+            return item
+    except RuntimeError:  # by torch's handler, perhaps
+        with _torch_handler_off():
+            watched.look()
+        raise
+    finally:
+        del error  # its traceback has this frame
 
 
 @contextmanager
 def _torch_handler_off() -> Iterator[None]:
     """Keeps torch's handler of SIGCHLD, if a loader of the user's has set it, from raising here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread
+    before = signal.getsignal(signal.SIGCHLD)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and callable(before)):  # handlers run in the main thread
+        yield
         return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain.data.agreement import Piece, agreed, digest_of
-from hybridtrain.data.batch import Batch, BatchSource
+from hybridtrain.data.batch import Batch, BatchSource, length_of
 from hybridtrain.data.faults import check_pair, name_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch.activity import activity
@@ -28,13 +27,15 @@ class OwnLoader:
     torchdata's StatefulDataLoader has, a resumed run continues where it was; otherwise it takes
     the batches before again and leaves them out.
 
+    To make one is a collective call.
+
     Args:
         loader: may be iterated over again and again.
         world: tells which replica this process belongs to.
 
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
-        batches_per_epoch: None if `loader` has no length.
+        batches_per_epoch: of the replica with the longest loader; None if none has a length.
 
     Raises:
         DataError: it can be iterated over only once, or gives all replicas the same samples.
@@ -54,9 +55,9 @@ class OwnLoader:
                 _check_batch_sampler(loader, world)
         self.loader = loader
         self._world = world
-        self.batches_per_epoch: int | None = None
-        with suppress(TypeError):  # a DataLoader of a data set without length
-            self.batches_per_epoch = len(loader)  # type: ignore[arg-type]
+        # an epoch lasts until the last replica has run out
+        lengths = [length for length in world.gather(length_of(loader)) if length is not None]
+        self.batches_per_epoch = max(lengths, default=None)
         self._position = (0, 0)
         self._state: bytes | None = None
         self._loaded: dict[str, Any] | None = None
@@ -74,7 +75,8 @@ class OwnLoader:
         if loaded is not None:
             self._position, self._state = (loaded["epoch"], loaded["batch"]), loaded["state"]
             finish = (epoch, batch) == (loaded["epoch"] + 1, 0)
-            if finish or (epoch, batch) == self._position:
+            here = finish or (epoch, batch) == self._position
+            if here and loaded["state"] is not None:  # None: no batch was in use yet
                 _set_epoch(self.loader, loaded["epoch"])
                 loader: Any = self.loader
                 loader.load_state_dict(pickle.loads(loaded["state"]))
@@ -139,8 +141,8 @@ class OwnLoader:
                 f"the state of {name_of(self.loader)} in the checkpoint is that of {len(states)} "
                 f"replicas, not of {self._world.replicas}: go on with as many, or start a new run"
             )
-        state = pickle.dumps(states[self._world.replica])
-        self._loaded = {**state_dict, "state": state}
+        state = states[self._world.replica]
+        self._loaded = {**state_dict, "state": None if state is None else pickle.dumps(state)}
 
 
 def as_source(train: BatchSource | Iterable[Any], world: World) -> BatchSource:

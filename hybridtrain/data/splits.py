@@ -48,8 +48,8 @@ class InMemoryDataset(Dataset[Any]):
     """Samples held in memory as tensors, gathered a whole batch at a time.
 
     A `DataLoader` calls `__getitems__` with all the indices of a batch: one `index_select` per
-    tensor replaces a Python call and a copy per sample, and a stack. The loader's `collate_fn`
-    must be `already_batched`.
+    tensor replaces a Python call and a copy per sample, and a stack. The `collate_fn` of a
+    `DataLoader` must be `already_batched`; the loaders of hybridtrain know it.
 
     Args:
         inputs: a tensor, or a pytree of tensors, with the samples in dim 0.

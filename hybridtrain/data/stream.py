@@ -24,9 +24,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridtrain.data.agreement import Piece, agreed
-from hybridtrain.data.batch import Batch
-from hybridtrain.data.faults import name_of
-from hybridtrain.data.fetch import Watched, collated, prefetch, unless_failed, whole_batch
+from hybridtrain.data.batch import Batch, length_of
+from hybridtrain.data.faults import name_of, unless_failed
+from hybridtrain.data.fetch import WatchedLoader, collated, prefetch, whole_batch
 from hybridtrain.data.stream_part import Reader, Start, StreamPart, has_state
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch.activity import activity
@@ -59,8 +59,7 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
     items, total = reader.take(samples, 0, 1, keep=True)
     if before is not None:
         dataset.load_state_dict(before)  # training begins where the data set stood
-    if reader.failure is not None:
-        reader.failure.raise_()
+    unless_failed(reader.failure)
     if total == 0:
         raise DataError(f"{name_of(dataset)} has no samples")
     what = f"the first {total} samples of {name_of(dataset)}"
@@ -105,8 +104,9 @@ class StreamLoader:
         self._seed = seed
         self._options = options or LoaderOptions()
         self.batches_per_epoch: int | None = None
-        if hasattr(dataset, "__len__") and not self.divided:
-            full, rest = divmod(len(dataset), batch_size)
+        length = None if self.divided else length_of(dataset)
+        if length is not None:
+            full, rest = divmod(length, batch_size)
             self.batches_per_epoch = full + (rest > 0 and not self._options.drop_last)
         if self.divided and batch_size < world.replicas:
             raise DataError(
@@ -126,7 +126,7 @@ class StreamLoader:
                 between processes that should read the same.
         """
         loaded, self._loaded = self._loaded, None
-        start: Start = Start(epoch, batch)
+        start = Start(epoch, batch)
         finish = False
         if loaded is not None:
             at = (loaded["epoch"], loaded["batch"])
@@ -261,7 +261,7 @@ def _unpacked(
 ) -> tuple[dict[int, bytes | None], int]:
     """Returns this replica's states by worker, -1 for any, and the worker that is next."""
     if not divided:
-        return {-1: pickle.dumps(states[0])}, 0
+        return {} if states[0] is None else {-1: pickle.dumps(states[0])}, 0
     own = states[world.replica]
     return {int(i): pickle.dumps(x) for i, x in own["states"].items()}, own["worker"]
 
@@ -270,33 +270,30 @@ class _Source:
     """The pieces of epoch after epoch, by a thread or by worker processes that live as long."""
 
     def __init__(self, loader: StreamLoader, start: Start, drop_last: bool | None = None) -> None:
+        options, name = loader._options, name_of(loader.dataset)
         self._device = loader._world.devices[0]
-        self._options = loader._options
-        self._name = name_of(loader.dataset)
         self._compare = loader._compare
-        self._watched: Watched | None = None
         part = StreamPart(
-            loader.dataset, loader.divided, loader.batch_size, loader._world, loader._options,
+            loader.dataset, loader.divided, loader.batch_size, loader._world, options,
             loader._seed, start, drop_last,
         )  # fmt: skip
         generator = torch.Generator()
         generator.manual_seed(loader._world.replica)
-        self._loader: DataLoader[Any] = DataLoader(
+        batches: DataLoader[Any] = DataLoader(
             part,
             batch_size=None,
-            num_workers=self._options.workers,
-            timeout=self._options.timeout_s if self._options.workers else 0,
+            num_workers=options.workers,
+            timeout=options.timeout_s if options.workers else 0,
             generator=generator,
             pin_memory=self._device.type == "cuda",
-            persistent_workers=self._options.workers > 0,
+            persistent_workers=options.workers > 0,
         )
+        self._watched = WatchedLoader(batches, options, lambda _: f"a batch of {name}")
 
     def epoch(self, skip: int) -> Generator[Piece, None, None]:
         """Yields the pieces of the next epoch, without the first `skip`."""
-        watched = Watched(self._loader, self._options, lambda _: f"a batch of {self._name}")
-        self._watched = watched
         digests: dict[int, int] = {}  # by worker
-        pieces = prefetch(watched.batches(), device=self._device, watched=watched)
+        pieces = prefetch(self._watched, self._device)
         try:
             for number, piece in enumerate(pieces):
                 if not isinstance(piece, Piece) or number < skip:
@@ -310,9 +307,7 @@ class _Source:
 
     def close(self) -> None:
         """Ends the worker processes."""
-        if self._watched is not None:
-            self._watched.close()
-        del self._loader
+        self._watched.close()
 
 
 def _divide(dataset: Any, world: World, options: LoaderOptions) -> tuple[Any, bool]:

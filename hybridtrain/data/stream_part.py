@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,19 +22,17 @@ from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
 # as many samples tell two streams apart
-_COMPARED = 16
+_DIGESTED_SAMPLES = 16
 
 
+@dataclass(frozen=True)
 class Start:
-    """The beginning of a stream: at a batch, or at a state of the data set."""
+    """The beginning of a stream: at a batch, or at states of the data set, pickled, by worker."""
 
-    def __init__(
-        self, epoch: int, batch: int, states: Mapping[int, bytes | None] | None = None,
-        worker: int = 0,
-    ) -> None:  # fmt: skip
-        self.epoch, self.batch = epoch, batch
-        self.states = states or {}
-        self.worker = worker
+    epoch: int
+    batch: int
+    states: Mapping[int, bytes | None] = field(default_factory=dict)
+    worker: int = 0
 
 
 class StreamPart(IterableDataset[Any]):
@@ -81,13 +80,13 @@ class StreamPart(IterableDataset[Any]):
         if self._divided:
             if worker < start.worker % workers:
                 yield "a turn"  # that it had taken before the state was saved
-            yield from self._of_my_own(reader, worker)
+            yield from self._own_pieces(reader, worker)
         else:
             if state is None:
                 reader.skip(start.batch * self._batch_size)
-            yield from self._of_all(reader, worker, workers)
+            yield from self._shared_pieces(reader, worker, workers)
 
-    def _of_all(self, reader: Reader, worker: int, workers: int) -> Iterator[Any]:
+    def _shared_pieces(self, reader: Reader, worker: int, workers: int) -> Iterator[Any]:
         """Yields the pieces of the global batches `worker`, `worker + workers`, ..."""
         for number in itertools.count():
             mine = number % workers == worker
@@ -101,7 +100,7 @@ class StreamPart(IterableDataset[Any]):
                 counts = len(range(self._replica, total, self._replicas))
                 yield self._piece(reader, samples, counts, total, worker)
 
-    def _of_my_own(self, reader: Reader, worker: int) -> Iterator[Any]:
+    def _own_pieces(self, reader: Reader, worker: int) -> Iterator[Any]:
         """Yields pieces of all samples that the data set gives this process."""
         share = share_of(self._batch_size, self._replica, self._replicas)
         size = share.stop - share.start
@@ -173,7 +172,7 @@ class Reader:
                 self.failure = Failure.of(what, error)
                 return (kept or [spare], number)
             self.read += 1
-            if len(self.first) < min(_COMPARED, count):
+            if len(self.first) < min(_DIGESTED_SAMPLES, count):
                 self.first.append(sample)
             if keep and number % stride == offset:
                 kept.append(sample)

@@ -11,14 +11,23 @@ from hybridtrain.errors import WorldError
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's facts about this process; `init_method` is None for a single process."""
+    """The launcher's facts about this process.
+
+    Attributes:
+        launcher: `torchrun`, `slurm` or `single`.
+        rank: the number of this process.
+        size: the number of processes.
+        local_rank: the number of this process on its node.
+        local_size: the number of processes on its node.
+        master: host and port of the processes' store; None for a single process.
+    """
 
     launcher: str
     rank: int
     size: int
     local_rank: int
     local_size: int
-    init_method: str | None
+    master: tuple[str, int] | None
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -35,24 +44,33 @@ def detect(environ: Mapping[str, str]) -> Launch:
             size=size,
             local_rank=_number(environ, "LOCAL_RANK", "0"),
             local_size=_number(environ, "LOCAL_WORLD_SIZE", str(size)),
-            init_method="env://" if size > 1 else None,
+            master=_torchrun_master(environ) if size > 1 else None,
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         size = _number(environ, "SLURM_NTASKS")
         nodes = _number(environ, "SLURM_NNODES", "1")
-        per_node = environ.get("SLURM_NTASKS_PER_NODE") or str(-(-size // nodes))
         return Launch(
             launcher="slurm",
             rank=_number(environ, "SLURM_PROCID"),
             size=size,
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            local_size=_number({"SLURM_NTASKS_PER_NODE": per_node}, "SLURM_NTASKS_PER_NODE"),
-            init_method=f"tcp://{_slurm_address(environ)}" if size > 1 else None,
+            local_size=_number(environ, "SLURM_NTASKS_PER_NODE", str(-(-size // nodes))),
+            master=_slurm_master(environ) if size > 1 else None,
         )
-    return Launch("single", rank=0, size=1, local_rank=0, local_size=1, init_method=None)
+    return Launch("single", rank=0, size=1, local_rank=0, local_size=1, master=None)
 
 
-def _slurm_address(environ: Mapping[str, str]) -> str:
+def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not host or not port or not port.isdecimal():
+        raise WorldError(
+            f"RANK and WORLD_SIZE are set, but MASTER_ADDR={host} and MASTER_PORT={port} do "
+            f"not say where rank 0 is: start the processes with torchrun"
+        )
+    return host, int(port)
+
+
+def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     """Returns the first host of the job, and a port that two jobs on it are unlikely to share."""
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[key] for key in lists if environ.get(key)), None)
@@ -60,7 +78,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
         raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
     host = first_host(nodes) if nodes else "127.0.0.1"
     job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
-    return f"{host}:{10000 + job % 20000}"
+    return host, 10000 + job % 20000
 
 
 def first_host(nodelist: str) -> str:

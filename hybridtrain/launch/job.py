@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from mmap import mmap
 from typing import Any
 
-from hybridtrain._torch_private import Store
+from hybridtrain._torch_private import HashStore, Store
 from hybridtrain.launch.processes import ProcessId, this_process
 from hybridtrain.launch.shared_activity import open_of
 
@@ -54,7 +54,7 @@ class Report:
 
 
 class Job:
-    """The facts that the processes of a run share; with one process, nothing is sent.
+    """The facts that the processes of a run share; without a `store`, those of a single process.
 
     Every call may wait for the store, and so may another thread that uses the same store: each
     thread has a `Job` by `clone`.
@@ -66,25 +66,20 @@ class Job:
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._store = store
-        self._own_failure: Failure | None = None
+        self._store = HashStore() if store is None else store
 
     def clone(self) -> Job:
         """Returns the same job with a connection that waits for nobody else's requests."""
-        return Job(None if self._store is None else self._store.clone(), self.rank, self.size)
+        return Job(self._store.clone() if self.size > 1 else None, self.rank, self.size)
 
     def enter(self) -> list[ProcessId]:
         """Says who this process is; returns all, in the order of the ranks, once they are there."""
-        if self._store is None:
-            return [this_process()]
         self._store.set(f"process/{self.rank}", json.dumps(this_process()))
         keys = [f"process/{rank}" for rank in range(self.size)]
         return [ProcessId(*json.loads(self._store.get(key))) for key in keys]
 
     def memories(self, descriptor: int, processes: Sequence[ProcessId]) -> list[mmap | None]:
         """Opens the shared activity of all processes of this host; see `launch.shared_activity`."""
-        if self._store is None:
-            return [None]
         self._store.set(f"memory/{self.rank}", str(descriptor))
         return [
             open_of(process, int(self._store.get(f"memory/{rank}")))
@@ -93,57 +88,43 @@ class Job:
 
     def leave(self) -> None:
         """Says that this process ends as it should."""
-        if self._store is not None:
-            self._store.set(f"left/{self.rank}", "")
+        self._store.set(f"left/{self.rank}", "")
 
     def has_left(self, rank: int) -> bool:
         """Returns whether that process has ended as it should."""
-        return self._store is not None and bool(self._store.check([f"left/{rank}"]))
+        return self._store.check([f"left/{rank}"])
 
     def claim(self, failure: Failure) -> Failure:
         """Makes `failure` the one that ends the run, unless there is one; returns that one."""
-        if self._store is None:
-            self._own_failure = self._own_failure or failure
-            return self._own_failure
         return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
 
     def failure(self) -> Failure | None:
         """Returns the failure that ends the run, if there is one."""
-        if self._store is None or not self._store.check(["failure"]):
-            return self._own_failure
-        return _failure(self._store.get("failure"))
+        return _failure(self._store.get("failure")) if self._store.check(["failure"]) else None
 
     def ask_for_stacks(self) -> bool:
         """Asks all processes for their stacks; returns whether this process is the first to ask."""
-        if self._store is None:
-            return True
         own = str(self.rank)
-        return bool(self._store.compare_set("stacks", "", own) == own.encode())
+        return self._store.compare_set("stacks", "", own) == own.encode()
 
     def stacks_are_asked_for(self) -> bool:
         """Returns whether a process has asked for all stacks."""
-        return self._store is not None and bool(self._store.check(["stacks"]))
+        return self._store.check(["stacks"])
 
     def say_stop(self, work: str, reason: str) -> None:
         """Says that this process wants all to leave a work."""
-        if self._store is not None:
-            self._store.set(work, reason)
+        self._store.set(work, reason)
 
     def stop_said(self, work: str) -> str | None:
         """Returns why a process wants all to leave a work, if one does."""
-        if self._store is None or not self._store.check([work]):
-            return None
-        return self._store.get(work).decode()
+        return self._store.get(work).decode() if self._store.check([work]) else None
 
     def say(self, key: str, report: Report) -> None:
         """Publishes what this process is doing under `key`."""
-        if self._store is not None:
-            self._store.set(f"{key}/{self.rank}", json.dumps(asdict(report)))
+        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(report)))
 
     def said(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
         """Returns what the processes have published under `key`."""
-        if self._store is None:
-            return {}
         found: dict[int, Report] = {}
         for rank in ranks:
             if self._store.check([f"{key}/{rank}"]):

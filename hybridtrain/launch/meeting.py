@@ -33,7 +33,8 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
         WorldError: some did not come within `timeout_s`; the message names their ranks.
     """
     deadline = time.monotonic() + timeout_s
-    host, port = _address(launch, environ)
+    assert launch.master is not None  # with several processes
+    host, port = launch.master
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = TCPStore(
@@ -65,19 +66,6 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             f"srun)"
         )
     return own
-
-
-def _address(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
-    if launch.init_method == "env://":
-        host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-        if not host or not port or not port.isdecimal():
-            raise WorldError(
-                f"RANK and WORLD_SIZE are set, but MASTER_ADDR={host} and MASTER_PORT={port} do "
-                f"not say where rank 0 is: start the processes with torchrun"
-            )
-        return host, int(port)
-    host, _, port = (launch.init_method or "").removeprefix("tcp://").rpartition(":")
-    return host, int(port)
 
 
 def _welcome(store: Store, size: int, deadline: float) -> str:

@@ -131,7 +131,7 @@ class Watchdog:
         self._answer(job)
         ranks = range(job.size)
         deadline = time.monotonic() + _WAIT_FOR_STACKS_S
-        said = {job.rank: report(self._activity)} if job.size == 1 else job.said("stands", ranks)
+        said = job.said("stands", ranks)
         while len(said) < job.size and time.monotonic() < deadline:
             time.sleep(0.1)
             said = job.said("stands", ranks)

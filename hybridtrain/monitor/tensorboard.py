@@ -65,22 +65,8 @@ class TensorBoard(Monitor):
             }
         )
         if "config" in texts:
-            self._add_hyperparameters(texts["config"])
+            _add_hyperparameters(self._writer, texts["config"])
         self._writer.flush()
-
-    def _add_hyperparameters(self, config: str) -> None:
-        """Writes the config's values; the dashboard finds the metrics among the curves."""
-        from torch.utils.tensorboard.summary import hparams
-
-        with suppress(yaml.YAMLError):
-            values = dict(_flat(yaml.safe_load(config)))
-            _, started, _ = hparams(values, {})
-            self._file_writer.add_summary(started)
-
-    @property
-    def _file_writer(self) -> Any:
-        assert self._writer is not None
-        return self._writer._get_file_writer()
 
     @never_fatal
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -118,6 +104,15 @@ def shown_tag(tag: str) -> str:
     if tag.startswith("pipeline/"):
         return "train_stages/" + tag.removeprefix("pipeline/")
     return tag
+
+
+def _add_hyperparameters(writer: Any, config: str) -> None:
+    """Writes the config's values; the dashboard finds the metrics among the curves."""
+    from torch.utils.tensorboard.summary import hparams
+
+    with suppress(yaml.YAMLError):
+        _, started, _ = hparams(dict(_flat(yaml.safe_load(config))), {})
+        writer._get_file_writer().add_summary(started)
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str | bool | float]]:

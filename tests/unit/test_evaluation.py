@@ -1,6 +1,7 @@
 """Evaluation in one process: every sample counts once, and nothing of the model changes."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -140,3 +141,10 @@ def test_an_evaluation_outside_of_training_is_watched(before):
     assert activity.phase == before
     assert {phase.rpartition(": ")[2] for phase in phases} == {"evaluate"}
     activity.now(None)
+
+
+def test_a_metric_is_left_as_it_came():
+    ours = trainer()
+    ours.evaluate()
+    copied = pickle.loads(pickle.dumps(ours.metrics["accuracy"]))
+    assert copied.compute() == ours.metrics["accuracy"].compute()

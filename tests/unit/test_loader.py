@@ -8,14 +8,16 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loaders import world_of
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridtrain.data import fetch as fetching
-from hybridtrain.data.fetch import prefetch
+from hybridtrain.data.fetch import WatchedLoader, prefetch
 from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.data.splits import InMemoryDataset
+from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
 
@@ -39,6 +41,15 @@ class Numbers(Dataset):
         return torch.tensor(index), torch.tensor(10 * index)
 
 
+def prefetched(source):
+    class Source(IterableDataset):
+        def __iter__(self):
+            return source
+
+    loader = DataLoader(Source(), batch_size=None)
+    return prefetch(WatchedLoader(loader, LoaderOptions(), str), torch.device("cpu"))
+
+
 def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
     world, options = world_of(replica, replicas), LoaderOptions(**options)
     return TrainLoader(Numbers(samples), batch_size, world, seed=seed, options=options)
@@ -58,6 +69,7 @@ def counted(batch):
     return batch.inputs.tolist()[: batch.samples]
 
 
+@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 12), REPLICAS, st.booleans(), st.integers(0, 3))
 def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
     samples, batch_size, replicas, drop_last, seed
@@ -82,6 +94,7 @@ def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
             assert len(share[step].inputs) == max(1, share[step].samples)
 
 
+@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 12), st.booleans(), st.integers(0, 2))
 def test_an_epoch_is_every_sample_once(samples, batch_size, drop_last, epoch):
     if drop_last and samples < batch_size:
@@ -107,6 +120,7 @@ def test_a_replica_without_a_sample_of_a_short_batch_gets_one_that_counts_0():
     assert sum(share.samples / share.total for share in last) == 1
 
 
+@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 9), st.integers(0, 3), REPLICAS, st.data())
 def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
     samples, batch_size, epoch, replicas, data
@@ -136,6 +150,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     permutation(3, 2**63 - 1, 2**31)  # any seed will do
 
 
+@settings(deadline=None)  # of a busy machine
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_shares_cover_all_samples_in_order_and_differ_by_one_at_most(total, replicas):
     shares = [list(range(total)[share_of(total, replica, replicas)]) for replica in range(replicas)]
@@ -253,7 +268,7 @@ def test_the_next_batch_is_fetched_while_this_one_is_used():
             fetched.release()
             yield i
 
-    stream = prefetch(source(), depth=2)
+    stream = prefetched(source())
     assert next(stream) == 0
     for _ in range(3):  # the one in hand and two ahead; nobody asks for them
         assert fetched.acquire(timeout=20)
@@ -268,7 +283,7 @@ def test_prefetching_stays_within_its_depth():
             produced.append(i)
             yield i
 
-    stream = prefetch(source(), depth=2)
+    stream = prefetched(source())
     for i in range(20):
         assert next(stream) == i
         # what was used, two that wait, one in the thread's hand
@@ -284,6 +299,27 @@ def test_batches_are_made_by_the_given_collate_function():
     batch = take(loader(6, 3, collate=collate), 1)[0]
     assert batch.inputs.tolist() == [3, 3, 3]
     assert len(batch.targets) == 3
+
+
+def doubled(inputs, targets):
+    return 2 * inputs, targets
+
+
+def shifted(batch):
+    inputs, targets = batch
+    return inputs + 100, targets
+
+
+@pytest.mark.parametrize("prepare", [None, doubled])
+@pytest.mark.parametrize("collate", [None, shifted])
+def test_samples_in_memory_are_collated_alike_with_and_without_preparation(prepare, collate):
+    dataset = InMemoryDataset(torch.arange(4.0), torch.arange(4), prepare)
+    world, options = world_of(0, 1), LoaderOptions(collate=collate)
+    found = take(TrainLoader(dataset, 4, world, options=options), 1)[0]
+    expected = (2 if prepare else 1) * found.targets + (100 if collate else 0)
+    assert torch.equal(found.inputs, expected.float())
+    inputs, targets = example_batch(dataset, 2, collate)
+    assert inputs.shape == targets.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +345,7 @@ def test_the_end_of_a_stream_does_not_wait_for_a_slow_source(monkeypatch):
         answer.wait()
         yield 2
 
-    stream = prefetch(source())
+    stream = prefetched(source())
     assert next(stream) == 1
     stream.close()
     (thread,) = prefetchers()

@@ -454,3 +454,12 @@ def test_a_batch_norm_that_is_new_is_restored_where_its_first_step_is_skipped():
     ]
     assert ours.fit()["skipped_steps"] == 2
     assert torch.equal(net[5].running_mean, torch.zeros(8))
+
+
+def test_a_buffer_of_float8_does_not_keep_a_run_from_training(tmp_path):
+    net = plain_net()
+    net.register_buffer("scales", torch.ones(3).to(torch.float8_e4m3fn))
+    ours = trainer(net, data=poisoned(), store=CheckpointStore(tmp_path))
+    ours.fit()
+    assert ours.skipped_steps > 0
+    assert ours.finished

@@ -10,6 +10,7 @@ from support.nets import WIDTH, regression
 from torch import nn
 
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.errors import DivergedError
 
 NB_PARTS = [1, 2, 4]
 
@@ -203,6 +204,15 @@ def test_the_logged_norm_is_independent_of_the_scale(scale):
     assert len(norms[0]) == 6
     # small gradients have fewer bits in fp16
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+
+
+def test_a_run_that_has_diverged_can_be_fitted_again():
+    ours = fp16_trainer(at=(2,), loss_scale=LOSS_SCALE, max_skipped=1)
+    with pytest.raises(DivergedError):
+        ours.fit()
+    ours.model.net[2].at = ()
+    ours.fit()
+    assert ours.step == 6
 
 
 @pytest.mark.parametrize("then_nb_part", [1, 2])

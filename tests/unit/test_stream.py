@@ -4,6 +4,7 @@ import itertools
 import random
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from support.loaders import Replicas, world_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from hybridtrain.data.agreement import digest_of
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.options import LoaderOptions
+from hybridtrain.trainer_options import TrainerOptions
 
 
 class Numbers(IterableDataset):
@@ -294,6 +297,22 @@ def test_a_stream_that_gives_nothing_or_can_be_read_once_is_refused():
         TrainLoader(Numbers(3), 2, world_of(0, 1))
 
 
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
+def test_a_stream_that_refuses_to_tell_its_length_has_none(error):
+    class Filtered(Numbers):
+        def __len__(self):
+            raise error("no valid length")
+
+    assert StreamLoader(Filtered(3), 2, world_of(0, 1)).batches_per_epoch is None
+    assert OwnLoader(Filtered(3), world_of(0, 1)).batches_per_epoch is None
+
+
+def test_objects_in_an_array_are_compared_by_their_values():
+    texts = [np.array(["".join(["ab", end])], dtype=object) for end in ("c", "c", "d")]
+    same, again, other = map(digest_of, texts)
+    assert same == again != other
+
+
 # Loaders of one's own.
 def table(samples=10):
     x = torch.arange(samples)
@@ -346,6 +365,16 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
     expected = check_agreed(Replicas(replicas).run(whole))
     assert check_agreed(Replicas(replicas).run(resumed)) == expected
     assert sorted(chain.from_iterable(expected[:per_epoch])) == list(range(20))
+
+
+def test_replicas_with_loaders_of_different_lengths_take_equally_many_steps():
+    def lengths(world):
+        batches = [[2 * i + world.replica] for i in range(3 + world.replica)]
+        loader = OwnLoader(DataLoader(table(), batch_sampler=batches), world)
+        options = TrainerOptions(epochs=2)
+        return options.total_steps(loader.batches_per_epoch), len(take(loader, 8))
+
+    assert Replicas(2).run(lengths) == [(8, 8), (8, 8)]
 
 
 def test_a_loader_without_state_goes_on_at_the_same_batch():

@@ -1,10 +1,12 @@
 """Runs on streams and on loaders of one's own: a resumed one ends with bitwise equal weights."""
 
+import itertools
+
 import pytest
 import torch
 from support.training import Recorder, assert_same_run, rich_net
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
@@ -59,6 +61,15 @@ class Shuffled(Plain):
         self.generator.set_state(state["generator"])
 
 
+class Batched(Shuffled):
+    """The same in batches of 2, as a loader; none is short, so a state is never past the last."""
+
+    def __iter__(self):
+        samples = super().__iter__()
+        while batch := list(itertools.islice(samples, 2)):
+            yield default_collate(batch)
+
+
 class Table(Dataset):
     def __len__(self):
         return SAMPLES
@@ -88,6 +99,7 @@ TRAIN = {
     "stream with a state": stream_of(Shuffled),
     "stream with a state in workers": stream_of(Shuffled, 2),
     "own loader": lambda _: DataLoader(Table(), batch_sampler=Buckets()),
+    "own loader with a state": lambda _: Batched(),
 }
 
 
@@ -120,6 +132,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
     assert_same_run(again, whole)
     assert again.summary()["eval"] == whole.summary()["eval"]
     assert again.summary()["eval"]["samples"] == SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["stream with a state", "own loader with a state"])
+def test_a_run_saved_before_its_first_step_goes_on(kind, tmp_path):
+    whole = trainer(kind)
+    whole.fit()
+    first = trainer(kind, store=CheckpointStore(tmp_path))
+    first.save()
+    again = trainer(kind)
+    again.resume(first.store.newest())
+    again.fit()
+    assert_same_run(again, whole)
 
 
 def test_epochs_of_a_stream_without_length_are_refused():

@@ -25,6 +25,7 @@ from torch import nn
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.losses import cross_entropy
+from hybridtrain.monitor import MetricsFile
 from hybridtrain.trainer import TrainerOptions
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -237,3 +238,18 @@ def test_an_exception_in_a_step_closes_the_monitor_and_leaves_no_thread():
         ours.fit()
     assert ours.monitor.closed
     assert not [t for t in threading.enumerate() if t.name == "prefetch"]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_logged_as_a_number(tmp_path):
+    runs = []
+    for value in (torch.tensor(0.02), 0.02):
+        ours = trainer(
+            optimizer=lambda p, value=value: torch.optim.AdamW(p, lr=value),
+            lr=cosine(2, 9),
+            monitor=MetricsFile(tmp_path / "metrics.jsonl"),
+        )
+        ours.fit()
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        runs.append([entry["train/lr"] for entry in map(json.loads, lines) if "train/lr" in entry])
+    assert len(runs[0]) == 9
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)

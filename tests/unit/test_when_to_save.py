@@ -397,7 +397,11 @@ def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch
     with both[1].listening():
         # the keys count the evaluations, and these two are of one process
         first = both[0].watch_for_stop()
-        monkeypatch.setattr(interruption, "_works", itertools.count(next(interruption._works) - 1))
+        monkeypatch.setattr(
+            interruption,
+            "_evaluation_numbers",
+            itertools.count(next(interruption._evaluation_numbers) - 1),
+        )
         second = both[1].watch_for_stop()
         assert not second()
         os.kill(os.getpid(), signal.SIGTERM)
