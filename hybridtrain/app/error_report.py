@@ -59,6 +59,7 @@ def report(error: BaseException) -> int:
     With several processes it does not return, but ends this one: its other threads may wait for
     processes that have ended.
     """
+    early_signals.ignore()
     text, line, code = describe(error)
     rank, size = _rank_and_size()
     watchdog = running_watchdog()

@@ -29,6 +29,16 @@ def catch() -> None:
             _previous[number] = signal.signal(number, _interrupt)
 
 
+def ignore() -> None:
+    """Ignores the signals of `catch` from now on: an error is being reported, and then all ends.
+
+    A launcher sends SIGTERM to the processes that are left, also to one that is about to say why.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _previous:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def restore() -> None:
     """Undoes `catch`."""
     if threading.current_thread() is threading.main_thread():

@@ -86,7 +86,7 @@ class ProcessEngine:
         run = _StepRun(step, self._stages, self._links, self._world, self._formats[kind])
         try:
             with step.thread_state.applied(), skip_scope(None):
-                run.walk(self._order(step.schedule))
+                run.run_lane(self._order(step.schedule))
         except BaseException:
             for stage in self._stages.values():
                 stage.clear()
@@ -179,7 +179,7 @@ class _StepRun:
         """The head's values by micro-batch."""
         return self._runner.values
 
-    def walk(self, order: Sequence[tuple[str, int, int]]) -> None:
+    def run_lane(self, order: Sequence[tuple[str, int, int]]) -> None:
         """Executes the actions of this process, and the sends and receives between them."""
         lane = self._world.pipeline_rank
         try:

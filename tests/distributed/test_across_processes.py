@@ -1,0 +1,104 @@
+"""Pipelines whose stages are in several processes, each cell in all of them."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.launch import SMALL, WORKERS, Results, torchrun, torchrun_script, worker_module
+
+from hybridtrain.app.cli import main
+
+PROCESSES = {"across_processes": 2, "replicas_of_processes": 4}
+CELLS = [(worker, cell) for worker in PROCESSES for cell in worker_module(worker).cells.cells]
+QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
+ACROSS = "world.engine=distributed"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Launches each worker once, at its first cell."""
+    return functools.cache(
+        lambda worker: Results(worker, PROCESSES[worker], tmp_path_factory.mktemp(worker))
+    )
+
+
+@pytest.mark.parametrize(("worker", "cell"), CELLS)
+def test_across_processes(worker, cell, results):
+    results(worker).check(cell)
+
+
+@pytest.mark.parametrize("who", ["all", "1"])
+def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who):
+    output = torchrun_script(2, WORKERS / "failing.py", who, "distributed", ok=False, timeout=60)
+    assert "ArithmeticError: boom" in output
+    assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
+    assert "the end was reached" not in output
+
+
+def test_sizes_that_do_not_follow_from_the_inputs_are_one_clear_error():
+    output = torchrun_script(
+        2, WORKERS / "failing.py", "sizes", "distributed", ok=False, timeout=60
+    )
+    assert "stage 0 (0 to 1) sends values of other shapes or types than before" in output
+    assert "use engine=local for this model" in output
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def weights(run):
+    return {
+        name: Path(f"outputs/{run}/checkpoints/step_00000006/{name}.safetensors").read_bytes()
+        for name in ("model", "optimizer")
+    }
+
+
+def metrics(run):
+    lines = map(json.loads, Path(f"outputs/{run}/metrics.jsonl").read_text().splitlines())
+    names = ("step", "train/loss", "train/grad_norm", "eval/loss", "eval/accuracy")
+    return [{name: line[name] for name in names if name in line} for line in lines]
+
+
+def test_a_run_goes_on_exactly_with_the_other_engine(in_folder):
+    assert main([*QUICK, "run_name=local"]) == 0
+    ended = torchrun(2, [*QUICK, ACROSS, "run_name=across"])
+    assert ended.returncode == 0, ended.stderr
+    assert "2 processes x 2 stages, 1f1b" in ended.stderr
+    assert metrics("across") == metrics("local")
+    assert weights("across") == weights("local")
+
+    for first, second in ((torchrun, main), (main, torchrun)):
+        run = "mixed" + str(first is main)
+        for part, launch in (("trainer.steps=4", first), ("trainer.steps=6", second)):
+            arguments = [*QUICK, f"run_name={run}", "lr_schedule=constant", part]
+            if launch is main:
+                assert main([*arguments, "world.engine=local"]) == 0
+            else:
+                ended = torchrun(2, [*arguments, ACROSS])
+                assert ended.returncode == 0, ended.stderr
+    a, b = (
+        load_file(f"outputs/mixed{x}/checkpoints/step_00000006/model.safetensors")
+        for x in (True, False)
+    )
+    assert all((a[name] == b[name]).all() for name in a)
+
+
+def test_evaluate_and_export_of_a_run_over_processes(in_folder):
+    ended = torchrun(2, [*QUICK, ACROSS, "run_name=run"])
+    assert ended.returncode == 0, ended.stderr
+    evaluated = torchrun(2, ["evaluate", "run_name=run"])
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads(evaluated.stdout)
+    assert result["loss"] == metrics("run")[-1]["eval/loss"]
+    assert torchrun(2, ["export", "run_name=run"]).returncode == 0
+    exported = load_file("outputs/run/export/step_00000006.safetensors")
+    saved = load_file("outputs/run/checkpoints/step_00000006/model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all((exported[name] == saved[name]).all() for name in saved)
+    summary = json.loads(Path("outputs/run/summary.json").read_text())
+    assert [stage["parameters"] > 0 for stage in summary["stages"]] == [True, True]
+    assert 0 < summary["bubble_fraction"] < 1

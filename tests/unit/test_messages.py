@@ -1,0 +1,101 @@
+"""Messages between processes: what arrives is what was sent, in values, types and layout."""
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain.pipeline.messages import empty, flat, from_bytes, pack, to_bytes, unpack
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    name: str
+
+
+def sent(message, unique=True):
+    """What a receiver gets that knows nothing but the bytes of the format and of the tensors."""
+    form, tensors = pack(message, unique)
+    form = from_bytes(to_bytes(form))
+    received = [empty(one, torch.device("cpu")) for one in form.tensors]
+    for source, target, one in zip(tensors, received, form.tensors, strict=True):
+        target.as_strided((target.numel(),), (1,)).copy_(flat(source, one))
+    return unpack(form, received)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(6, 8)[::2, 1:5],
+        torch.randn(1).expand(4),
+        torch.tensor(3),
+        torch.zeros(0, 5),
+        torch.randn(3) > 0,
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(3).bfloat16(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_a_tensor_arrives_with_its_values_and_dense_layout(tensor):
+    received = sent([tensor])[0]
+    assert torch.equal(received, tensor)
+    assert received.dtype == tensor.dtype
+    assert received.stride() == torch.empty_like(tensor).stride()
+
+
+def test_requires_grad_arrives():
+    message = [torch.randn(2, requires_grad=True), torch.randn(2)]
+    assert [tensor.requires_grad for tensor in sent(message)] == [True, False]
+
+
+def test_nested_values_and_dataclasses_arrive():
+    message = (
+        {"a": [torch.ones(2), None, 3, "text"]},
+        Output(torch.zeros(1), (torch.ones(1),), "x"),
+    )
+    first, second = sent(message)
+    assert first["a"][1:] == [None, 3, "text"]
+    assert isinstance(second, Output)
+    assert (second.name, len(second.hidden)) == ("x", 1)
+
+
+def test_a_tensor_that_occurs_twice_travels_once_and_is_one_tensor():
+    tensor = torch.randn(3)
+    first, second = sent([tensor, tensor])
+    assert first is second
+    assert len(pack([tensor, tensor], unique=True)[1]) == 1
+
+
+def test_gradients_travel_each_by_itself():
+    # whether autograd gives two inputs the same tensor changes from step to step
+    tensor = torch.randn(3)
+    forms = [
+        pack([one, other], unique=False)[0] for one, other in [(tensor, tensor), (tensor, -tensor)]
+    ]
+    assert forms[0] == forms[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([torch.ones(2)], [torch.ones(3)]),
+        ([torch.ones(2)], [torch.ones(2).double()]),
+        ([torch.ones(2)], [torch.ones(2, requires_grad=True)]),
+        ([torch.ones(2), 1], [torch.ones(2), 2]),
+        ([torch.ones(2), None], [torch.ones(2), torch.ones(2)]),
+        ([torch.ones(2, 3)], [torch.ones(3, 2).t()]),
+    ],
+    ids=["shape", "dtype", "requires_grad", "value", "None", "strides"],
+)
+def test_formats_tell_messages_apart(one, other):
+    assert pack(one, True)[0] != pack(other, True)[0]
+    assert pack(one, True)[0] == pack(pickle.loads(pickle.dumps(one)), True)[0]
+    assert len(tree_leaves(sent(other))) == len(tree_leaves(other))
