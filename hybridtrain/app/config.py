@@ -50,8 +50,8 @@ class WorldConfig:
     """The processes and their devices. See `PipelineOptions` for the last two keys."""
 
     engine: str = "local"
-    """`local`: the stages of a replica are threads of one process; `distributed`: processes, each
-    with a device of its own."""
+    """`local`: the stages of a replica are threads of one process; `distributed`: processes,
+    with one device each."""
     inner: str = "pp"
     """With `distributed`, which processes have consecutive ranks: `pp`, those of a pipeline, which
     then is inside a node; `dp`, those that have the same stages."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of stages that are in other processes than rank 0, which writes it.
+"""The part of a checkpoint that is in other processes than rank 0, which writes it.
 
 Rank 0 knows names, shapes and dtypes of all tensors beforehand, as meta tensors, and asks for the
 values one tensor at a time, when it writes them. So no process ever holds the whole model, and no
@@ -33,7 +33,7 @@ class OtherStages:
     Attributes:
         optimizer: on rank 0, the state of `optimizer_by_name` for the whole model; tensors of other
             processes are meta tensors.
-        extra: on rank 0, what `get_extra_state` returned and is no tensor, by name.
+        extra: on rank 0, what `get_extra_state` returned, unless it is a tensor, by name.
 
     Raises:
         CheckpointError: the processes' optimizers have different groups.

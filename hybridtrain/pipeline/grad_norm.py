@@ -20,7 +20,7 @@ def norm_over_processes(
     """Returns the L2 norm of all gradients, as one process with the whole model would compute it.
 
     The norm of each gradient travels, not a sum of squares, so that the last operation is the same
-    one on the same numbers: the result is equal bit for bit. A collective call of the pipeline.
+    one on the same numbers, and the result is bitwise equal. A collective call of the pipeline.
 
     Args:
         parameters: of the whole model; those of other processes are meta tensors.

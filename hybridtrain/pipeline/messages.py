@@ -1,6 +1,6 @@
 """Messages between processes: a pytree as flat tensors, and the format that both sides know.
 
-A format says everything but the numbers: the structure, values that are no tensors, and of each
+A format says everything but the numbers: the structure, other values than tensors, and of each
 tensor the shape, the strides, the dtype and `requires_grad`. It travels once, ahead of the first
 message that has it. From then on both sides know it, and the receiver can post its receive before
 the sender sends.
@@ -29,7 +29,7 @@ from hybridtrain.microbatch import leaves_of
 
 
 class TensorFormat(NamedTuple):
-    """What a receiver must know of a tensor; strides are those of dense memory."""
+    """The layout of a tensor; strides are those of dense memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorFormat(NamedTuple):
 
 
 class MessageFormat(NamedTuple):
-    """What a receiver must know of a message.
+    """All of a message but the numbers in its tensors.
 
     Attributes:
         structure: of the pytree.

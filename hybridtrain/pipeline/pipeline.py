@@ -217,7 +217,7 @@ class Pipeline:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """What an optimizer is given: `parameters`, or an empty one where there are none."""
+        """The parameters for an optimizer; one that is empty where there are none."""
         return list(self.parameters.values()) or [self._no_parameter]
 
     def new_timeline(self, schedule: Schedule) -> Timeline:

@@ -33,7 +33,7 @@ class TiedUse:
 
 
 class Tie(Protocol):
-    """What keeps an alias and its parameter together; a step calls both methods of all ties."""
+    """Keeps an alias and its parameter together; a step calls both methods of all ties."""
 
     def refresh(self) -> None:
         """Brings the parameter's value to the alias."""

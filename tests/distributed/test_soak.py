@@ -1,0 +1,19 @@
+"""Runs that are disturbed at random end with the weights of one that nobody disturbs."""
+
+import sys
+
+import pytest
+from support.launch import TESTS
+
+sys.path.insert(0, str(TESTS.parent))
+from scripts.soak import FAULTS, soak
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
+    pytest.mark.timeout(900),
+]
+
+
+def test_ten_faults_at_random_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    status = soak(faults=10, processes=2, steps=200, seed=3, kinds=FAULTS)
+    assert status == 0, capsys.readouterr().out
