@@ -26,6 +26,7 @@ from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.rebuild import follow
+from hybridtrain.pipeline.same_batch import check_same_batch
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
@@ -102,6 +103,7 @@ class HybridModel:
         self.net = net
         self.world = world
         self.changes = 0
+        self._is_first_step = True
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         remove_aliases(net)
@@ -178,6 +180,9 @@ class HybridModel:
         """
         check_grad_mode()
         self._follow_changes(trains=True)
+        if self._is_first_step:
+            self._is_first_step = False
+            check_same_batch(inputs, targets, self.world)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)

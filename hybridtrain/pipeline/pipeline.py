@@ -16,31 +16,20 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.construction import drop_values
 from hybridtrain.errors import ConfigError, did_you_mean
-from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy, checkpoint_policy
+from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.grad_norm import norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
-from hybridtrain.pipeline.layer_runner import LayerRunner
-from hybridtrain.pipeline.links import Link, links_between
+from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
-from hybridtrain.pipeline.reducer import StageReducer
-from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.placement import build_stages, drop_other_stages, ties_of
 from hybridtrain.pipeline.step import Head, Source, Step
-from hybridtrain.pipeline.ties import (
-    AliasElsewhere,
-    OwnerElsewhere,
-    Tie,
-    TiedUse,
-    place_with_aliases,
-    tied_uses,
-)
+from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
@@ -96,13 +85,13 @@ class Pipeline:
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
         owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
-            _drop_other_stages(net, planned.stages, owned)
+            drop_other_stages(net, planned.stages, owned)
         links = links_between(planned.stages)
         uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
-        self.stages = _build_stages(
+        self.stages = build_stages(
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
-        self._ties = _ties(self.stages, planned.stages, uses, world)
+        self._ties = ties_of(self.stages, planned.stages, uses, world)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
@@ -321,108 +310,3 @@ class Pipeline:
         parts: list[Any] = [None] * self._world.processes_per_replica
         dist.all_gather_object(parts, own, group=self._world.pipeline_group)
         return list(chain.from_iterable(parts))
-
-
-def _build_stages(
-    net: nn.Module,
-    parts: Sequence[Sequence[Layer]],
-    links: Sequence[Link],
-    uses: Sequence[Sequence[TiedUse]],
-    world: World,
-    options: PipelineOptions,
-    groups: Sequence[ProcessGroup | None],
-    rng: LayerRNG,
-    policy: CheckpointPolicy,
-) -> list[Stage]:
-    """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
-    cluster = world.cluster
-    owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
-    in_place = any(works_in_place(layer.module) for part in parts for layer in part)
-    clones = in_place and policy.is_active
-    stages: list[Stage] = []
-    first = 0
-    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        if index in owned:
-            place = cluster.process_of(index), cluster.device_of(index)
-            module = nn.ModuleList(layer.module for layer in part)
-            device = world.device_of(index)
-            crosses = any(
-                (cluster.process_of(link.target), cluster.device_of(link.target)) != place
-                for link in links
-                if link.source == index
-            )
-            stage = Stage(
-                index,
-                module,
-                device,
-                LayerRunner(part, first, module, rng, policy.layers, clones),
-                links,
-                place_with_aliases(module, device, uses[index]),
-                clone_outputs=clones,
-                # DDP looks for unused parameters from the tensors
-                hold_edges=crosses and not (options.find_unused_parameters and group),
-            )
-            if group is not None:
-                aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
-                own = {
-                    names[id(p)]: aliases.get(id(p), p)
-                    for p in module.parameters()
-                    if id(p) in names  # an alias has no name
-                }
-                stage.reducer = StageReducer(module, own, group, options.find_unused_parameters)
-            stages.append(stage)
-        first += len(part)
-    return stages
-
-
-def _drop_other_stages(
-    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
-) -> None:
-    """Frees what the stages of other processes have: meta tensors take its place."""
-    own: dict[int, Tensor] = {}
-    others: set[int] = set()
-    for index, part in enumerate(parts):
-        modules = nn.ModuleList(layer.module for layer in part)
-        for tensor in (*modules.parameters(), *modules.buffers()):
-            # the first stage that has a parameter owns it; a buffer is in each that has it
-            if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
-                own[id(tensor)] = tensor
-            elif id(tensor) not in own:
-                others.add(id(tensor))
-    unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
-    layers = [layer.module for part in parts for layer in part]
-    drop_values([net, *layers], [*own.values(), *unused])
-
-
-def _ties(
-    stages: Sequence[Stage],
-    parts: Sequence[Sequence[Layer]],
-    uses: Sequence[Sequence[TiedUse]],
-    world: World,
-) -> list[Tie]:
-    """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
-    here, process_of = world.pipeline_rank, world.cluster.process_of
-    own = {stage.index: stage for stage in stages}
-    owner: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        for parameter in (p for layer in part for p in layer.module.parameters()):
-            owner.setdefault(id(parameter), index)
-    ties: list[Tie] = []
-    for index, stage_uses in enumerate(uses):
-        user = process_of(index)
-        for use in {id(use.parameter): use for use in stage_uses}.values():
-            home = process_of(owner[id(use.parameter)])
-            if user == here:
-                alias = next(a for a in own[index].aliases if a.parameter is use.parameter)
-                if home == here:
-                    ties.append(alias)
-                else:
-                    group = world.pipeline_group
-                    assert group is not None
-                    ties.append(OwnerElsewhere(alias.alias, group, home, world.wire_device))
-            elif home == here:
-                group = world.pipeline_group
-                assert group is not None
-                ties.append(AliasElsewhere(use.parameter, group, user, world.wire_device))
-    return ties

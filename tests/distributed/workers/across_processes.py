@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, World
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.losses import cross_entropy
 
 torch.set_num_threads(1)
@@ -253,6 +253,15 @@ def _padded(world):
 
     make = lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES))  # noqa: E731
     assert_equal_steps(*both(make, chunks=3), batch, cross_entropy)
+
+
+@cells.add("different batches of one pipeline are refused in the first step")
+def _batches(world):
+    ours, _ = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
+    for rows in (4, 4 + world.rank):
+        with pytest.raises(BatchError, match="ranks 0, 1 are one pipeline, and were given diff"):
+            ours.train_step(*classification(rows, seed=world.rank), F.cross_entropy)
+        ours._is_first_step = True
 
 
 @cells.add("numbers of processes that do not fit are refused")
