@@ -59,7 +59,9 @@ class _Place(NamedTuple):
     number: int
 
 
-def pack(message: Any, unique: bool) -> tuple[MessageFormat, list[Tensor]]:
+def pack(
+    message: Any, unique: bool, known: MessageFormat | None = None
+) -> tuple[MessageFormat, list[Tensor]]:
     """Returns the format of `message`, and its tensors.
 
     Args:
@@ -67,8 +69,10 @@ def pack(message: Any, unique: bool) -> tuple[MessageFormat, list[Tensor]]:
         unique: a tensor that occurs twice travels once, and is one tensor at the receiver. Not so
             for gradients: whether autograd gives two inputs the same tensor changes from step to
             step, and means nothing.
+        known: the format that is expected, which is returned itself if `message` has it.
     """
-    leaves_of(message)  # registers dataclasses
+    if known is None:
+        leaves_of(message)  # registers dataclasses
     leaves, structure = tree_flatten(message)
     tensors: list[Tensor] = []
     number_of: dict[int, int] = {}
@@ -81,6 +85,14 @@ def pack(message: Any, unique: bool) -> tuple[MessageFormat, list[Tensor]]:
             number_of[id(leaf)] = len(tensors)
             tensors.append(leaf)
         kept.append(_Place(number_of[id(leaf)]))
+    if (
+        known is not None
+        and len(tensors) == len(known.tensors)
+        and all(map(_has_format, tensors, known.tensors))
+        and kept == known.leaves
+        and structure == known.structure
+    ):
+        return known, tensors
     formats = [TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad) for t in tensors]
     return MessageFormat(structure, kept, formats, _dataclasses(structure)), tensors
 
@@ -127,10 +139,26 @@ def from_bytes(data: Tensor) -> MessageFormat:
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides that `empty_like` gives: of dense layouts such as channels_last."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    return torch.empty_like(tensor, device="meta").stride()
+    """Returns the strides that `empty_like` gives: of dense layouts such as channels_last.
+
+    Those of a dimension of size 1 mean nothing, and are always the same here.
+    """
+    if not tensor.is_contiguous():
+        return torch.empty_like(tensor, device="meta").stride()
+    strides, elements = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(elements)
+        elements *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
+    return (
+        tensor.shape == form.shape
+        and tensor.dtype is form.dtype
+        and tensor.requires_grad is form.requires_grad
+        and _dense(tensor) == form.stride
+    )
 
 
 def _dataclasses(structure: TreeSpec) -> list[type]:

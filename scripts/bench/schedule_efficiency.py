@@ -182,6 +182,34 @@ def torch_pipelining(
     return step
 
 
+def over_processes(
+    devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
+) -> Callable[[], object] | None:
+    """This process's part of a step of this project's engine=distributed."""
+    global sleeps
+    sleeps = calibrated
+    group = dist.new_group(list(range(devices)))
+    if dist.get_rank() >= devices:
+        return None
+    world = World(
+        rank=dist.get_rank(),
+        size=devices,
+        engine="distributed",
+        processes_per_replica=devices,
+        pipeline_group=group,
+        _object_group=group,
+    )
+    model = HybridModel(
+        network(devices * per_device, per_device),
+        world,
+        chunks=chunks,
+        schedule=schedule,
+        stages_per_device=per_device,
+    )
+    x = torch.ones(chunks, WIDTH)  # the same in all processes
+    return lambda: model.train_step(x, None, mean_loss)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,11 +226,14 @@ def main() -> None:
         schedule, per_device = kind
         name = f"{schedule}, P={devices}, m={chunks}"
         processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
+        own = "1f1b" if per_device > 1 else schedule
+        processes.add(f"ours, {name}", over_processes, devices, chunks, own, per_device, sleeps)
         has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
-        ours = hybrid(devices, chunks, "1f1b" if per_device > 1 else schedule, per_device)
+        ours = hybrid(devices, chunks, own, per_device)
         jobs = {
             "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
             "hybridtrain": timed(ours),
+            "processes": lambda name=name: processes.seconds(f"ours, {name}"),
             "torch": lambda name=name: processes.seconds(name),
             "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
         }
@@ -217,6 +248,7 @@ def main() -> None:
                 f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
                 f"{ideal * 1e3:.1f}",
                 efficiency["hybridtrain"],
+                efficiency["processes"],
                 efficiency["torch"],
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
                 shown([chunks * (FORWARD + BACKWARD) / t for t in alone]),
@@ -225,7 +257,7 @@ def main() -> None:
         print(".", end="", file=sys.stderr, flush=True)
     processes.close()
     print(file=sys.stderr)
-    header = ["schedule", "bubble by formula", "ideal ms", "hybridtrain"]
+    header = ["schedule", "bubble by formula", "ideal ms", "hybridtrain", "engine=distributed"]
     print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "

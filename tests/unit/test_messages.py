@@ -83,6 +83,12 @@ def test_gradients_travel_each_by_itself():
     assert forms[0] == forms[1]
 
 
+def test_strides_of_dimensions_of_one_sample_do_not_make_another_format():
+    one, other = torch.zeros(1, 4), torch.zeros(1, 9)[:, :4]
+    assert one.stride() != other.stride()
+    assert pack([one], True)[0] == pack([other], True)[0]
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -97,5 +103,7 @@ def test_gradients_travel_each_by_itself():
 )
 def test_formats_tell_messages_apart(one, other):
     assert pack(one, True)[0] != pack(other, True)[0]
-    assert pack(one, True)[0] == pack(pickle.loads(pickle.dumps(one)), True)[0]
+    form = pack(one, True)[0]
+    assert pack(pickle.loads(pickle.dumps(one)), True, form)[0] is form
+    assert pack(other, True, form)[0] is not form
     assert len(tree_leaves(sent(other))) == len(tree_leaves(other))

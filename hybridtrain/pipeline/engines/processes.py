@@ -155,6 +155,9 @@ class _StepRun:
         self._group = world.pipeline_group
         self._device = world.devices[0]
         self._wire = world.wire_device
+        cluster = world.cluster
+        self._peers = [cluster.process_of(index) for index in range(step.schedule.stages)]
+        self._batches = world.backend == "nccl"  # on one communicator, not one for each pair
         self._forward = {link: _Slot() for link in links}
         self._backward = {link: _Slot() for link in links}
         ports = {
@@ -249,17 +252,17 @@ class _StepRun:
         message = [leaving[link] for link in self._crossing(to)]
         if to.kind == "F":
             message.append(stage.draws_before_next(to.microbatch))
-        form, tensors = pack(message, unique=to.kind == "F")
+        known = self._formats.get(to)
+        form, tensors = pack(message, to.kind == "F", known)
         works: list[Any] = []
         held: list[Tensor] = []
-        known = self._formats.setdefault(to, form)
-        if known is form:
+        if known is None:
+            self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
-            works += [
-                dist.isend(part, group=self._group, group_dst=self._peer(to.stage)) for part in held
-            ]
-        elif known != form:
+            peer = self._peers[to.stage]
+            works += [dist.isend(part, group=self._group, group_dst=peer) for part in held]
+        elif known is not form:
             raise SplitError(
                 f"{stage} sends values of other shapes or types than before, for inputs of the "
                 f"same shapes. With engine=distributed they must follow from the shapes of the "
@@ -296,24 +299,23 @@ class _StepRun:
         return dict(zip(self._crossing(action), message, strict=True))
 
     def _receive_format(self, sender: int) -> MessageFormat:
-        peer = self._peer(sender)
+        peer = self._peers[sender]
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, group=self._group, group_src=peer)
         data = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(data, group=self._group, group_src=peer)
         return from_bytes(data)
 
-    def _begin(self, operation: Any, parts: Sequence[Tensor], stage: int) -> list[dist.Work]:
-        peer = self._peer(stage)
-        operations = [
-            dist.P2POp(operation, part, group=self._group, group_peer=peer)
-            for part in parts
-            if part.numel()
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def _peer(self, stage: int) -> int:
-        return self._world.cluster.process_of(stage)
+    def _begin(self, operation: Any, parts: Sequence[Tensor], stage: int) -> list[Any]:
+        """Begins to send `parts` to the process of `stage`, or to receive them from it."""
+        peer, group = self._peers[stage], self._group
+        parts = [part for part in parts if part.numel()]
+        if self._batches and parts:
+            operations = [dist.P2POp(operation, p, group=group, group_peer=peer) for p in parts]
+            return dist.batch_isend_irecv(operations)
+        if operation is dist.isend:
+            return [dist.isend(part, group=group, group_dst=peer) for part in parts]
+        return [dist.irecv(part, group=group, group_src=peer) for part in parts]
 
 
 def _crosses(link: Link, border: int) -> bool:
