@@ -189,7 +189,8 @@ print(launch.rank, os.environ["SLURMD_NODENAME"], seen[own[0].index])
 def test_each_task_uses_the_gpu_that_slurm_gives_it(slurm: Slurm, binding: tuple[str]) -> None:
     (slurm.work / "gpus.py").write_text(GPUS)
     said = slurm.run("srun", "-N2", "--ntasks-per-node=2", *binding, sys.executable, "gpus.py")
-    chosen = [line.split()[1:] for line in said.splitlines()]
+    lines = [line.split() for line in said.splitlines() if not line.startswith("srun:")]
+    chosen = [words[1:] for words in lines]
     assert sorted(chosen) == [["n1", "0"], ["n1", "1"], ["n2", "0"], ["n2", "1"]]
 
 
