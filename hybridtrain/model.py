@@ -26,7 +26,7 @@ from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.rebuild import follow
-from hybridtrain.pipeline.same_batch import check_same_batch
+from hybridtrain.pipeline.same_batch import BatchCheck
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
@@ -103,7 +103,8 @@ class HybridModel:
         self.net = net
         self.world = world
         self.changes = 0
-        self._is_first_step = True
+        self._batch_check = BatchCheck(self.world)
+        self._compared = False
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         remove_aliases(net)
@@ -130,6 +131,13 @@ class HybridModel:
             pipeline, net, given = self.pipeline, self.net, self._example_inputs
             self._use(follow(change, pipeline, net, self.world, self.options, given))
             self.changes += 1
+
+    def _begin_batch(self, inputs: Any, targets: Any) -> None:
+        """Compares a batch over the processes of the pipeline: the first before it is run."""
+        self._batch_check.begin(inputs, targets)
+        if not self._compared:
+            self._batch_check.finish()
+            self._compared = True
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -180,9 +188,7 @@ class HybridModel:
         """
         check_grad_mode()
         self._follow_changes(trains=True)
-        if self._is_first_step:
-            self._is_first_step = False
-            check_same_batch(inputs, targets, self.world)
+        self._begin_batch(inputs, targets)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)
@@ -220,6 +226,7 @@ class HybridModel:
                 reduce=sync,
                 timeline=recorded,
             )
+        self._batch_check.finish()
         return TrainStepResult(weights.mean(losses), samples, recorded, weights.count)
 
     def step_weights(
@@ -286,6 +293,7 @@ class HybridModel:
             the results by micro-batch; an empty list in a process without the last stage.
         """
         self._follow_changes(trains=False)
+        self._begin_batch(inputs, targets)
         sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
@@ -295,7 +303,9 @@ class HybridModel:
 
         schedule = forward_only(self.world.nb_part, len(sizes), self.options.stages_per_device)
         with torch.no_grad(), self.autocast():
-            return self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
+            values = self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
+        self._batch_check.finish()
+        return values
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""

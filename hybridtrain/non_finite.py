@@ -92,7 +92,9 @@ class _Watch:
             return
         stage, name = self._places[id(module)]
         where = f"stage {stage}, layer {name!r}: "
-        parameters = dict(module.named_parameters(recurse=False))
+        # an alias where another stage has the parameter
+        parameters = {key: getattr(module, key) for key in module._parameters}
+        parameters = {key: value for key, value in parameters.items() if value is not None}
         if poisoned := [key for key, value in parameters.items() if not _all_finite(value)]:
             where += f"its parameter {poisoned[0]!r} is not finite"
         else:

@@ -59,7 +59,7 @@ def check_optimizer(model: HybridModel, optimizer: Optimizer) -> list[Parameter]
                 f"optimizer= holds {len(foreign)} parameters that the model does not have, and "
                 f"not {named}: the model was changed after the optimizer was made; make it anew"
             )
-        if model.world.is_main:
+        if model.world.replica == 0:
             log.warning(
                 "optimizer= leaves out %d of %d trainable parameters: %s. If that is meant, "
                 "requires_grad_(False) saves their gradients",

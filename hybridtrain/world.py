@@ -161,7 +161,11 @@ class World:
             )
             for r in range(self.replicas)
         ]
-        return groups[self.replica]
+        group = groups[self.replica]
+        if self.backend == "nccl":
+            # all must take part in its first use, and a step's first messages are between two
+            dist.all_reduce(torch.zeros(1, device=self.devices[0]), group=group)
+        return group
 
     def _watched(self) -> World:
         """Adds a watchdog, which runs where there are several processes, and returns this World."""

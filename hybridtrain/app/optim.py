@@ -27,9 +27,9 @@ def build_optimizer(
     Raises:
         ConfigError: the target is not an optimizer, or a key does not fit it.
     """
-    parameters = list(parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
-    trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters[:1]
+    trained = trained or [Parameter(torch.empty(0))]
     optimizer = instantiate.build("optim", config, Optimizer, allow, positional=[trained])
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

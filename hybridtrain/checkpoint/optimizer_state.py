@@ -37,9 +37,10 @@ def check_groups(
     Raises:
         CheckpointError: it has others.
     """
-    numbers = {name: number for number, name in enumerate(parameter_names(model, optimizer))}
+    names = parameter_names(model, optimizer)
+    numbers = {name: number for number, name in enumerate(names)}
     own = [
-        [number for number in group["params"] if number != numbers.get("")]
+        [number for number in group["params"] if names[number]]
         for group in optimizer.state_dict()["param_groups"]
     ]
     elsewhere = {name for name, p in model.net.named_parameters() if p.is_meta}
@@ -98,8 +99,9 @@ def load_optimizer_by_name(
 def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
     """Returns the name of each parameter of `optimizer`, in the numbering of its state.
 
-    "" for the one that stands for none, in a process whose stages have no parameters.
+    "" for the one that stands for none, in a process whose stages have nothing to train.
     """
-    name_of = {id(parameter): "" for parameter in model.parameters()}
-    name_of |= {id(parameter): name for name, parameter in model.named_parameters()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    # any other one than an empty one is a mistake
+    return [name_of[id(p)] if p.numel() or id(p) in name_of else "" for p in trained]

@@ -89,7 +89,7 @@ def pack(
         known is not None
         and len(tensors) == len(known.tensors)
         and all(map(_has_format, tensors, known.tensors))
-        and kept == known.leaves
+        and _same(kept, known.leaves)
         and structure == known.structure
     ):
         return known, tensors
@@ -108,7 +108,7 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor]) -> Any:
 
 def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
     """Returns the numbers of `tensor` as they lie in dense memory, in one dimension."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.stride() != form.stride:
         dense = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
@@ -136,6 +136,14 @@ def from_bytes(data: Tensor) -> MessageFormat:
         if kind not in SUPPORTED_NODES:
             register_dataclass(kind)
     return form
+
+
+def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Returns whether values are equal and of the same types; True is not 1, and NaN is NaN."""
+    return len(leaves) == len(others) and all(
+        one is other or (type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other))
+        for one, other in zip(leaves, others, strict=True)
+    )
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:

@@ -100,7 +100,8 @@ class Pipeline:
             for stage in self.stages:
                 for layer in stage.layers:
                     layer.module.compile()
-        segments = [layer.module for layer in layers if isinstance(layer.module, Segment)]
+        own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]

@@ -121,11 +121,7 @@ def ties_of(
                 if home == here:
                     ties.append(alias)
                 else:
-                    group = world.pipeline_group
-                    assert group is not None
-                    ties.append(OwnerElsewhere(alias.alias, group, home, world.wire_device))
+                    ties.append(OwnerElsewhere(alias.alias, world, home))
             elif home == here:
-                group = world.pipeline_group
-                assert group is not None
-                ties.append(AliasElsewhere(use.parameter, group, user, world.wire_device))
+                ties.append(AliasElsewhere(use.parameter, world, user))
     return ties

@@ -97,7 +97,8 @@ def _check_replicas(change: Change, world: World) -> None:
             f"the model was changed on rank {world.rank} ({change.text}), but not on all ranks: "
             f"change it on all of them before the same step"
         )
-    texts = world.gather(re.sub(r"cuda:\d+", "cuda", change.text))
+    # a parameter of another process is on meta here
+    texts = world.gather(re.sub(r" on (cuda:\d+|cpu|meta)", "", change.text))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ConfigError(

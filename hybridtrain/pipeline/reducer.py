@@ -61,7 +61,7 @@ class StageReducer:
         self._tables = [part._buffers.values() for part in parts if part._buffers]
         self._buffers = list(chain.from_iterable(self._tables))
         if not any(parameter.requires_grad for parameter in names.values()):
-            self._broadcast([*module.parameters(), *module.buffers()])
+            self._broadcast([*names.values(), *module.buffers()])
             return
         own = {id(parameter) for parameter in names.values()}
         tied = [

@@ -26,22 +26,22 @@ def check_replicas(net: nn.Module, world: World) -> None:
     """
     if world.replicas == 1:
         return
-    named = [(name, p) for name, p in net.named_parameters() if not p.is_meta]
-    sums = [checksum(parameter) for _, parameter in named]
-    mine = [int(value) for value in sums]
-    everyones = world.gather((world.pipeline_rank, mine))
-    first = dict(reversed(everyones))  # of replica 0
-    for index, (name, _) in enumerate(named):
+    named = {name: p for name, p in net.named_parameters() if not p.is_meta}
+    mine = {name: int(checksum(parameter)) for name, parameter in named.items()}
+    everyones = world.gather((world.replica, mine))
+    first: dict[str, int] = {}
+    for replica, sums in everyones:
+        if replica == 0:
+            first |= sums
+    for name, expected in first.items():
         ranks = [
-            rank
-            for rank, (part, values) in enumerate(everyones)
-            if index < len(values) and values[index] != first[part][index]
+            rank for rank, (_, sums) in enumerate(everyones) if sums.get(name, expected) != expected
         ]
         if ranks:
             raise UserError(
                 f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
-                f"{', '.join(map(str, ranks))} differs from rank 0's. Each rank must take the same "
-                f"optimizer steps, and change no weight by itself"
+                f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
+                f"same optimizer steps, and change no weight by itself"
             )
 
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
+from hybridtrain.world import World
+
 
 @dataclass(frozen=True)
 class TiedUse:
@@ -75,30 +77,30 @@ class AliasElsewhere:
 
     Attributes:
         parameter: the parameter.
-        group: the processes of the pipeline.
+        world: the processes of the pipeline.
         peer: which of them has the alias.
-        wire: the device that messages are sent from.
     """
 
     parameter: Parameter
-    group: dist.ProcessGroup
+    world: World
     peer: int
-    wire: torch.device
 
     def refresh(self) -> None:
         """Sends the parameter's value."""
-        value = self.parameter.detach().to(self.wire).contiguous()
-        dist.send(value, group=self.group, group_dst=self.peer)
+        value = self.parameter.detach().to(self.world.wire_device).contiguous()
+        dist.send(value, group=self.world.pipeline_group, group_dst=self.peer)
 
     def accumulate_into_owner(self) -> None:
         """Receives the alias's gradient, if it has one, and adds it to the parameter's."""
         there = torch.zeros(1, dtype=torch.uint8)
-        dist.recv(there, group=self.group, group_src=self.peer)
+        dist.recv(there, group=self.world.pipeline_group, group_src=self.peer)
         if not there:
             return
         parameter = self.parameter
-        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.wire)
-        dist.recv(gradient, group=self.group, group_src=self.peer)
+        gradient = torch.empty(
+            parameter.shape, dtype=parameter.dtype, device=self.world.wire_device
+        )
+        dist.recv(gradient, group=self.world.pipeline_group, group_src=self.peer)
         gradient = gradient.to(parameter.device)
         with torch.no_grad():
             if parameter.grad is None:
@@ -113,31 +115,29 @@ class OwnerElsewhere:
 
     Attributes:
         alias: the alias.
-        group: the processes of the pipeline.
+        world: the processes of the pipeline.
         peer: which of them has the parameter.
-        wire: the device that messages are received on.
     """
 
     alias: Parameter
-    group: dist.ProcessGroup
+    world: World
     peer: int
-    wire: torch.device
 
     def refresh(self) -> None:
         """Receives the parameter's value."""
         alias = self.alias.detach()
-        value = torch.empty(alias.shape, dtype=alias.dtype, device=self.wire)
-        dist.recv(value, group=self.group, group_src=self.peer)
+        value = torch.empty(alias.shape, dtype=alias.dtype, device=self.world.wire_device)
+        dist.recv(value, group=self.world.pipeline_group, group_src=self.peer)
         alias.copy_(value)
 
     def accumulate_into_owner(self) -> None:
         """Sends the alias's gradient, and drops it."""
         gradient, self.alias.grad = self.alias.grad, None
         there = torch.tensor([gradient is not None], dtype=torch.uint8)
-        dist.send(there, group=self.group, group_dst=self.peer)
+        dist.send(there, group=self.world.pipeline_group, group_dst=self.peer)
         if gradient is not None:
-            gradient = gradient.to(self.wire).contiguous()
-            dist.send(gradient, group=self.group, group_dst=self.peer)
+            gradient = gradient.to(self.world.wire_device).contiguous()
+            dist.send(gradient, group=self.world.pipeline_group, group_dst=self.peer)
 
 
 def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:

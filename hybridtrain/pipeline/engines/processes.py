@@ -50,6 +50,8 @@ from hybridtrain.world import World
 # Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
 _KINDS = 64
 
+_PLAIN = (bool, int, float, str, bytes, type(None))  # of which repr is the same in all processes
+
 # What crosses a border for one micro-batch: for each link its message, or its gradients.
 _Values = dict[Link, Any]
 
@@ -80,7 +82,7 @@ class ProcessEngine:
         """Executes this process's part of `step`; see `Engine.run`."""
         kind = _kind(step)
         if kind not in self._formats:
-            if len(self._formats) == _KINDS:  # all processes forget the same
+            if len(self._formats) == _KINDS:  # in all processes, which see the same kinds
                 del self._formats[next(iter(self._formats))]
             self._formats[kind] = {}
         run = _StepRun(step, self._stages, self._links, self._world, self._formats[kind])
@@ -104,7 +106,9 @@ class ProcessEngine:
 def _kind(step: Step) -> Hashable:
     """Returns what the formats of a step's messages depend on, which all processes know."""
     inputs = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
         for microbatch in range(step.schedule.chunks)
         for leaf in tree_leaves(step.source(microbatch))
     )
@@ -174,6 +178,7 @@ class _StepRun:
         self._coming: dict[Action, tuple[MessageFormat, list[Tensor], _Transfer]] = {}
         self._leaving: dict[Action, _Values] = {}
         self._sent: deque[_Transfer] = deque()
+        # what a forward alone has sent would otherwise stay until the end of a long batch
         self._most_sent = 4 * step.schedule.stages
         self._doing = activity.begin_step(1)[0]
 
@@ -251,7 +256,8 @@ class _StepRun:
         leaving, stage = self._leaving.pop(to), self._stages[sender]
         message = [leaving[link] for link in self._crossing(to)]
         if to.kind == "F":
-            message.append(stage.draws_before_next(to.microbatch))
+            # a tensor, since it may change from step to step
+            message.append(torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64))
         known = self._formats.get(to)
         form, tensors = pack(message, to.kind == "F", known)
         works: list[Any] = []
@@ -264,9 +270,9 @@ class _StepRun:
             works += [dist.isend(part, group=self._group, group_dst=peer) for part in held]
         elif known is not form:
             raise SplitError(
-                f"{stage} sends values of other shapes or types than before, for inputs of the "
-                f"same shapes. With engine=distributed they must follow from the shapes of the "
-                f"inputs: use engine=local for this model"
+                f"{stage} sends values of other shapes or types than before, or other numbers "
+                f"that are not tensors, for inputs of the same shapes. With engine=distributed "
+                f"they must follow from the shapes of the inputs: use engine=local for this model"
             )
         parts = [flat(t, one).to(self._wire) for t, one in zip(tensors, form.tensors, strict=True)]
         works += self._begin(dist.isend, parts, to.stage)
@@ -293,12 +299,17 @@ class _StepRun:
             return {}  # the first forward, or the last stage's backward
         form, tensors, transfer = self._coming.pop(action)
         transfer.wait()
+        draws: Tensor | None = tensors[-1] if action.kind == "F" else None
         message = unpack(form, [tensor.to(self._device) for tensor in tensors])
-        if action.kind == "F":
-            self._stages[action.stage].continue_draws(action.microbatch, message.pop())
+        if draws is not None:
+            message.pop()
+            if draws.numel():  # it waits for a GPU, where a layer was cut in its middle
+                stage = self._stages[action.stage]
+                stage.continue_draws(action.microbatch, draws.tolist())
         return dict(zip(self._crossing(action), message, strict=True))
 
     def _receive_format(self, sender: int) -> MessageFormat:
+        self._doing.wait(True)
         peer = self._peers[sender]
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, group=self._group, group_src=peer)

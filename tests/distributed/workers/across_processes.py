@@ -255,13 +255,21 @@ def _padded(world):
     assert_equal_steps(*both(make, chunks=3), batch, cross_entropy)
 
 
-@cells.add("different batches of one pipeline are refused in the first step")
+@cells.add("different batches of one pipeline are refused, in the first step and later")
 def _batches(world):
-    ours, _ = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
+    refused = pytest.raises(BatchError, match="ranks 0, 1 are one pipeline, and were given diff")
     for rows in (4, 4 + world.rank):
-        with pytest.raises(BatchError, match="ranks 0, 1 are one pipeline, and were given diff"):
+        ours, _ = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
+        with refused:
             ours.train_step(*classification(rows, seed=world.rank), F.cross_entropy)
-        ours._is_first_step = True
+    ours.train_step(*classification(4), F.cross_entropy)
+    for call in (
+        lambda batch: ours.train_step(*batch, F.cross_entropy),
+        lambda batch: ours(batch[0]),
+    ):
+        call(classification(4))
+        with refused:
+            call(classification(4, seed=world.rank))
 
 
 @cells.add("numbers of processes that do not fit are refused")
