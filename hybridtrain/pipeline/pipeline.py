@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.construction import drop_values
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.graph.segment import Segment
@@ -30,6 +29,7 @@ from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link, links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
+from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
@@ -96,7 +96,7 @@ class Pipeline:
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
         owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
-            _drop_other_stages(net, planned.stages, owned)
+            drop_other_stages(net, planned.stages, owned)
         links = links_between(planned.stages)
         uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
         self.stages = _build_stages(
@@ -374,25 +374,6 @@ def _build_stages(
             stages.append(stage)
         first += len(part)
     return stages
-
-
-def _drop_other_stages(
-    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
-) -> None:
-    """Frees what the stages of other processes have: meta tensors take its place."""
-    own: dict[int, Tensor] = {}
-    others: set[int] = set()
-    for index, part in enumerate(parts):
-        modules = nn.ModuleList(layer.module for layer in part)
-        for tensor in (*modules.parameters(), *modules.buffers()):
-            # the first stage that has a parameter owns it; a buffer is in each that has it
-            if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
-                own[id(tensor)] = tensor
-            elif id(tensor) not in own:
-                others.add(id(tensor))
-    unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
-    layers = [layer.module for part in parts for layer in part]
-    drop_values([net, *layers], [*own.values(), *unused])
 
 
 def _ties(

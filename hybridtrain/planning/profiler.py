@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.construction import stand_in_values
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import Given, LayerCost, LayerRun, run_chain, run_layer, undisturbed
@@ -49,7 +50,8 @@ class LayerProfiler:
     layer is warmed up and timed once, or only warmed up if this takes long.
 
     Args:
-        layers: the chain.
+        layers: the chain; parameters may be on the meta device, and have random values while their
+            layer runs.
         inputs: a micro-batch, as the first layer takes it.
         devices: those of the process's stages, which share its intra-op threads. Layers run on the
             first, and are on the CPU between their runs if not all are the same device.
@@ -126,7 +128,15 @@ class LayerProfiler:
 
     @contextmanager
     def _prepared(self, layer: Layer) -> Iterator[None]:
-        """Brings a layer to the device, with copies in the place of its buffers."""
+        """Brings a layer to the device, with copies in the place of its buffers.
+
+        Parameters on the meta device have values for as long as the layer runs.
+        """
+        with stand_in_values(layer.module, self._device), self._on_device(layer):
+            yield
+
+    @contextmanager
+    def _on_device(self, layer: Layer) -> Iterator[None]:
         kept = []
         try:
             kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]
