@@ -115,6 +115,12 @@ def rewind(states: tuple[Tensor, Any, Any]) -> None:
     np.random.set_state(numpys)
 
 
+def give_back_memory() -> None:
+    """Gives memory that was freed to the system; glibc keeps what lies between small pieces."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
 def stand_in_values(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Gives the parameters of `module` that are on the meta device values for a while.
@@ -252,8 +258,7 @@ class _Dropping(TorchDispatchMode):
             self._freed += self.sizes[storage]
         if self._freed > _TRIM:
             self._freed = 0
-            with suppress(AttributeError, OSError, TypeError):  # another C library
-                ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what lies between small pieces
+            give_back_memory()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

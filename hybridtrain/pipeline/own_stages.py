@@ -24,6 +24,7 @@ from hybridtrain.construction import (
     construct_part,
     default_generators,
     drop_values,
+    give_back_memory,
     rewind,
 )
 from hybridtrain.errors import SplitError
@@ -82,6 +83,7 @@ def construct_own_stages(
     except Exception as error:  # building it whole works, or shows the error
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     gc.collect()  # a traced model is in cycles
+    give_back_memory()
     if problems := [problem for problem in world.gather(problem) if problem]:
         if world.is_main:
             log.info("each process builds the whole model at first: %s", problems[0])

@@ -31,6 +31,8 @@ SLOW_MS = 50.0
 # How many runs' results are kept on a CPU, as a step does. If they were dropped at once, the C
 # library would give the memory back, and the next layer would be timed getting it, page by page.
 RECENT = 8
+# The same where the model has no values: to have room for it all is what that is for.
+RECENT_WITHOUT_VALUES = 2
 
 
 class _Timing(NamedTuple):
@@ -75,7 +77,10 @@ class LayerProfiler:
         self._device = device = devices[0]
         self._precision = precision or nullcontext
         self._timings: list[_Timing] = []
-        self._recent: deque[LayerRun] = deque(maxlen=RECENT if device.type == "cpu" else 0)
+        kept = RECENT if device.type == "cpu" else 0
+        if any(p.is_meta for layer in layers for p in layer.module.parameters()):
+            kept = min(kept, RECENT_WITHOUT_VALUES)
+        self._recent: deque[LayerRun] = deque(maxlen=kept)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
         with self._as_in_a_step(layers):
             # copied, as micro-batches are views of all of a batch's memory
