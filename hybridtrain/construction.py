@@ -1,10 +1,10 @@
 """Construction of a model in a process that will own only a part of it.
 
-`build` runs twice. The first run, on the meta device, only tells which of the parameters that the
-constructor registers or clones end up under names that the process owns. The second run is plain
-construction, but of the parameters that are not owned only the last one written keeps its memory;
-the others get it back while an operation works on them. So every random operation draws into
-memory of the full size, and the generator moves on as always.
+In `construct_part`, `build` runs twice. The first run, on the meta device, only tells which of the
+parameters that the constructor registers or clones end up under names that the process owns. The
+second run is plain construction, but of the parameters that are not owned only the last one written
+keeps its memory; the others get it back while an operation works on them. So every random operation
+draws into memory of the full size, and the generator moves on as always.
 
 Nobody knows what was in a dropped parameter. So what is computed from its content is dropped too.
 If anything dropped is alive at the end, or the constructor asked for its value, the model is built
@@ -17,8 +17,8 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,9 +30,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._torch_private import TorchDispatchMode
+from hybridtrain.errors import SplitError
 
 log = logging.getLogger("hybridtrain")
 
+_BLOCK = 1 << 16  # random numbers of a stand-in for a parameter, before they repeat
 _TRIM = 1 << 24  # so many are freed before the allocator is asked to give them to the system
 # Results of these operations, or how much they draw, may depend on content in ways that cannot be
 # followed; but some only overwrite their first argument.
@@ -61,10 +63,10 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
             generators of PyTorch, NumPy or Python, or from generators that it makes itself.
         owns: whether this process owns the parameter or buffer of this qualified name.
     """
-    draws = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    draws = default_generators()
     try:
         unowned = iter(_unowned(build, owns))
-        _rewind(*draws)
+        rewind(draws)
         dropping = _Dropping(lambda storage: next(unowned, False))
         net = _without_rest(dropping.run(build), owns)
         gc.collect()
@@ -74,14 +76,90 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
         log.debug("the model is built whole, as a part of it cannot be: %r", error)
     else:
         return net
-    _rewind(*draws)
+    rewind(draws)
     return _without_rest(build(), owns)
 
 
-def _rewind(ours: Tensor, pythons: Any, numpys: Any) -> None:
+def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns `build()` on the meta device: its structure and shapes, without values.
+
+    The default generators of PyTorch, NumPy and Python are left as they were.
+
+    Raises:
+        SplitError: a parameter is on another device, as where `build` returns a module that was
+            there before.
+        Exception: raised by a constructor that needs values.
+    """
+    draws = default_generators()
+    try:
+        with torch.device("meta"):
+            net = _Dropping(lambda storage: None).run(build)
+    finally:
+        rewind(draws)
+    for name, parameter in net.named_parameters():
+        if not parameter.is_meta:
+            raise SplitError(f"parameter {name} is made on the device {parameter.device}")
+    return net
+
+
+def default_generators() -> tuple[Tensor, Any, Any]:
+    """Returns the states of the default generators of PyTorch, Python and NumPy."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def rewind(states: tuple[Tensor, Any, Any]) -> None:
+    """Sets the default generators back to what `default_generators` returned."""
+    ours, pythons, numpys = states
     torch.set_rng_state(ours)
     random.setstate(pythons)
     np.random.set_state(numpys)
+
+
+def give_back_memory() -> None:
+    """Gives memory that was freed to the system; glibc keeps what lies between small pieces."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def stand_in_values(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Gives the parameters of `module` that are on the meta device values for a while.
+
+    They are random, of the usual size of weights, and lie on `device`. Each is a repeated block of
+    numbers, since drawing all of them would take longer than a forward.
+    """
+    block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
+    values: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                replaced.append((part, name, parameter))
+                if id(parameter) not in values:
+                    value = _stand_in(parameter, block)
+                    values[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    try:
+        for part, name, parameter in replaced:
+            part._parameters[name] = values[id(parameter)]
+        yield
+    finally:
+        for part, name, parameter in replaced:
+            part._parameters[name] = parameter
+
+
+def _stand_in(parameter: Tensor, block: Tensor) -> Tensor:
+    value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=block.device)
+    if not value.is_floating_point():
+        return value
+    if value.dim() < 2:
+        return value.fill_(1)
+    bound = (3 * len(value) / value.numel()) ** 0.5  # keeps the variance of what it multiplies
+    flat = value.view(-1)
+    whole = len(flat) // _BLOCK * _BLOCK
+    numbers = (2 * block - 1) * bound
+    flat[:whole].view(-1, _BLOCK).copy_(numbers)
+    flat[whole:].copy_(numbers[: len(flat) - whole])
+    return value
 
 
 def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> list[bool]:
@@ -124,7 +202,10 @@ def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
                     meta.__dict__.update(tensor.__dict__)
                     new[id(tensor)] = meta
                     new[id(meta)] = meta
-                table[name] = new[id(tensor)]  # type: ignore[assignment]
+                if isinstance(module, nn.RNNBase):  # notes its weights a second time
+                    setattr(module, name, new[id(tensor)])
+                else:
+                    table[name] = new[id(tensor)]  # type: ignore[assignment]
 
 
 class _Dropping(TorchDispatchMode):
@@ -177,8 +258,7 @@ class _Dropping(TorchDispatchMode):
             self._freed += self.sizes[storage]
         if self._freed > _TRIM:
             self._freed = 0
-            with suppress(AttributeError, OSError, TypeError):  # another C library
-                ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what lies between small pieces
+            give_back_memory()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -19,7 +19,6 @@ from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
-from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -60,7 +59,7 @@ def evaluate(
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             and synchronises itself over all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
-            process is free in that, and those that go on are waited for.
+            replica is free in that, and those that go on are waited for.
         on_batch: called after each batch with the samples of this process so far.
 
     Returns:
@@ -97,7 +96,7 @@ def evaluate(
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
             on_batch(done)
-            if stop is not None and stop():
+            if stop is not None and model.pipeline.any_process(stop()):
                 break
     finally:
         for module, training in modes:
@@ -106,7 +105,7 @@ def evaluate(
     sums = torch.tensor([float(loss_sum), count, samples], dtype=torch.float64)
     total, count, samples = model.reduce_loss(sums).tolist()
     result = {"loss": total / count if count else float("nan"), "samples": int(samples)}
-    with warnings.catch_warnings(), _synchronised_by(world, device, metrics):
+    with warnings.catch_warnings(), _synchronised_by(model, device, metrics):
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         result |= {name: float(metric.compute()) for name, metric in metrics.items()}
@@ -120,16 +119,18 @@ def evaluate(
 
 @contextmanager
 def _synchronised_by(
-    world: World, device: torch.device, metrics: Mapping[str, Metric]
+    model: HybridModel, device: torch.device, metrics: Mapping[str, Metric]
 ) -> Iterator[None]:
-    """Has metrics gather their states through `world` while the block runs.
+    """Has metrics gather their states through the model's World while the block runs.
 
     torchmetrics' own function aborts if a process without samples has an empty list state of
     tensors that have several dimensions elsewhere.
     """
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
-        states = [each.to(device) for each in world.gather(state.cpu())]
+        # one of each replica: its other processes have seen no output
+        found = model.world.gather(state.cpu() if model.owns_output else None)
+        states = [each.to(device) for each in found if each is not None]
         return [each for each in states if each.numel()] or states[:1]
 
     modules: list[Any] = [module for metric in metrics.values() for module in metric.modules()]

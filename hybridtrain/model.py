@@ -24,13 +24,14 @@ from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attrib
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
+from hybridtrain.pipeline.own_stages import construct_own_stages
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.same_batch import BatchCheck
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.planning import Planner
+from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
@@ -97,21 +98,83 @@ class HybridModel:
     ) -> None:
         check_arguments(net, world, options)
         assert world is not None
-        self.options = options = with_settings(options or PipelineOptions(), settings)
+        options = with_settings(options or PipelineOptions(), settings)
         if options.sync_batch_norm:
             net = _with_sync_batch_norm(net, world)
-        self.net = net
-        self.world = world
-        self.changes = 0
-        self._batch_check = BatchCheck(self.world)
-        self._compared = False
-        self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
-        self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self._use(Pipeline(net, plan, planner.layers_of(plan), world, options))
+        self._begin(net, world, options, example_inputs, plan, planner.layers_of(plan))
+
+    @classmethod
+    @torch.inference_mode(False)
+    def construct(
+        cls,
+        build: Callable[[], nn.Module],
+        world: World | None = None,
+        options: PipelineOptions | None = None,
+        *,
+        example_inputs: Any = None,
+        **settings: Any,
+    ) -> HybridModel:
+        """Returns a `HybridModel` of `build()`; with `engine="distributed"` made in parts.
+
+            torch.manual_seed(0)
+            model = HybridModel.construct(lambda: gpt(50257, 1024), world, split=[6, 6, 6, 9])
+
+        There, each process makes the values of its stages alone, bitwise those that
+        `HybridModel(build(), ...)` has under the same seeds. No process holds the whole model,
+        also where layers are measured for the split. A model that cannot be made in parts (its
+        constructor looks at values, its modules are lazy, or torch.export has to trace it) is built
+        whole in each process; the log says so.
+
+        Args:
+            build: a function without arguments, or a class, that makes the module on the CPU. It
+                runs several times and must return a new module each time.
+            world: as for `HybridModel`, and so are the other arguments.
+            options: see there.
+            example_inputs: see there.
+            **settings: see there.
+
+        Raises:
+            ConfigError: `build` is not a function.
+            SplitError, ScheduleError, ConfigError: as of `HybridModel`.
+        """
+        check_arguments(build, world, options, constructs=True)
+        assert world is not None
+        options = with_settings(options or PipelineOptions(), settings)
+
+        def make() -> nn.Module:
+            net = build()
+            check_arguments(net, world, options)
+            return _with_sync_batch_norm(net, world) if options.sync_batch_norm else net
+
+        parts = construct_own_stages(make, world, options, example_inputs)
+        if parts is None:
+            return cls(build(), world, options, example_inputs=example_inputs)
+        model = cls.__new__(cls)
+        model._begin(parts.net, world, options, example_inputs, parts.plan, parts.planned)
+        return model
+
+    def _begin(
+        self,
+        net: nn.Module,
+        world: World,
+        options: PipelineOptions,
+        example_inputs: Any,
+        plan: Plan,
+        planned: PlannedLayers,
+    ) -> None:
+        self.net = net
+        self.world = world
+        self.options = options
+        self.changes = 0
+        self._batch_check = BatchCheck(world)
+        self._compared = False
+        self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
+        self._use(Pipeline(net, plan, planned, world, options))
         self._device_type = world.devices[0].type
         self._example_inputs = None if is_chain(net) else example_inputs
 

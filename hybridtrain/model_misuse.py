@@ -14,14 +14,21 @@ from hybridtrain.world import World
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
 
 
-def check_arguments(net: Any, world: Any, options: Any) -> None:
-    """Checks the types of the arguments of `HybridModel`.
+def check_arguments(net: Any, world: Any, options: Any, *, constructs: bool = False) -> None:
+    """Checks the types of the arguments of `HybridModel`, or of its `construct`.
 
     Raises:
         ConfigError: one of them is something else; shows the call.
     """
     call = "HybridModel(net, World.from_env(nb_part=2), chunks=4)"
-    if not isinstance(net, nn.Module):
+    if constructs:
+        call = "HybridModel.construct(lambda: MyNet(), World.from_env(nb_part=2), chunks=4)"
+        if isinstance(net, nn.Module) or not callable(net):
+            what = f"the module {type(net).__name__}" if isinstance(net, nn.Module) else f"{net!r}"
+            raise ConfigError(
+                f"build= must be a function that makes the module, not {what[:200]}: {call}"
+            )
+    elif not isinstance(net, nn.Module):
         is_class = isinstance(net, type) and issubclass(net, nn.Module)
         given = f"the class {net.__name__}, not a module of it" if is_class else f"{net!r}"
         raise ConfigError(f"net= must be a torch.nn.Module, not {given[:200]}: {call}")

@@ -73,6 +73,7 @@ class World:
             have the same stages.
         pipeline_group: the processes of this replica, in the order of the pipeline; None if it is
             one.
+        pipeline_object_group: the same processes, where they may wait for long.
         watchdog: ends a run that has failed or stands still; see `from_env`.
     """
 
@@ -88,6 +89,7 @@ class World:
     processes_per_replica: int = 1
     inner: str = "pp"
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
@@ -148,24 +150,23 @@ class World:
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
         )
         if per_replica > 1:
-            world.pipeline_group = world._new_pipeline_group()
+            timeout = timedelta(seconds=timeout_s)
+            # with gloo for what is on the CPU also where the devices are GPUs
+            world.pipeline_group = world._new_pipeline_group(None, timeout)
+            world.pipeline_object_group = world._new_pipeline_group("gloo", _SETUP_TIMEOUT)
+            if chosen == "nccl":
+                # all must take part in its first use, and a step's first messages are between two
+                dist.all_reduce(torch.zeros(1, device=own[0]), group=world.pipeline_group)
         return world._watched()
 
-    def _new_pipeline_group(self) -> dist.ProcessGroup:
+    def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Makes the groups of all replicas, a collective call, and returns this replica's."""
-        timeout = timedelta(seconds=self.timeout_s)
+        places = range(self.processes_per_replica)
         groups = [
-            # with gloo for what is on the CPU also where the devices are GPUs
-            _new_group(
-                None, timeout, [self.rank_of(r, p) for p in range(self.processes_per_replica)]
-            )
-            for r in range(self.replicas)
+            _new_group(backend, timeout, [self.rank_of(replica, place) for place in places])
+            for replica in range(self.replicas)
         ]
-        group = groups[self.replica]
-        if self.backend == "nccl":
-            # all must take part in its first use, and a step's first messages are between two
-            dist.all_reduce(torch.zeros(1, device=self.devices[0]), group=group)
-        return group
+        return groups[self.replica]
 
     def _watched(self) -> World:
         """Adds a watchdog, which runs where there are several processes, and returns this World."""
@@ -353,7 +354,9 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True
-            self._object_group = self.pipeline_group = None  # the last references to them
+            self._object_group = self.pipeline_group = self.pipeline_object_group = (
+                None  # the last references to them
+            )
 
     def _check_open(self) -> None:
         if self._closed:

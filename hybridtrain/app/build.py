@@ -25,6 +25,7 @@ from hybridtrain.app.settings import Settings
 from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.init_from import parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
@@ -135,9 +136,6 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     if reuse_plan:
         split: Any = world.on_main(lambda: _split_or_plan(settings, directory, store))
         pipeline_options = replace(pipeline_options, split=world.broadcast(split))
-    net = instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-    )
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:
         _log.warning(
@@ -147,8 +145,16 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
             share,
             share,
         )
+    draws = default_generators()
     example = example_batch(data.train, share, data.collate)
-    model = HybridModel(net, world, pipeline_options, example_inputs=example[0])
+    rewind(draws)  # transforms may draw, and the model draws its values first
+
+    def build() -> nn.Module:
+        return instantiate.build(
+            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+        )
+
+    model = HybridModel.construct(build, world, pipeline_options, example_inputs=example[0])
     with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
         model.with_count(loss_fn)  # refuses what cannot be weighted
     if isinstance(loss_fn, nn.Module):

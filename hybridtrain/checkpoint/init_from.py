@@ -88,7 +88,9 @@ def init_from(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
         weights, extra = _read(Path(source), best)
-        chosen, report = _match(model.net.state_dict(), weights, str(source))
+        # the parameters themselves: a tied one is known by being the same under all its names
+        own = model.net.state_dict(keep_vars=True)
+        chosen, report = _match(own, weights, str(source))
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(

@@ -42,20 +42,17 @@ class OtherStages:
     def __init__(self, model: HybridModel, optimizer: Optimizer) -> None:
         world = model.world
         own = optimizer_by_name(model, optimizer)
-        self._group = world.pipeline_group
+        self._group = world.pipeline_object_group  # rank 0 may write for long
         self._place = world.pipeline_rank
         self._serves = world.replica == 0
         self._own: dict[_Key, Tensor] = {
             ("optimizer", name): tensor for name, tensor in pack("optimizer", own)[1].items()
         }
         extra = {}
-        modules = {id(part) for stage in model.stages for part in stage.module.modules()}
-        names = {name for name, part in model.net.named_modules() if id(part) in modules}
-        for name, value in model.net.state_dict(keep_vars=True).items():
+        for name, value in model.pipeline.own_state().items():
             if isinstance(value, Tensor):
-                if not value.is_meta:
-                    self._own["model", name] = value
-            elif name.rpartition(".")[0] in names or not self._place:
+                self._own["model", name] = value
+            else:
                 extra[name] = value
         described = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), own)
         parts: list[Any] = [None] * world.processes_per_replica
@@ -70,7 +67,7 @@ class OtherStages:
     def value(self, stem: str, name: str, tensor: Tensor) -> Tensor:
         """Returns the values of `tensor`, which may be in another process; rank 0 calls it."""
         key = stem, name
-        if not tensor.is_meta:
+        if self._owner.get(key, 0) == 0:
             return tensor
         self._broadcast(key)
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -78,8 +75,8 @@ class OtherStages:
         return received
 
     def has(self, stem: str, name: str) -> bool:
-        """Returns whether a process has the values of this tensor."""
-        return (stem, name) in self._owner
+        """Returns whether another process has the values of this tensor."""
+        return self._owner.get((stem, name), 0) != 0
 
     def serve(self) -> None:
         """Sends what rank 0 asks for, until it calls `end`; returns at once on rank 0."""

@@ -37,7 +37,8 @@ def save(
 ) -> Path | None:
     """Saves a checkpoint on rank 0; a collective call.
 
-    If the store saves in the background, this returns when the state is copied to host memory.
+    If the store saves in the background, this returns when the state is copied to host memory; but
+    where stages are in several processes, it is always written before this returns.
 
     Args:
         store: where it goes; used on rank 0 only.
@@ -73,11 +74,14 @@ def save(
         except NoSpaceError as error:
             # this save is newer than the one that has failed
             _log.warning("the last checkpoint was not saved: %s", error)
-        if store.background and store.host_copies is None:
+        # copies of other processes' stages would be the whole model in this one
+        background = store.background and others is None
+        if background and store.host_copies is None:
             store.host_copies = HostCopies()
-        files = writers(model, optimizer, progress, dicts, copies=store.host_copies, others=others)
+        copies = store.host_copies if background else None
+        files = writers(model, optimizer, progress, dicts, copies=copies, others=others)
         try:
-            return store.save(step, files, prune=prune)
+            return store.save(step, files, prune=prune, background=background)
         except NoSpaceError as error:
             if required:
                 raise

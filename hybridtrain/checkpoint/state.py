@@ -80,7 +80,8 @@ def writers(
         shard_bytes: the tensors of a file, at most; the others go into further files.
         copies: copy all tensors to host memory now, so that training may go on while they are
             written; None: they are read when they are written.
-        others: the state of stages in other processes.
+        others: the state of stages in other processes, which ask for it when it is written; not
+            together with `copies`.
 
     Raises:
         CheckpointError: a value is of a type that is not saved; names its place.
@@ -116,9 +117,6 @@ def writers(
     for name, own_tensors in tensors.items():
         of_others = others if name in ("model", "optimizer") else None
         if copies is not None:
-            if of_others is not None:
-                own_tensors = {n: of_others.value(name, n, t) for n, t in own_tensors.items()}
-                of_others = None
             check_storable(own_tensors)
             own_tensors = copies.take(name, own_tensors)
         if own_tensors or name == "model":

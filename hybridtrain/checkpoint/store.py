@@ -94,7 +94,14 @@ class CheckpointStore:
         self._lock = threading.RLock()  # of the directory, and of the next line
         self._unsaved_best: Best | None = None
 
-    def save(self, step: int, writers: Mapping[str, Writer], *, prune: bool = True) -> Path:
+    def save(
+        self,
+        step: int,
+        writers: Mapping[str, Writer],
+        *,
+        prune: bool = True,
+        background: bool | None = None,
+    ) -> Path:
         """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
@@ -106,6 +113,7 @@ class CheckpointStore:
             writers: by file name; each gets a binary file that can only be appended to. In the
                 background they run while training goes on, so that they must write copies.
             prune: False to remove no older checkpoint this time.
+            background: in place of the store's own, for this save.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
@@ -118,7 +126,7 @@ class CheckpointStore:
         for name in writers:
             check_file_name(name)
         self.wait()
-        if not self.background:
+        if not (self.background if background is None else background):
             with activity.saving():
                 return self._save(step, writers, prune)
         # not a daemon: the interpreter waits for it at exit

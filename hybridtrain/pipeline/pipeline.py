@@ -27,7 +27,8 @@ from hybridtrain.pipeline.grad_norm import norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
-from hybridtrain.pipeline.placement import build_stages, drop_other_stages, ties_of
+from hybridtrain.pipeline.own_stages import drop_other_stages
+from hybridtrain.pipeline.placement import build_stages, ties_of
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import Timeline
@@ -110,6 +111,10 @@ class Pipeline:
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
+        # TorchScript's cannot be dropped; they are not this process's all the same
+        self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
+        for stage in self.stages:
+            self._of_others -= {id(p) for p in stage.module.parameters()}
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
         self._engine = ENGINES[world.engine](self.stages, links, world)
 
@@ -184,26 +189,73 @@ class Pipeline:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the model that this process has, under their names."""
-        return {name: p for name, p in self._net.named_parameters() if not p.is_meta}
+        return {
+            name: p
+            for name, p in self._net.named_parameters()
+            if not p.is_meta and id(p) not in self._of_others
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns the entries of the model's state that this process answers for.
+
+        Those of its stages' modules; the first process of a pipeline has those that are in no stage
+        as well. A tied parameter is its first stage's.
+        """
+        state: dict[str, Any] = self._net.state_dict(keep_vars=True)
+        if self._world.pipeline_group is None:
+            return state
+        own = {id(module) for stage in self.stages for module in stage.module.modules()}
+        staged = {
+            id(module)
+            for part in self.planned.stages
+            for layer in part
+            for module in layer.module.modules()
+        }
+        modules = dict(self._net.named_modules(remove_duplicate=False))
+
+        def answers(key: str) -> bool:
+            name = key
+            while name not in modules:  # of the innermost module that has it
+                name = name.rpartition(".")[0]
+            module = id(modules[name])
+            if module in own:
+                return True
+            return module not in staged and self._world.pipeline_rank == 0
+
+        return {
+            key: value
+            for key, value in state.items()
+            if answers(key) and not (isinstance(value, Tensor) and value.is_meta)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole model; see `HybridModel.state_dict`."""
-        state: dict[str, Any] = self._net.state_dict()
-        world = self._world
-        if world.pipeline_group is None:
+        if self._world.pipeline_group is None:
+            state: dict[str, Any] = self._net.state_dict()
             return state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in state.items()
-            if not (isinstance(value, Tensor) and value.is_meta)
+            for name, value in self.own_state().items()
         }
-        parts: list[Any] = [None] * world.processes_per_replica
-        dist.all_gather_object(parts, own, group=world.pipeline_group)
-        found = {name: value for part in reversed(parts) for name, value in part.items()}
+        found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor
-        objects = self._net.state_dict(keep_vars=True)
         first: dict[int, str] = {}
-        return {name: found[first.setdefault(id(objects[name]), name)] for name in state}
+        objects = self._net.state_dict(keep_vars=True)
+        for name, value in objects.items():
+            if isinstance(value, Tensor) and name in found:
+                first.setdefault(id(value), name)
+        return {
+            name: found[name] if name in found else found[first[id(value)]]
+            for name, value in objects.items()
+        }
+
+    def any_process(self, flag: bool) -> bool:
+        """Returns whether `flag` is true in any process of the pipeline; a collective call."""
+        if self._world.pipeline_group is None:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._world.pipeline_group)
+        return bool(flags)
 
     @property
     def trained(self) -> list[nn.Parameter]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from hybridtrain.construction import drop_values
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
@@ -77,25 +76,6 @@ def build_stages(
             stages.append(stage)
         first += len(part)
     return stages
-
-
-def drop_other_stages(
-    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
-) -> None:
-    """Frees what the stages of other processes have: meta tensors take its place."""
-    own: dict[int, Tensor] = {}
-    others: set[int] = set()
-    for index, part in enumerate(parts):
-        modules = nn.ModuleList(layer.module for layer in part)
-        for tensor in (*modules.parameters(), *modules.buffers()):
-            # the first stage that has a parameter owns it; a buffer is in each that has it
-            if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
-                own[id(tensor)] = tensor
-            elif id(tensor) not in own:
-                others.add(id(tensor))
-    unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
-    layers = [layer.module for part in parts for layer in part]
-    drop_values([net, *layers], [*own.values(), *unused])
 
 
 def ties_of(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.construction import stand_in_values
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import Given, LayerCost, LayerRun, run_chain, run_layer, undisturbed
@@ -30,6 +31,8 @@ SLOW_MS = 50.0
 # How many runs' results are kept on a CPU, as a step does. If they were dropped at once, the C
 # library would give the memory back, and the next layer would be timed getting it, page by page.
 RECENT = 8
+# The same where the model has no values: to have room for it all is what that is for.
+RECENT_WITHOUT_VALUES = 2
 
 
 class _Timing(NamedTuple):
@@ -49,7 +52,8 @@ class LayerProfiler:
     layer is warmed up and timed once, or only warmed up if this takes long.
 
     Args:
-        layers: the chain.
+        layers: the chain; parameters may be on the meta device, and have random values while their
+            layer runs.
         inputs: a micro-batch, as the first layer takes it.
         devices: those of the process's stages, which share its intra-op threads. Layers run on the
             first, and are on the CPU between their runs if not all are the same device.
@@ -73,7 +77,10 @@ class LayerProfiler:
         self._device = device = devices[0]
         self._precision = precision or nullcontext
         self._timings: list[_Timing] = []
-        self._recent: deque[LayerRun] = deque(maxlen=RECENT if device.type == "cpu" else 0)
+        kept = RECENT if device.type == "cpu" else 0
+        if any(p.is_meta for layer in layers for p in layer.module.parameters()):
+            kept = min(kept, RECENT_WITHOUT_VALUES)
+        self._recent: deque[LayerRun] = deque(maxlen=kept)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
         with self._as_in_a_step(layers):
             # copied, as micro-batches are views of all of a batch's memory
@@ -126,7 +133,15 @@ class LayerProfiler:
 
     @contextmanager
     def _prepared(self, layer: Layer) -> Iterator[None]:
-        """Brings a layer to the device, with copies in the place of its buffers."""
+        """Brings a layer to the device, with copies in the place of its buffers.
+
+        Parameters on the meta device have values for as long as the layer runs.
+        """
+        with stand_in_values(layer.module, self._device), self._on_device(layer):
+            yield
+
+    @contextmanager
+    def _on_device(self, layer: Layer) -> Iterator[None]:
         kept = []
         try:
             kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]

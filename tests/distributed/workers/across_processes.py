@@ -263,10 +263,8 @@ def _batches(world):
         with refused:
             ours.train_step(*classification(rows, seed=world.rank), F.cross_entropy)
     ours.train_step(*classification(4), F.cross_entropy)
-    for call in (
-        lambda batch: ours.train_step(*batch, F.cross_entropy),
-        lambda batch: ours(batch[0]),
-    ):
+    train, forward = lambda b: ours.train_step(*b, F.cross_entropy), lambda b: ours(b[0])
+    for call in (train, forward):
         call(classification(4))
         with refused:
             call(classification(4, seed=world.rank))

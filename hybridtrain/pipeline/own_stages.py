@@ -1,0 +1,179 @@
+"""The part of a model that a process has when stages are in several processes.
+
+A model is constructed in three steps, none of which holds the whole of it:
+
+    rank 0       build() without values  ->  plan, which all processes receive
+    each process build() without values  ->  the layers of the plan  ->  the names that it owns
+    each process construct_part(build)   ->  the values of its stages
+
+Layers that are measured for the plan have random values, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hybridtrain.construction import (
+    construct_on_meta,
+    construct_part,
+    default_generators,
+    drop_values,
+    give_back_memory,
+    rewind,
+)
+from hybridtrain.errors import SplitError
+from hybridtrain.graph.layer import Layer
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning import Plan, PlannedLayers, Planner
+from hybridtrain.planning.objective import MEASURED_SPLITS
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+
+class OwnStages(NamedTuple):
+    """A model with the values of this process's stages; the others are meta tensors.
+
+    Attributes:
+        net: the model.
+        plan: how it is divided.
+        planned: its layers, by stage.
+    """
+
+    net: nn.Module
+    plan: Plan
+    planned: PlannedLayers
+
+
+def construct_own_stages(
+    build: Callable[[], nn.Module], world: World, options: PipelineOptions, example_inputs: Any
+) -> OwnStages | None:
+    """Returns `build()` with the values of this process's stages; a collective call.
+
+    None if all stages are in this process, or the model cannot be made in parts: it must be built
+    whole then, for which the default generators are as they were.
+
+    Args:
+        build: makes the model on the CPU, a new one at each call.
+        world: the processes.
+        options: how the model is divided.
+        example_inputs: see `Planner`.
+
+    Raises:
+        SplitError, ConfigError: the model cannot be divided like this.
+    """
+    if world.processes_per_replica == 1:
+        return None
+    draws = default_generators()
+    make_planner = partial(
+        Planner, options=options, example_inputs=example_inputs, cluster=world.cluster
+    )
+    plan = world.broadcast(world.on_main(lambda: _plan(build, options, make_planner)))
+    assert plan is not None
+    rewind(draws)
+    own, problem = None, ""
+    try:
+        own = _own_part(build, plan, world, options, make_planner)
+    except Exception as error:  # building it whole works, or shows the error
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    gc.collect()  # a traced model is in cycles
+    give_back_memory()
+    if problems := [problem for problem in world.gather(problem) if problem]:
+        if world.is_main:
+            log.info("each process builds the whole model at first: %s", problems[0])
+        rewind(draws)
+        return None
+    return own
+
+
+def _plan(
+    build: Callable[[], nn.Module],
+    options: PipelineOptions,
+    make_planner: Callable[[nn.Module], Planner],
+) -> Plan:
+    """Returns the plan for a model of which as little is built as the split allows."""
+    draws = default_generators()
+    for make in _ways(build, options):
+        try:
+            return make_planner(make()).plan()
+        except Exception as error:
+            log.debug("no plan for a model without values: %r", error)
+        rewind(draws)
+        gc.collect()
+    return make_planner(build()).plan()
+
+
+def _ways(
+    build: Callable[[], nn.Module], options: PipelineOptions
+) -> Iterator[Callable[[], nn.Module]]:
+    """Yields ways to make a model without the values of its parameters, for a plan."""
+    if options.split not in MEASURED_SPLITS:
+        yield partial(construct_on_meta, build)
+        return
+
+    def with_buffers() -> nn.Module:
+        parameters = dict(construct_on_meta(build).named_parameters(remove_duplicate=False))
+        return construct_part(build, lambda name: name not in parameters)
+
+    yield with_buffers
+
+
+def _own_part(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    world: World,
+    options: PipelineOptions,
+    make_planner: Callable[[nn.Module], Planner],
+) -> OwnStages:
+    outline = construct_on_meta(build)
+    expected = make_planner(outline).layers_of(plan)
+    owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+    kept = {id(tensor) for tensor in _kept(outline, expected.stages, owned)}
+    named = (outline.named_parameters, outline.named_buffers)
+    names = {
+        name
+        for each in named
+        for name, tensor in each(remove_duplicate=False)
+        if id(tensor) in kept
+    }
+    net = construct_part(build, names.__contains__)
+    planned = make_planner(net).layers_of(plan)
+    if planned.units != expected.units:
+        raise SplitError("its layers depend on values")
+    return OwnStages(net, plan, planned)
+
+
+def drop_other_stages(
+    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
+) -> None:
+    """Frees what the stages of other processes have: meta tensors take its place.
+
+    Args:
+        net: the model.
+        parts: the layers of all its stages.
+        owned: the stages of this process.
+    """
+    layers = [layer.module for part in parts for layer in part]
+    drop_values([net, *layers], _kept(net, parts, owned))
+
+
+def _kept(net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]) -> list[Tensor]:
+    """Returns the parameters and buffers of the stages `owned`, and those that no stage uses."""
+    own: dict[int, Tensor] = {}
+    others: set[int] = set()
+    for index, part in enumerate(parts):
+        modules = nn.ModuleList(layer.module for layer in part)
+        for tensor in (*modules.parameters(), *modules.buffers()):
+            # the first stage that has a parameter owns it; a buffer is in each that has it
+            if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
+                own[id(tensor)] = tensor
+            elif id(tensor) not in own:
+                others.add(id(tensor))
+    unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
+    return [*own.values(), *unused]
