@@ -204,29 +204,27 @@ class Pipeline:
         state: dict[str, Any] = self._net.state_dict(keep_vars=True)
         if self._world.pipeline_group is None:
             return state
-        own = {id(module) for stage in self.stages for module in stage.module.modules()}
-        staged = {
-            id(module)
-            for part in self.planned.stages
-            for layer in part
-            for module in layer.module.modules()
-        }
+        layers = [layer.module for part in self.planned.stages for layer in part]
+        stages = [stage.module for stage in self.stages]
         modules = dict(self._net.named_modules(remove_duplicate=False))
 
-        def answers(key: str) -> bool:
+        def held(by: Sequence[nn.Module]) -> set[int]:
+            tensors = [t for module in by for t in (*module.parameters(), *module.buffers())]
+            return {id(part) for part in (*tensors, *(m for one in by for m in one.modules()))}
+
+        staged, own = held(layers), held(stages)
+
+        def answers(key: str, value: Any) -> bool:
+            if id(value) in staged:
+                return id(value) in own and not value.is_meta
+            # another state of a module, or what no stage has
             name = key
-            while name not in modules:  # of the innermost module that has it
+            while name not in modules:  # the innermost module that has it
                 name = name.rpartition(".")[0]
             module = id(modules[name])
-            if module in own:
-                return True
-            return module not in staged and self._world.pipeline_rank == 0
+            return module in own or (module not in staged and self._world.pipeline_rank == 0)
 
-        return {
-            key: value
-            for key, value in state.items()
-            if answers(key) and not (isinstance(value, Tensor) and value.is_meta)
-        }
+        return {key: value for key, value in state.items() if answers(key, value)}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole model; see `HybridModel.state_dict`."""
