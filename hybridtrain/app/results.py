@@ -61,7 +61,7 @@ def write_csv(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Writes the table to `<path>.csv` and says so, or why not, on stderr."""
     columns = _columns(results)
     file = io.StringIO()
-    csv.writer(file).writeby_run(  # words: ok
+    csv.writer(file).writerows(  # words: ok
         [columns, *([result.get(column) for column in columns] for result in results)]
     )
     path = path.with_name(f"{path.name}.csv")
