@@ -27,7 +27,10 @@ def choose_devices(
     Raises:
         WorldError: they are not there; the message counts what there is and what was asked for.
     """
-    needed = launch.local_size * nb_part
+    needed, first = launch.local_size * nb_part, launch.local_rank * nb_part
+    if gpus == nb_part and gpus < needed <= launch.node_gpus:
+        # Slurm shows each task its GPUs alone, as with --gpus-per-task or --gpu-bind=single:1
+        needed, first = nb_part, 0
     if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
         devices = [devices]
     if devices == "auto":
@@ -43,11 +46,9 @@ def choose_devices(
                 f"nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
                 f"processes, lower nb_part=, or set devices=cpu"
             )
-        first = launch.local_rank * nb_part
         return tuple(torch.device("cuda", first + part) for part in range(nb_part))
     own = [_device(item, gpus) for item in devices]
     if len(own) == needed:
-        first = launch.local_rank * nb_part
         own = own[first : first + nb_part]
     if len(own) != nb_part:
         raise WorldError(

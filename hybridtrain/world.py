@@ -39,6 +39,7 @@ from hybridtrain.devices import DeviceSpec, check_nb_part, choose_backend, choos
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import early_signals
 from hybridtrain.launch.activity import activity
+from hybridtrain.launch.addresses import check_interface, check_reachable
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.meeting import meet
@@ -47,7 +48,8 @@ from hybridtrain.launch.watchdog import Watchdog, current
 
 T = TypeVar("T")
 
-# Rank 0 may spend long on a download, while the others wait; a dead rank 0 is noticed at once.
+# Rank 0 may spend long on a download or a checkpoint, while the others wait. A process that is gone
+# ends the run long before: `launch.liveness`.
 _SETUP_TIMEOUT = timedelta(hours=24)
 
 
@@ -62,7 +64,8 @@ class World:
         local_rank: the number of this process on its node.
         devices: the devices of this process, in the order of its stages.
         backend: `gloo` or `nccl`, for gradients and values.
-        timeout_s: seconds that a collective may take before it is an error.
+        timeout_s: seconds that a collective may take before it is an error, and that a process may
+            give no sign of life.
         stall_s: seconds without progress after which a run ends; 0: never. See `from_env`.
         engine: the name of the engine that executes pipelines.
         processes_per_replica: processes that share a pipeline.
@@ -122,6 +125,8 @@ class World:
             WorldError: the devices, the backend or the launcher's variables do not fit.
         """
         launch = detect(os.environ)
+        if launch.problem is not None:
+            raise WorldError(launch.problem)
         check_nb_part(nb_part)
         per_replica = nb_part if engine == "distributed" else 1
         _check_shape(launch.size, per_replica, inner)
@@ -380,7 +385,9 @@ def _join(
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     if not dist.is_initialized():
+        check_interface(os.environ)
         store = meet(launch, os.environ, timeout_s)
+        check_reachable(store, launch, os.environ)
         try:
             dist.init_process_group(
                 # objects and CPU tensors always travel through gloo
@@ -392,8 +399,8 @@ def _join(
             )
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                f"rank {launch.rank} could not connect to the other {launch.size - 1} processes: "
-                f"{error}"
+                f"rank {launch.rank} could not connect to the other {launch.size - 1} processes "
+                f"(GLOO_SOCKET_IFNAME chooses the network interface): {error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
 

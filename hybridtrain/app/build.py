@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
@@ -267,7 +268,14 @@ def check_tokenizer(config: Config) -> None:
 
 
 def _data(config: Config, world: World) -> DataSplits:
-    """Loads the data set, first on rank 0, which alone may download it, then on the others."""
+    """Loads the data set, first on rank 0, then on the others.
+
+    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
+    is not there, since nodes may have their own disks.
+
+    Raises:
+        DataError: a process cannot load it; names rank and host.
+    """
 
     def load(download: bool) -> DataSplits:
         settings = dict(config.data)
@@ -278,5 +286,18 @@ def _data(config: Config, world: World) -> DataSplits:
             "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
         )
 
-    on_main = world.on_main(lambda: load(bool(config.data.get("download"))))
-    return on_main if on_main is not None else load(False)
+    download = bool(config.data.get("download"))
+    data = world.on_main(lambda: load(download))
+    first_of_node = world.local_rank == 0
+    for first in (True, False) if download else (None,):
+        failure = None
+        if not world.is_main and first in (None, first_of_node):
+            try:
+                data = load(download and first_of_node)
+            except UserError as error:
+                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
+        for failed in world.gather(failure):
+            if failed is not None:
+                raise DataError(failed)
+    assert data is not None
+    return data

@@ -11,15 +11,17 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import early_signals
-from hybridtrain.launch.environment import detect
+from hybridtrain.launch.environment import Launch, detect
 
 if TYPE_CHECKING:
     from hybridtrain.launch.job import Failure
@@ -60,13 +62,19 @@ def report(error: BaseException) -> int:
     processes that have ended.
     """
     text, line, code = describe(error)
-    rank, size = _rank_and_size()
+    launch = _launch()
+    rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
     watchdog = running_watchdog()
+    if size > 1:
+        _keep_code(code)
     if watchdog is None or watchdog.job.size == 1:
-        if watchdog is None and rank != 0:
-            time.sleep(_WAIT_FOR_RANK_0_S)
+        at = time.time()
         _write_to_log(error)
-        _say(text, line, time.time())
+        if watchdog is None and launch is not None and size > 1:
+            if not isinstance(error, Rank0UserError):
+                _report_before_meeting(launch, text, line, at)
+        else:
+            _say(text, line, at)
         if watchdog is not None:
             watchdog.close()
             early_signals.restore()
@@ -89,16 +97,49 @@ def report(error: BaseException) -> int:
         first = own
         if rank != 0 and isinstance(error, UserError):
             end_process(code)  # rank 0 says the same
+        if rank != 0 and _is_broken_connection(error):
+            text = f"error: {watchdog.main_gone()}"
+            own = first = replace(own, line=watchdog.main_gone())
     if first is own or first == own:
         _say(text, own.line, own.time, on=f"on rank {rank}")
     elif first.rank == rank:  # found out by this process, of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:
         _record(first.line, first.time + 1)
+    if isinstance(error, KeyboardInterrupt) and first is not own:
+        # ended by the launcher as the other has ended: srun returns the largest code of all
+        _keep_code(code := first.exit_code)
+        watchdog.exit_code = code
     if first.exit_code == 4:
         watchdog.end(first)
     end_process(code)
     return code
+
+
+def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> None:
+    """Prints an error that this process found before it met the others, unless rank 0 does.
+
+    torchrun ends all processes when one has failed. Slurm does so only when it is told to, so there
+    the others are told.
+    """
+    tells = launch.launcher == "slurm" and launch.problem is None
+    if launch.rank == 0:
+        _say(text, line, at)
+    said = None
+    if tells:
+        from hybridtrain.launch.meeting import tell_failure
+
+        said = tell_failure(launch, os.environ, line, _WAIT_FOR_RANK_0_S)
+    elif launch.rank != 0:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    if launch.rank != 0 and (said is None or line not in said):
+        _say(text, line, at)
+
+
+def _keep_code(code: int) -> None:
+    """Makes the exit code be `code` also if the launcher ends this process meanwhile."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
 
 
 def describe(error: BaseException) -> tuple[str, str, int]:
@@ -152,7 +193,7 @@ def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | 
     failure: Failure | None
     text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     copied = isinstance(error, (Rank0UserError, Rank0Error))
-    broken = any(sign in text for sign in _BROKEN_CONNECTION)
+    broken = _is_broken_connection(error)
     late = any(sign in text for sign in _TIMED_OUT)
     ended = isinstance(error, KeyboardInterrupt)  # perhaps by the launcher, as another has died
     if not (copied or broken or late or ended):
@@ -168,7 +209,14 @@ def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | 
     if late:
         failure = watchdog.explain_stall(watchdog.job, watchdog.timeout_s)
         return None if failure is None else watchdog.job.claim(failure)
+    if broken and (failure := watchdog.process_gone(0.0)) is not None:
+        return watchdog.job.claim(failure)
     return None
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return any(sign in text for sign in _BROKEN_CONNECTION)
 
 
 def running_watchdog() -> Watchdog | None:
@@ -191,12 +239,11 @@ def _record(line: str, at: float) -> None:
     write_error_file(line, at)
 
 
-def _rank_and_size() -> tuple[int, int]:
+def _launch() -> Launch | None:
     try:
-        launch = detect(os.environ)
+        return detect(os.environ)
     except WorldError:  # perhaps the error that is reported
-        return 0, 1
-    return launch.rank, launch.size
+        return None
 
 
 def _log_file() -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybridtrain.app.build import RunContext
@@ -23,11 +25,24 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
         ConfigError: training would write among later checkpoints.
         CheckpointError: there is no such checkpoint, or none is intact.
     """
-    resume, store = context.config.resume, context.store
+    resume, store, world = context.config.resume, context.store, context.world
     of_run = context.settings.of_run
+    restarts = max(int(os.environ.get(name) or 0) for name in _RESTARTS)
+    # torchrun's agents count by themselves, and each host may have another disk
+    everyones = world.gather((restarts, max(store.steps(), default=-1), socket.gethostname()))
+    restarts = max(each[0] for each in everyones)
 
     def find() -> Path | None:
-        if store.steps() and any(int(os.environ.get(name) or 0) > 0 for name in _RESTARTS):
+        if restarts or resume in ("auto", "last"):
+            _check_others_steps(everyones, store)
+        if restarts and not store.steps():
+            _log.warning(
+                "the job has been started again, and there is no checkpoint in %s: it begins anew "
+                "(checkpoint.every_steps=%s)",
+                store.root,
+                context.config.checkpoint.every_steps,
+            )
+        if store.steps() and restarts:
             return store.newest()  # the job has been started again: continue where it was
         if store.steps() and of_run is not None and _is_path(resume) and resume == of_run.resume:
             _log.info("the run has begun at resume=%s, and goes on from its own checkpoint", resume)
@@ -51,7 +66,24 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             )
         return checkpoint
 
-    return context.world.broadcast(context.world.on_main(find))
+    return world.broadcast(world.on_main(find))
+
+
+def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
+    """Raises a CheckpointError if another process sees a later checkpoint than rank 0.
+
+    `everyones`: of each rank, the restarts, the step of its newest checkpoint and its host.
+    """
+    own, host = everyones[0][1:]
+    rank = max(range(len(everyones)), key=lambda rank: everyones[rank][1])
+    _, step, other = everyones[rank]
+    if step > own:
+        raise CheckpointError(
+            f"rank {rank} on {other} has a checkpoint of step {step} in {store.root}, and rank 0 "
+            f"on {host}, which reads and writes them, has {f'step {own}' if own >= 0 else 'none'}: "
+            f"set output_dir= to a folder that all nodes share, start rank 0 on {other}, or copy "
+            f"that checkpoint to {host}"
+        )
 
 
 def checkpoint_to_read(context: RunContext) -> Path:

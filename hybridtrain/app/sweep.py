@@ -33,7 +33,10 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
     Raises:
         ConfigError: a combination is wrong; none has begun.
     """
-    if detect(os.environ).size > 1:
+    launch = detect(os.environ)
+    if launch.problem is not None:
+        raise ConfigError(launch.problem)
+    if launch.size > 1:
         raise ConfigError(
             "--multirun does not work under torchrun or srun: every process would sweep. Start one "
             "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"

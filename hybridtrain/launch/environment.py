@@ -20,6 +20,9 @@ class Launch:
         local_rank: the number of this process on its node.
         local_size: the number of processes on its node.
         master: host and port of the processes' store; None for a single process.
+        node_gpus: the GPUs that Slurm gives to all processes on the node; 0: not known.
+        run: the run that this process is of, where others could have the same `master`.
+        problem: why the other processes will not come, if that is known.
     """
 
     launcher: str
@@ -28,6 +31,9 @@ class Launch:
     local_rank: int
     local_size: int
     master: tuple[str, int] | None
+    node_gpus: int = 0
+    run: str = ""
+    problem: str | None = None
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -48,14 +54,17 @@ def detect(environ: Mapping[str, str]) -> Launch:
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         size = _number(environ, "SLURM_NTASKS")
-        nodes = _number(environ, "SLURM_NNODES", "1")
+        job, step = _slurm_step(environ)
         return Launch(
             launcher="slurm",
             rank=_number(environ, "SLURM_PROCID"),
             size=size,
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            local_size=_number(environ, "SLURM_NTASKS_PER_NODE", str(-(-size // nodes))),
-            master=_slurm_master(environ) if size > 1 else None,
+            local_size=_slurm_local_size(environ, size),
+            master=_slurm_master(environ, job, step) if size > 1 else None,
+            node_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
+            run=f"Slurm job {job}, step {step}, attempt {environ.get('SLURM_RESTART_COUNT', 0)}",
+            problem=_not_started_by_srun(environ, size),
         )
     return Launch("single", rank=0, size=1, local_rank=0, local_size=1, master=None)
 
@@ -70,15 +79,69 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
     return host, int(port)
 
 
-def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the first host of the job, and a port that two jobs on it are unlikely to share."""
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((environ[key] for key in lists if environ.get(key)), None)
-    if nodes is None and _number(environ, "SLURM_NNODES", "1") > 1:
-        raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
-    host = first_host(nodes) if nodes else "127.0.0.1"
+def _slurm_step(environ: Mapping[str, str]) -> tuple[int, int]:
     job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
-    return host, 10000 + job % 20000
+    return job, _number(environ, "SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
+
+
+def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str, int]:
+    """Returns the first host of the step, and a port that two steps on it are unlikely to share.
+
+    MASTER_ADDR and MASTER_PORT override them.
+    """
+    host = environ.get("MASTER_ADDR")
+    if not host:
+        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        nodes = next((environ[key] for key in lists if environ.get(key)), None)
+        if nodes is None and _number(environ, "SLURM_NNODES", "1") > 1:
+            raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
+        host = first_host(nodes) if nodes else "127.0.0.1"
+    if environ.get("MASTER_PORT"):
+        return host, _number(environ, "MASTER_PORT")
+    # 4099 is prime: steps of one job are far from each other, and from the next jobs' first steps
+    return host, 10000 + (job + 4099 * step) % 20000
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
+    """Returns the number of tasks of this step on this node."""
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if counts:
+        tasks = tasks_per_node(counts)
+        node = _number(environ, "SLURM_NODEID", "0")
+        if node < len(tasks):
+            return tasks[node]
+    nodes = _number(environ, "SLURM_NNODES", "1")
+    return _number(environ, "SLURM_NTASKS_PER_NODE", str(-(-size // nodes)))
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Returns the numbers of tasks of a step on its nodes, as Slurm writes them.
+
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+
+    Raises:
+        WorldError: they cannot be read.
+    """
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise WorldError(f"cannot read SLURM_STEP_TASKS_PER_NODE={counts!r}")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _not_started_by_srun(environ: Mapping[str, str], size: int) -> str | None:
+    """Returns an error if this is the shell of a job, and not one of the tasks of a step."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    # Slurm numbers the batch script and the shell of an interactive job from the top.
+    if size == 1 or (step is not None and _number(environ, "SLURM_STEP_ID", step) < 0xFFFF0000):
+        return None
+    return (
+        f"the Slurm job has {size} tasks (SLURM_NTASKS), and this process is not one of them: put "
+        f"srun before the command, or torchrun; for a single process: srun -n 1"
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -94,6 +94,15 @@ class Job:
         """Returns whether that process has ended as it should."""
         return self._store.check([f"left/{rank}"])
 
+    def beat(self, count: int) -> None:
+        """Says that this process lives; `count` differs from the last time."""
+        self._store.set(f"alive/{self.rank}", str(count))
+
+    def beats(self, rank: int) -> int:
+        """Returns the last `count` of that process; 0 before the first."""
+        key = f"alive/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
     def claim(self, failure: Failure) -> Failure:
         """Makes `failure` the one that ends the run, unless there is one; returns that one."""
         return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))

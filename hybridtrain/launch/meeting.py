@@ -9,6 +9,10 @@ job may begin anew without either having changed. Rank 0 draws the prefix and ha
     rank 0   hello/r ?  ->  welcome/x = <prefix>        until all of <prefix>/joined/... are there
 
 What an earlier attempt has left can only be a stale hello, whose answer nobody reads.
+
+A process that fails before says so in `failed/x`, and rank 0, failed or not, in the outcome that
+all read at the end: so no process waits for one that will not come, and one mistake that all have
+made is told once.
 """
 
 from __future__ import annotations
@@ -20,19 +24,77 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from hybridtrain._torch_private import PrefixStore, Store, TCPStore
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import Rank0UserError, WorldError
 from hybridtrain.launch.environment import Launch
 
 _POLL_S = 0.02
+# how long rank 0 waits, when the run has failed, for those who are still to hear of it
+_TELL_S = 4.0
+
+
+class _ToldByRank0(Rank0UserError, WorldError):
+    """The failure of a meeting, which rank 0 reports."""
 
 
 def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     """Returns a store that is shared with the other processes of this attempt, once all are there.
 
     Raises:
-        WorldError: some did not come within `timeout_s`; the message names their ranks.
+        WorldError: some did not come within `timeout_s`, or have failed; the message names them.
     """
     deadline = time.monotonic() + timeout_s
+    shared = _shared(launch, environ, timeout_s)
+    try:
+        prefix = _welcome(shared, launch.size, deadline) if launch.rank == 0 else None
+        prefix = prefix or _arrive(shared, launch, deadline)
+        own = PrefixStore(prefix, shared)
+        outcome = json.loads(own.get("outcome"))
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(_not_joined(launch, timeout_s, error)) from error
+    kind = WorldError if launch.rank == 0 else _ToldByRank0
+    if outcome["error"] is not None:
+        raise kind(outcome["error"])
+    if missing := outcome["missing"]:
+        several = len(missing) != 1
+        raise kind(
+            f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
+            f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
+            f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
+            f"srun)"
+        )
+    return own
+
+
+def tell_failure(
+    launch: Launch, environ: Mapping[str, str], line: str, seconds: float
+) -> str | None:
+    """Tells the others of an error in this process before it met them; returns what rank 0 says.
+
+    Args:
+        launch: who the processes are.
+        environ: the environment.
+        line: the error.
+        seconds: how long this may take.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        shared = _shared(launch, environ, seconds)
+        if launch.rank == 0:
+            _welcome(shared, launch.size, deadline, line)
+            return line
+        own = PrefixStore(_arrive(shared, launch, deadline, line), shared)
+        said: str | None = json.loads(own.get("outcome"))["error"]
+        return said
+    except (RuntimeError, ValueError, WorldError):
+        return None
+
+
+def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
+    """Returns the store that all attempts share; with a wait for rank 0, which may host it.
+
+    Raises:
+        WorldError: there is none, or it is another run's.
+    """
     assert launch.master is not None  # with several processes
     host, port = launch.master
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -47,29 +109,42 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             multi_tenant=True,
         )
         shared = PrefixStore("hybridtrain", store)
-        prefix = _welcome(shared, launch.size, deadline) if launch.rank == 0 else None
-        prefix = prefix or _arrive(shared, launch.rank, deadline)
+        if not launch.run:
+            return shared
+        if launch.rank == 0:
+            shared.set("run", launch.run)
+            return shared
+        run = shared.get("run").decode()
     except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            raise WorldError(
+                f"the port {port} of {host}, where the processes are to meet, is in use: set "
+                f"MASTER_PORT to a free one, the same for all processes"
+            ) from error
+        raise WorldError(_not_joined(launch, timeout_s, error)) from error
+    if run != launch.run:
         raise WorldError(
-            f"rank {launch.rank} could not join the {launch.size} processes that {launch.launcher} "
-            f"announced (at {host}:{port}) within timeout_s={timeout_s:g} s (under Slurm, start "
-            f"them with srun): {error}"
-        ) from error
-    own = PrefixStore(prefix, shared)
-    missing = json.loads(own.get("missing"))
-    if missing:
-        several = len(missing) != 1
-        raise WorldError(
-            f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
-            f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
-            f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
-            f"srun)"
+            f"the port {port} of {host}, where the processes are to meet, is used by {run}, and "
+            f"this is {launch.run}: set MASTER_PORT to a free one, the same for all processes"
         )
-    return own
+    return shared
 
 
-def _welcome(store: Store, size: int, deadline: float) -> str:
-    """Hands out a new prefix until every rank has it; rank 0's part."""
+def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
+    assert launch.master is not None
+    host, port = launch.master
+    return (
+        f"rank {launch.rank} could not join the {launch.size} processes that {launch.launcher} "
+        f"announced (at {host}:{port}) within timeout_s={timeout_s:g} s (under Slurm, start "
+        f"them with srun): {error}"
+    )
+
+
+def _welcome(store: Store, size: int, deadline: float, error: str | None = None) -> str:
+    """Hands out a new prefix until every rank has it; rank 0's part.
+
+    `error` is rank 0's own, which ends the run.
+    """
     prefix = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
     pending = set(range(1, size))
@@ -80,25 +155,46 @@ def _welcome(store: Store, size: int, deadline: float) -> str:
                 if answered.get(rank) != hello:
                     store.set(f"welcome/{hello.decode()}", prefix)
                     answered[rank] = hello
+                failed = f"failed/{hello.decode()}"
+                if error is None and store.check([failed]):
+                    line = store.get(failed).decode()
+                    error = f"rank {rank} failed before it had joined the others: {line}"
+                    deadline = min(deadline, time.monotonic() + _TELL_S)
             if store.check([f"{prefix}/joined/{rank}"]):
                 pending.discard(rank)
         time.sleep(_POLL_S)
-    store.set(f"{prefix}/missing", json.dumps(sorted(pending)))
+    outcome = {"missing": sorted(pending), "error": error}
+    store.set(f"{prefix}/outcome", json.dumps(outcome))
+    if error is not None or pending:  # the store may end with this process
+        deadline = time.monotonic() + _TELL_S
+        left = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
+        while left and not store.check(left) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
     return prefix
 
 
-def _arrive(store: Store, rank: int, deadline: float) -> str:
-    """Asks for the prefix and says that it has come."""
-    hello = uuid.uuid4().hex
+def _arrive(store: Store, launch: Launch, deadline: float, error: str | None = None) -> str:
+    """Asks for the prefix, says that it has come, and waits for the outcome; or with an `error`."""
+    rank, hello = launch.rank, uuid.uuid4().hex
+    if error is not None:
+        store.set(f"failed/{hello}", error)
     store.set(f"hello/{rank}", hello)
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
     try:
-        store.wait([f"welcome/{hello}"], left)
-    except RuntimeError as error:
+        store.wait([f"welcome/{hello}"], left())
+        prefix = str(store.get(f"welcome/{hello}"), "utf-8")
+        store.set(f"{prefix}/joined/{rank}", "")
+        # rank 0 gives up at about the same deadline
+        store.wait([f"{prefix}/outcome"], left() + timedelta(seconds=_TELL_S))
+    except RuntimeError as waited:
         raise WorldError(
             f"rank 0 did not come, and rank {rank} has waited for it as long as timeout_s= allows: "
             f"see what the output of rank 0 says"
-        ) from error
-    prefix = str(store.get(f"welcome/{hello}"), "utf-8")
-    store.set(f"{prefix}/joined/{rank}", "")
+        ) from waited
+    outcome = json.loads(store.get(f"{prefix}/outcome"))
+    if outcome["error"] is not None or outcome["missing"]:
+        store.set(f"{prefix}/left/{rank}", "")
     return prefix

@@ -2,7 +2,8 @@
 
 A process whose main thread is blocked in a collective notices nothing: not that another process
 has failed, not that nothing moves any more. This thread does. It has a separate connection to the
-processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped.
+processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped. A
+second thread notices that the store itself does not answer, see `launch.liveness`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from hybridtrain.launch.activity import Activity, activity, kind_of
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
+from hybridtrain.launch.liveness import BEAT_S, Liveness
 from hybridtrain.launch.processes import has_ended, is_stopped, kill
 from hybridtrain.launch.shared_activity import read
 from hybridtrain.launch.stacks import in_words, report, summary, write_stacks
@@ -73,10 +75,12 @@ class Watchdog:
         self._processes = job.enter()
         self._memories = job.memories(record.share() if job.size > 1 else -1, self._processes)
         self._job = job.clone()
+        self._liveness = Liveness(self._job, timeout_s)
         self._stall_s = stall_s
         self._activity = record
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._second: threading.Thread | None = None
         self._answered = False
 
     def start(self) -> None:
@@ -86,6 +90,11 @@ class Watchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            if self._job.size > 1:
+                self._second = threading.Thread(
+                    target=self._watch_store, name="watchdog-2", daemon=True
+                )
+                self._second.start()
             # A thread that the interpreter finds in a call of the store aborts the process.
             atexit.register(self._end_thread)
 
@@ -102,8 +111,9 @@ class Watchdog:
 
     def _end_thread(self) -> None:
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=_GRACE_S)
+        for thread in (self._thread, self._second):
+            if thread is not None:
+                thread.join(timeout=_GRACE_S)
 
     def lost_process(self, job: Job) -> Failure | None:
         """Returns the failure that a process of this host is, if one ended without a word."""
@@ -120,6 +130,69 @@ class Watchdog:
                 time.time() + 2,  # after what the launcher says of that process
             )
         return None
+
+    def silent_process(self) -> Failure | None:
+        """Returns the failure that a process is which gives no sign of life, if there is one."""
+        found = self._liveness.silent()
+        if found is None:
+            return None
+        rank, seconds = found
+        process = self._processes[rank]
+        return Failure(
+            self._job.rank,
+            f"rank {rank} (pid {process.pid} on {process.host}) has given no sign of life for "
+            f"{seconds:.0f} s{self._last_seen(self._job, rank)}: its host, or the network to it, "
+            f"is gone, or the process is stopped (the limit is timeout_s, and at least 20 s)",
+            1,
+        )
+
+    def process_gone(self, seconds: float) -> Failure | None:
+        """Returns the failure that a process of another host is which has ended meanwhile.
+
+        Looks for as many seconds for signs of life; for the main thread, when a connection broke.
+        """
+        job = self.job
+        before = [job.beats(rank) for rank in range(job.size)]
+        time.sleep(max(seconds, 2.5 * BEAT_S))
+        for rank, process in enumerate(self._processes):
+            if rank != job.rank and job.beats(rank) == before[rank] and not job.has_left(rank):
+                return Failure(
+                    job.rank,
+                    f"rank {rank} (pid {process.pid} on {process.host}) is gone: its connection "
+                    f"broke, and it gives no sign of life{self._last_seen(job, rank)}; see what "
+                    f"its own output says, and the launcher's report",
+                    1,
+                )
+        return None
+
+    def main_gone(self) -> str:
+        """Returns the failure that rank 0's end is, in one line, when its store is not there."""
+        process = self._processes[0]
+        return (
+            f"the processes' store is gone, and with it rank 0 (pid {process.pid} on "
+            f"{process.host}) or its launcher: see what its output says"
+        )
+
+    def _watch_store(self) -> None:
+        """Ends this process when the store does not answer any more, and nobody can be asked."""
+        before = since = time.monotonic()
+        while not self._ended.wait(1.0):
+            now = time.monotonic()
+            if now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
+                since = now
+            before = now
+            seconds = min(self._liveness.unanswered_s(), now - since)
+            if seconds <= self._liveness.timeout_s or self._activity.phase is None:
+                continue
+            host = self._processes[0].host
+            failure = Failure(
+                self._job.rank,
+                f"rank {self._job.rank} on {self._processes[self._job.rank].host} has been cut off "
+                f"from rank 0 on {host} for {seconds:.0f} s: that host or the network is gone (the "
+                f"limit is timeout_s, and at least 20 s)",
+                1,
+            )
+            self._print_and_end(failure)
 
     def explain_stall(self, job: Job, seconds: float) -> Failure | None:
         """Collects the stacks of all processes and finds the one that the others wait for.
@@ -175,6 +248,7 @@ class Watchdog:
                 self._run()
         except Exception:
             _log.exception("the watchdog has ended, and the run goes on unwatched")
+            self._ended.set()
 
     def _run(self) -> None:
         state: object = None
@@ -183,6 +257,8 @@ class Watchdog:
         while not self._ended.wait(_TICK_S):
             now = time.monotonic()
             phase = self._activity.phase
+            if self._job.size > 1:
+                self._liveness.beat()
             current = self._state()
             if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
@@ -195,6 +271,7 @@ class Watchdog:
                 continue
             if self._job.size > 1:
                 lost = self.lost_process(self._job)
+                lost = lost or self.silent_process()
                 if lost is not None:
                     self._end(lost)
                 if self._job.stacks_are_asked_for():
@@ -235,15 +312,18 @@ class Watchdog:
         """Makes `failure` the run's, prints it unless there is an earlier one, and ends."""
         first = self._job.claim(failure)
         if first == failure:
-            self.exit_code = failure.exit_code
-            try:
-                with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
-                    print(f"error: {failure.line}", file=sys.stderr, flush=True)
-                with suppress(OSError):
-                    write_error_file(failure.line, failure.time)
-            finally:
-                self.end(failure)
+            self._print_and_end(failure)
         self._follow(first)
+
+    def _print_and_end(self, failure: Failure) -> None:
+        self.exit_code = failure.exit_code
+        try:
+            with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
+                print(f"error: {failure.line}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                write_error_file(failure.line, failure.time)
+        finally:
+            self.end(failure)
 
     def _follow(self, failure: Failure) -> None:
         """Ends this process because of a failure that another one has reported."""

@@ -101,6 +101,7 @@ def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
         (["--config-name", "x"], "--config-name has no effect here: recipe=<file> takes a whole"),
         (["--experimental-rerun", "x"], "--experimental-rerun has no effect here: recipe="),
         (["hydra.run.dir=x"], "hydra.run.dir=x: hydra.run.dir has no effect here"),
+        (["--multirun", "hydra/launcher=joblib"], "hydra/launcher=joblib: hydra/launcher has no"),
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: hydra/sweeper has no effect here"),
         (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
         (["--resolve"], "--resolve goes with --cfg job only"),

@@ -141,6 +141,9 @@ def test_an_allocation_of_slurm_without_srun_is_no_launcher(
     seeds = ["recipe=digits", "seed=1,2"]
     assert sweep("plan", seeds, None, lambda *_: {}) == 0
     monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="put srun before the command"):
+        sweep("plan", seeds, None, lambda *_: {})
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(ConfigError, match="does not work under torchrun or srun"):
         sweep("plan", seeds, None, lambda *_: {})
 

@@ -1,13 +1,15 @@
 """World: launchers, devices and backends, from an environment given as a plain mapping."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
 from hybridtrain.launch.environment import Launch, detect, first_host
-from hybridtrain.world import World, choose_devices
+from hybridtrain.world import World
 
 TORCHRUN = {
     "RANK": "5",
@@ -25,6 +27,7 @@ SLURM = {
     "SLURM_NNODES": "3",
     "SLURM_JOB_NODELIST": "node[012-014,020],x1",
     "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
 }
 CPU = torch.device("cpu")
 
@@ -56,8 +59,56 @@ def test_torchrun_with_one_process_needs_no_process_group():
 
 
 def test_the_variables_of_slurm_are_understood():
-    found = detect(ReadOnly(SLURM))
-    assert found == Launch("slurm", 7, 12, 3, 4, ("node012", 10000 + 123456 % 20000))
+    found = detect(ReadOnly({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "8"}))
+    assert found == Launch(
+        "slurm",
+        7,
+        12,
+        3,
+        4,
+        ("node012", 10000 + 123456 % 20000),
+        node_gpus=8,
+        run="Slurm job 123456, step 0, attempt 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "tasks"),
+    [("2,1", 0, 2), ("2,1", 1, 1), ("1(x2),3", 1, 1), ("1(x2),3", 2, 3), ("4(x12)", 11, 4)],
+)
+def test_the_tasks_of_the_step_on_this_node_are_counted_exactly(counts, node, tasks):
+    # a smaller step inherits SLURM_NTASKS_PER_NODE from its job
+    step = {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
+    assert detect({**SLURM, "SLURM_NTASKS_PER_NODE": "9", **step}).local_size == tasks
+
+
+def test_a_count_of_tasks_that_cannot_be_read_is_shown():
+    with pytest.raises(WorldError, match=r"cannot read SLURM_STEP_TASKS_PER_NODE='2\(y3\)'"):
+        detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"})
+
+
+# a batch script's shell, and that of an interactive job
+@pytest.mark.parametrize("step", [None, 0xFFFFFFFB, 0xFFFFFFFA])
+def test_a_batch_script_without_srun_is_an_error_at_once(monkeypatch, step):
+    clean(monkeypatch)
+    shell = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
+    for key, value in {**shell, **({"SLURM_STEP_ID": str(step)} if step else {})}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(WorldError, match=r"12 tasks .*put srun before the command"):
+        World.from_env(devices="cpu")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert World.from_env(devices="cpu").size == 1
+
+
+def test_two_steps_of_a_job_have_two_ports():
+    ports = {detect({**SLURM, "SLURM_STEP_ID": str(step)}).master[1] for step in range(200)}
+    assert len(ports) == 200
+
+
+def test_the_address_of_the_store_can_be_given_under_slurm_too():
+    assert detect({**SLURM, "MASTER_ADDR": "here"}).master == ("here", 10000 + 123456 % 20000)
+    assert detect({**SLURM, "MASTER_PORT": "4000"}).master == ("node012", 4000)
 
 
 def test_tasks_per_node_of_slurm_win_over_the_division():
@@ -150,6 +201,19 @@ def test_auto_takes_the_cpu_when_there_are_too_few_gpus():
     assert choose_devices(2, "cpu", launch(0, 2), 8) == (CPU,) * 2
 
 
+@pytest.mark.parametrize("devices", [None, "auto", "cuda"])
+def test_a_task_that_slurm_shows_its_own_gpus_alone_takes_them(devices):
+    """As --gpus-per-task and --gpu-bind=single do."""
+    bound = Launch("slurm", 3, 4, 3, 4, None, node_gpus=8)
+    assert choose_devices(2, devices, bound, 2) == cuda(0, 1)
+    assert choose_devices(1, ["cuda:0"], replace(bound, node_gpus=4), 1) == cuda(0)
+    # all see the same two
+    assert choose_devices(1, devices, Launch("slurm", 1, 2, 1, 2, None, node_gpus=2), 2) == cuda(1)
+    # two tasks for one GPU
+    with pytest.raises(WorldError, match="need 2 GPUs, and there are 1"):
+        choose_devices(1, "cuda", Launch("slurm", 1, 2, 1, 2, None, node_gpus=1), 1)
+
+
 @pytest.mark.parametrize(("devices", "gpus"), [(None, 3), ("cuda", 3), ("cuda", 0)])
 def test_too_few_gpus_are_an_error_that_counts_them_and_the_needed_ones(devices, gpus):
     with pytest.raises(
@@ -189,7 +253,7 @@ def test_a_list_of_devices_that_does_not_fit_is_refused_with_the_reason(devices,
 @pytest.mark.parametrize("nb_part", [0, -1, 1.5, True, "2"])
 def test_nb_part_must_be_a_positive_number(nb_part):
     with pytest.raises(WorldError, match=rf"nb_part={nb_part} must be a positive"):
-        choose_devices(nb_part, "cpu", launch(), 0)
+        check_nb_part(nb_part)
 
 
 def clean(monkeypatch):

@@ -1,0 +1,141 @@
+"""How processes meet: who is another run's, who has failed before, what is told once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from socket import socket
+
+import pytest
+
+from hybridtrain._torch_private import HashStore
+from hybridtrain.errors import Rank0UserError, WorldError
+from hybridtrain.launch import addresses
+from hybridtrain.launch.environment import Launch
+from hybridtrain.launch.meeting import meet, tell_failure
+
+
+def launches(size, run="Slurm job 1, step 0, attempt 0"):
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [Launch("slurm", r, size, r, size, ("127.0.0.1", port), run=run) for r in range(size)]
+
+
+def together(*calls):
+    """The results of functions that are called at once, or their exceptions."""
+
+    def call(function):
+        try:
+            return function()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(call, calls))
+
+
+def joins(launch, timeout_s=30):
+    return lambda: meet(launch, {}, timeout_s)
+
+
+def fails(launch, line, seconds=10):
+    return lambda: tell_failure(launch, {}, line, seconds)
+
+
+def test_processes_of_one_run_share_a_store():
+    first, second = together(*map(joins, launches(2)))
+    first.set("x", "of rank 0")
+    assert second.get("x") == b"of rank 0"
+
+
+def test_a_process_of_another_run_that_finds_the_store_is_told_whose_it_is():
+    here, _ = launches(2)
+    stranger = Launch("slurm", 1, 2, 1, 2, here.master, run="Slurm job 1, step 1, attempt 0")
+    stop = threading.Event()
+
+    def rank_0():
+        with pytest.raises(WorldError, match="rank 1 of the 2"):
+            meet(here, {}, 2)
+        stop.set()
+
+    _, found = together(rank_0, joins(stranger))
+    assert isinstance(found, WorldError)
+    assert "is used by Slurm job 1, step 0, attempt 0, and this is Slurm job 1, step 1" in str(
+        found
+    )
+    assert "set MASTER_PORT" in str(found)
+    assert stop.is_set()
+
+
+def test_a_port_that_another_program_uses_is_named():
+    here, _ = launches(2)
+    with socket() as other:
+        other.bind(("", here.master[1]))
+        other.listen()
+        with pytest.raises(WorldError, match=rf"port {here.master[1]} of .* set MASTER_PORT"):
+            meet(here, {}, 2)
+
+
+def test_a_mistake_of_all_processes_is_told_by_rank_0_alone():
+    said = together(*(fails(each, "no such key") for each in launches(3)))
+    assert said == ["no such key"] * 3
+
+
+def test_rank_0_hears_of_a_process_that_fails_before_it_joins():
+    zero, one, two = launches(3)
+    found = together(joins(zero), fails(one, "its disk is full"), joins(two))
+    assert isinstance(found[0], WorldError)
+    assert not isinstance(found[0], Rank0UserError)
+    assert "rank 1 failed before it had joined the others: its disk is full" in str(found[0])
+    assert isinstance(found[2], Rank0UserError)  # rank 0 tells it
+    assert isinstance(found[2], WorldError)
+    assert "its disk is full" in found[1]
+
+
+def test_an_error_of_rank_0_reaches_those_that_wait_for_it():
+    zero, one = launches(2)
+    _, found = together(fails(zero, "its disk is full"), joins(one))
+    assert isinstance(found, Rank0UserError)
+    assert str(found) == "its disk is full"
+
+
+def test_a_process_that_does_not_come_is_named_once():
+    zero, one, _ = launches(3)
+    found = together(joins(zero, 1), joins(one, 1))
+    assert "rank 2 of the 3 processes" in str(found[0])
+    assert isinstance(found[1], Rank0UserError)
+
+
+def test_an_interface_that_this_host_lacks_is_an_error_that_lists_the_others(monkeypatch):
+    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    addresses.check_interface({})
+    addresses.check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
+    with pytest.raises(WorldError, match=r"_IFNAME=ib0: .* interface ib0; it has: lo, eth0"):
+        addresses.check_interface({"GLOO_SOCKET_IFNAME": "ib0"})
+
+
+@pytest.mark.parametrize("hosts", [("n1", "n1"), ("n1", "n2")])
+def test_a_host_whose_name_stands_for_itself_alone_is_an_error_between_hosts(monkeypatch, hosts):
+    here = threading.local()
+    address = {"n1": "10.0.0.1", "n2": "127.0.1.1"}
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(
+        addresses.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (address[name], 0))]
+    )
+    store = HashStore()
+
+    def check(rank, environ):
+        here.name = hosts[rank]
+        addresses.check_reachable(store, Launch("slurm", rank, 2, 0, 1, None), environ)
+
+    found = together(lambda: check(0, {}), lambda: check(1, {}))
+    if hosts == ("n1", "n1"):
+        assert found == [None, None]
+        return
+    for error in found:
+        assert isinstance(error, WorldError)
+        assert "host n2 stands for 127.0.1.1 there" in str(error)
+        assert "set GLOO_SOCKET_IFNAME" in str(error)
+    assert [isinstance(error, Rank0UserError) for error in found] == [False, True]
+    store = HashStore()
+    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
+    assert together(lambda: check(0, chosen), lambda: check(1, chosen)) == [None, None]
