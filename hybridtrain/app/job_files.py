@@ -65,7 +65,7 @@ exit $rc
 """
 
 KUBERNETES = """\
-# {run}: {layout}. Written by `hybridtrain submit submit`, for kubectl apply -f -.
+# {run}: {layout}. Written by `hybridtrain submit`, for kubectl apply -f -.
 apiVersion: v1
 kind: Service
 metadata:
@@ -134,14 +134,14 @@ def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     words = [*_container(container_of(submit), layout), "torchrun"]
     if layout.nodes == 1:
         words.append("--standalone")
-        where = "on the node"
+        where = "On the node"
     else:
         words += [f"--nnodes {layout.nodes}", f"--rdzv-id {shlex.quote(run.name)}"]
         words += ["--rdzv-backend c10d", f'--rdzv-endpoint "$FIRST_NODE:{PORT}"']
-        where = f"on each of the {layout.nodes} nodes, with the name of one of them in FIRST_NODE"
+        where = f"On each of the {layout.nodes} nodes, with the name of one of them in FIRST_NODE"
     words.append(f"--nproc-per-node {layout.processes_per_node}")
     overrides = " ".join(map(shlex.quote, run.overrides))
-    lines = [f"# {run.name}: {layout}; {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
+    lines = [f"# {run.name}: {layout}", f"# {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
     lines += submit.setup
     lines.append(f"{' '.join(words)} \\")
     lines.append(f"    -m hybridtrain train{_config_dir(run)} {overrides}")

@@ -55,7 +55,8 @@ def submit(
         ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
         UserError: there is no Slurm here, or it refuses the job.
     """
-    if detect(os.environ).size > 1:
+    launch = detect(os.environ)
+    if launch.size > 1 and launch.problem is None:  # the shell of a job may send another one
         raise ConfigError("submit is one process: start it without torchrun or srun")
     if multirun:
         run, config, layout, lines = _array(overrides, config_dir)
