@@ -105,6 +105,7 @@ def test_processes_that_srun_starts_train_together() -> None:
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NTASKS": "2",
                     "SLURM_JOB_ID": str(job),
+                    "SLURM_STEP_ID": "0",
                     "SLURM_JOB_NODELIST": "localhost",
                 }
             ),
