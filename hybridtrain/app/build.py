@@ -105,7 +105,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     """
     config = settings.config
     leave_out_leftovers(settings)
-    options = _checked_options(config)
+    options = checked_options(config)
     world = World.from_env(
         config.pipeline.nb_part,
         config.world.devices,
@@ -117,7 +117,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     )
     if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
-        options = _checked_options(config)
+        options = checked_options(config)
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
@@ -175,7 +175,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     )
 
 
-def _checked_options(
+def checked_options(
     config: Config,
 ) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, LossFn, dict[str, Any]]:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
@@ -266,6 +266,13 @@ def _split_or_plan(settings: Settings, directory: RunDirectory, store: Checkpoin
     return str(directory.plan)
 
 
+def check_tokenizer(config: Config) -> None:
+    """Refuses a tokenizer that is the path of a function which may not be called."""
+    tokenizer = str(config.data.get("tokenizer", ""))
+    if "." in tokenizer or ":" in tokenizer:  # not one of torchtext's names
+        instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
+
+
 def _data(config: Config, world: World) -> DataSplits:
     """Loads the data set, first on rank 0, then on the others.
 
@@ -280,9 +287,7 @@ def _data(config: Config, world: World) -> DataSplits:
         settings = dict(config.data)
         if "download" in settings:
             settings["download"] = download
-        tokenizer = str(settings.get("tokenizer", ""))
-        if "." in tokenizer or ":" in tokenizer:  # the path of a function, not torchtext's name
-            instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
+        check_tokenizer(config)
         return instantiate.build(
             "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
         )

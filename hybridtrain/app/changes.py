@@ -24,6 +24,7 @@ OF_THE_COMMAND = (
 _WITHOUT_EFFECT = (
     "world.",
     "monitor.",
+    "submit.",
     "checkpoint.",
     "pipeline.",
     "trainer.log_every",

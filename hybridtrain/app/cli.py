@@ -1,4 +1,4 @@
-"""The command line: `python -m hybridtrain [train|plan|evaluate|export] [overrides...]`.
+"""The command line: `python -m hybridtrain [train|plan|evaluate|export|submit] [overrides...]`.
 
 The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
 through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
@@ -18,6 +18,7 @@ from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
     compose_settings,
+    given_keys,
     register,
     register_recipe_file,
 )
@@ -28,7 +29,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
-COMMANDS = ("train", "plan", "evaluate", "export")
+COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,12 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(versions())
         return 0
+    if arguments[:1] == ["results"]:
+        from hybridtrain.app.results import results
+
+        return results(arguments[1:])
+    dry_run = "--dry-run" in arguments
+    arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
     shows_hydras = parsed.cfg in ("hydra", "all") or parsed.info or parsed.hydra_help
     command, overrides = _command(parsed.overrides)
@@ -60,8 +67,14 @@ def _dispatch(arguments: list[str]) -> int:
             compose_config(overrides, parsed.config_dir)  # for the one-line errors
         return _show([word for word in arguments if word not in COMMANDS])
     _refuse_what_has_no_effect(parsed, overrides)
+    if dry_run and command != "submit":
+        raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
+    if command == "results":
+        raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
+    if command == "submit" and not parsed.cfg:
+        return _submit(overrides, parsed, dry_run)
     if parsed.multirun:
         from hybridtrain.app.sweep import sweep
 
@@ -113,6 +126,15 @@ def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[s
                 f"{override}: {key} has no effect here, like all of Hydra's own settings but "
                 f"hydra.searchpath; where a run is written to is set by output_dir= and run_name="
             )
+
+
+def _submit(overrides: Sequence[str], parsed: argparse.Namespace, dry_run: bool) -> int:
+    from hybridtrain.app.submit import submit  # with torch, which takes a second to import
+
+    if "allow_targets" in given_keys(overrides):
+        _make_working_directory_importable()
+    with errors_with_config_keys():
+        return submit(overrides, parsed.config_dir, multirun=parsed.multirun, dry_run=dry_run)
 
 
 def run(command: str, settings: Settings) -> dict[str, Any]:

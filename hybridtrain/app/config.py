@@ -141,6 +141,43 @@ class MonitorConfig:
 
 
 @dataclass
+class SubmitConfig:
+    """The job that `hybridtrain submit` sends; without effect on the other commands."""
+
+    to: str = "slurm"
+    """`slurm` sends a batch script; `torchrun` and `kubernetes` print what starts the same run."""
+    nodes: int = 1
+    processes_per_node: int | None = None
+    """null: as many as `gpus_per_node` are enough for, or one without GPUs."""
+    gpus_per_node: int | None = None
+    """null: none."""
+    cpus_per_task: int | None = None
+    """CPUs of each process; null: as the cluster has it."""
+    mem: Any = None
+    """Memory of a node, as Slurm takes it: 64G."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: Any = None
+    """The time limit, as `trainer.max_time` takes it; null: as the cluster has it."""
+    signal_s: int = 120
+    """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
+    max_requeues: int = 20
+    """The number of times that a job which was stopped, and has saved, is queued again."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of the script before the run, such as [module load cuda]."""
+    container: Any = None
+    """null, or what the processes run in: a mapping of the fields of `Container`."""
+    srun_args: list[str] = field(default_factory=list)
+    """More arguments of srun, verbatim."""
+    sbatch_args: list[str] = field(default_factory=list)
+    """More arguments of sbatch, verbatim."""
+    array_parallelism: int | None = None
+    """With --multirun, how many jobs run at a time; null: any number."""
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -175,6 +212,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    submit: SubmitConfig = field(default_factory=SubmitConfig)
 
 
 def check(config: Config) -> None:

@@ -75,28 +75,14 @@ def build(
         ConfigError: a key is unknown or missing, or the target makes something else.
         UserError: the target's own, with config keys in the place of its arguments' names.
     """
-    target = resolve(key, config.get("_target_"), allow)
-    if isinstance(target, type) and not issubclass(target, kind):
-        raise ConfigError(_another_kind(key, config, kind, target))
     defaults = defaults or {}
+    target, arguments = check(
+        key, config, kind, allow, positional=positional, defaults=defaults, ignore=ignore
+    )
     signature = inspect.signature(target)
     parameters = signature.parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    arguments = {
-        name: defaults.get(name) if value is None else value
-        for name, value in config.items()
-        if name not in ("_target_", *ignore)
-        and (value is not None or takes_any or name in parameters)
-    }
-    by_key = list(parameters)[len(positional) :]
-    known = [*by_key, *ignore]
-    for name, value in arguments.items():
-        if name not in known and not takes_any:
-            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
-        if name in parameters:
-            _check_type(f"{key}.{name}", value, parameters[name])
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for name in by_key:
+    for name in list(parameters)[len(positional) :]:
         if name in defaults and name not in config and parameters[name].kind in by_name:
             arguments[name] = defaults[name]
     try:
@@ -116,6 +102,41 @@ def build(
     if not isinstance(made, kind):
         raise ConfigError(_another_kind(key, config, kind, type(made)))
     return made
+
+
+def check(
+    key: str,
+    config: Mapping[str, Any],
+    kind: type,
+    allow: Sequence[str] = (),
+    *,
+    positional: Sequence[object] = (),
+    defaults: Mapping[str, Any] = {},
+    ignore: Sequence[str] = (),
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Checks what `build` can check without a call; returns the target and the keys' arguments.
+
+    Raises:
+        ConfigError: the target is not allowed, or a key is unknown or of a wrong type.
+    """
+    target = resolve(key, config.get("_target_"), allow)
+    if isinstance(target, type) and not issubclass(target, kind):
+        raise ConfigError(_another_kind(key, config, kind, target))
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {
+        name: defaults.get(name) if value is None else value
+        for name, value in config.items()
+        if name not in ("_target_", *ignore)
+        and (value is not None or takes_any or name in parameters)
+    }
+    known = [*list(parameters)[len(positional) :], *ignore]
+    for name, value in arguments.items():
+        if name not in known and not takes_any:
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
+        if name in parameters:
+            _check_type(f"{key}.{name}", value, parameters[name])
+    return target, arguments
 
 
 def not_taken(

@@ -23,7 +23,7 @@ KEYS: dict[str, str] = {
     **{
         setting.name: f"{group}.{setting.name}"
         for group, schema in get_type_hints(Config).items()
-        if is_dataclass(schema)
+        if is_dataclass(schema) and group != "submit"  # no arguments of the library
         for setting in fields(schema)
     },
 }

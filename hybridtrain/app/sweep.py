@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from hybridtrain.app.compose import compose_settings, sweep_choices
-from hybridtrain.app.config import Config
 from hybridtrain.app.error_report import running_watchdog
+from hybridtrain.app.results import table, write_csv
 from hybridtrain.app.settings import settle
+from hybridtrain.app.sweep_points import sweep_of
 from hybridtrain.errors import ConfigError, Interrupted, UserError
-from hybridtrain.files import write_atomically
 from hybridtrain.launch.environment import detect
-from hybridtrain.text_table import text_table
 
 Run = Callable[[str, Any], dict[str, Any]]
 
@@ -44,56 +39,32 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
     if launch.size > 1:
         raise ConfigError(
             "--multirun does not work under torchrun or srun: every process would sweep. Start one "
-            "torchrun for each combination, from a shell loop or an array of jobs"
+            "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"
         )
-    choices = sweep_choices(overrides, config_dir)
-    configs = [compose_settings(choice, config_dir).config for choice in choices]
-    swept = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
-    points = [
-        [override for override, varies in zip(choice, swept, strict=True) if varies]
-        for choice in choices
-    ]
-    names = _names(configs, points)
+    planned = sweep_of(overrides, config_dir)
+    points = planned.points
     results: list[dict[str, Any]] = []
     codes: list[int] = []
-    for number, (choice, point, name) in enumerate(zip(choices, points, names, strict=True)):
-        print(f"run {number + 1} of {len(choices)}: {' '.join(choice)}", file=sys.stderr)
+    for number, point in enumerate(points):
+        print(f"run {number + 1} of {len(points)}: {' '.join(point.overrides)}", file=sys.stderr)
         sys.stderr.flush()
-        values = dict(override.lstrip("+").split("=", 1) for override in point if "=" in override)
         code, result = 0, {}
         try:
-            result = run(command, settle(command, choice, config_dir, run_name=name))
+            result = run(command, settle(command, point.overrides, config_dir, point.run_name))
         except Exception as error:
             code = _report(error)
         finally:
             if (watchdog := running_watchdog()) is not None:  # of a run that has failed
                 watchdog.close()
-        results.append({"run": name, **values, "exit code": code, **result})
+        results.append({"run": point.run_name, **point.values, "exit code": code, **result})
         codes.append(code)
         if code == Interrupted.exit_code:
             break
     if command in ("train", "evaluate"):
-        keys = "-".join(dict.fromkeys(o.lstrip("+").partition("=")[0] for p in points for o in p))
-        base = "-".join(dict.fromkeys(str(config.run_name) for config in configs))
-        path = Path(configs[0].output_dir) / f"{base}-sweep-{keys}.csv".replace("/", "_")
-        _show_and_write(results, path)
+        print(table(results), file=sys.stderr)
+        write_csv(results, planned.path)
     failed = [code for code in codes if code]
     return failed[0] if len(set(failed)) == 1 else int(bool(failed))
-
-
-def _names(configs: Sequence[Config], points: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the runs' names, with the values, so that another sweep does not resume these runs.
-
-    A `run_name` or recipe that is swept over is in the name already.
-    """
-    for left_out in (("run_name", "recipe"), ("run_name",)):
-        names = []
-        for config, point in zip(configs, points, strict=True):
-            values = [o for o in point if o.lstrip("+").partition("=")[0] not in left_out]
-            names.append("-".join([str(config.run_name), *values]).replace("/", "_"))
-        if len(set(names)) == len(names):
-            return names
-    raise ConfigError(f"several runs of the sweep have the name {max(names, key=names.count)}")
 
 
 def _report(error: Exception) -> int:
@@ -104,25 +75,3 @@ def _report(error: Exception) -> int:
         return error.exit_code
     traceback.print_exception(error)
     return 1
-
-
-def _show_and_write(results: Sequence[dict[str, Any]], path: Path) -> None:
-    columns = list(dict.fromkeys(key for result in results for key in result))
-    lines = [[_text(result.get(column)) for column in columns] for result in results]
-    print("\n".join(text_table([columns, *lines], 0)), file=sys.stderr)
-    file = io.StringIO()
-    csv.writer(file).writerows(  # words: ok
-        [columns, *([r.get(c) for c in columns] for r in results)]
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, file.getvalue())
-        print(f"wrote {path}", file=sys.stderr, flush=True)
-    except OSError as error:
-        print(f"cannot write {path}: {error}", file=sys.stderr, flush=True)
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

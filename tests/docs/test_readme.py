@@ -22,6 +22,7 @@ def commands(text: str) -> list[list[str]]:
     lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
     starts = [words for words in lines if words and words[0] in ("hybridtrain", "torchrun", "srun")]
     found = [words[words.index("hybridtrain") + 1 :] for words in starts if "hybridtrain" in words]
+    found = [words for words in found if words[:1] != ["results"]]  # which takes no overrides
     return [words[1:] if words and words[0] in COMMANDS else words for words in found]
 
 
@@ -53,7 +54,8 @@ def test_the_commands_of_a_page_compose(page: Path) -> None:
     for block in blocks(page, "bash", "sh"):
         for words in commands(block.text):
             words = [word for word in words if word not in COMMANDS]
-            overrides = [word for word in words if word not in ("--multirun", "--cfg", "job")]
+            flags = ("--multirun", "--dry-run", "--cfg", "job")
+            overrides = [word for word in words if word not in flags]
             for choice in sweep_choices(overrides):
                 compose_config(choice)
 

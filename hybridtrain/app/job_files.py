@@ -1,0 +1,270 @@
+"""Templates of what starts a run: a script for Slurm, a torchrun line, a manifest.
+
+They are meant to be read, and so are their results: whoever needs more takes the script as
+a beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtrain.app.config import SubmitConfig
+from hybridtrain.app.job_layout import Container, JobLayout, container_of, slurm_time
+from hybridtrain.errors import ConfigError, Interrupted
+
+PORT = 29500
+"""The port where rank 0 meets the others, without Slurm; torchrun's default."""
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """The run, or the runs, that a job trains.
+
+    Attributes:
+        name: of the run or of the sweep.
+        folder: of the run or of the sweep; the script and the job's output are in `slurm` there.
+        overrides: the command line's.
+        config_dir: a folder with more groups and options.
+        array: for a sweep, which lines of its file to train, as `1-4,7`.
+        sweep_file: for a sweep, the file whose lines are the overrides.
+    """
+
+    name: str
+    folder: Path
+    overrides: list[str]
+    config_dir: str | None = None
+    array: str | None = None
+    sweep_file: Path | None = None
+
+
+SLURM = """\
+#!/bin/bash
+# {name}: {layout}. Written by `hybridtrain submit`.
+{directives}
+
+{setup}
+{overrides}
+rc=0
+{command} || rc=$?
+
+# {stopped}: the run was asked to stop, and has saved. It is queued again while its job is running:
+# one that was cancelled is not. SLURM_JOB_ID may be that of a whole array.
+id=$SLURM_JOB_ID
+if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then id=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
+if [ $rc = {stopped} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] &&
+    scontrol show job "$id" | grep -q JobState=RUNNING; then
+    scontrol requeue "$id" && sleep 600 # Slurm ends this script
+fi
+exit $rc
+"""
+
+KUBERNETES = """\
+# {run}: {layout}. Written by `hybridtrain submit`, for kubectl apply -f -.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None # headless: the pods have names, and {name}-0.{name} is that of rank 0
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: {backoff} # pods that may fail; a run goes on from its newest checkpoint
+{deadline}\
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {grace} # to save when a pod is evicted
+      containers:
+        - name: train
+          image: {image}
+          command:
+{command}
+          resources:
+            limits: {limits}
+          volumeMounts:
+{mounts}
+      volumes:
+{volumes}
+"""
+
+
+def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns the script that `sbatch` takes.
+
+    Raises:
+        ConfigError: a value has a line break.
+    """
+    python = "python" if submit.container is not None else Path(sys.executable).name
+    words = ["srun --kill-on-bad-exit=1"]
+    if submit.cpus_per_task is not None:  # which srun does not take over from sbatch
+        words.append(f"--cpus-per-task={submit.cpus_per_task}")
+    words += [*submit.srun_args, *_container(container_of(submit), layout)]
+    train = f'{python} -m hybridtrain train{_config_dir(run)} "${{overrides[@]}}"'
+    return SLURM.format(
+        name=run.name,
+        layout=layout,
+        directives="\n".join(_directives(run, submit, layout)),
+        setup=_setup(submit),
+        overrides=_overrides(run),
+        command=" ".join(words) + f" \\\n    {train}",
+        stopped=Interrupted.exit_code,
+        max_requeues=submit.max_requeues,
+    )
+
+
+def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns what a user types on each node."""
+    words = [*_container(container_of(submit), layout), "torchrun"]
+    if layout.nodes == 1:
+        words.append("--standalone")
+        where = "On the node"
+    else:
+        words += [f"--nnodes {layout.nodes}", f"--rdzv-id {shlex.quote(run.name)}"]
+        words += ["--rdzv-backend c10d", f'--rdzv-endpoint "$FIRST_NODE:{PORT}"']
+        where = f"On each of the {layout.nodes} nodes, with the name of one of them in FIRST_NODE"
+    words.append(f"--nproc-per-node {layout.processes_per_node}")
+    overrides = " ".join(map(shlex.quote, run.overrides))
+    lines = [f"# {run.name}: {layout}", f"# {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
+    lines += submit.setup
+    lines.append(f"{' '.join(words)} \\")
+    lines.append(f"    -m hybridtrain train{_config_dir(run)} {overrides}")
+    return "\n".join(lines) + "\n"
+
+
+def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns a headless service and an indexed job with one pod for each node."""
+    container = container_of(submit)
+    assert container is not None  # `layout_of` has seen it
+    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:50].strip("-") or "run"
+    name = name if name[0].isalpha() else f"run-{name}"
+    words = ["torchrun", f"--nnodes={layout.nodes}"]
+    words += [
+        f"--nproc-per-node={layout.processes_per_node}",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+    ]
+    words += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}", "-m", "hybridtrain"]
+    words += ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
+    # Kubernetes replaces $(NAME), and $$ by $
+    words += [override.replace("$", "$$") for override in run.overrides]
+    if submit.setup:
+        script = "\n".join([*submit.setup, 'exec "$@"']).replace("$", "$$")
+        words = ["bash", "-c", script, "bash", *words]
+    limits: dict[str, object] = {}
+    if layout.gpus_per_node:
+        limits["nvidia.com/gpu"] = layout.gpus_per_node
+    if submit.cpus_per_task is not None:
+        limits["cpu"] = submit.cpus_per_task * layout.processes_per_node
+    if submit.mem is not None:
+        limits["memory"] = f"{submit.mem}Mi" if isinstance(submit.mem, int) else str(submit.mem)
+    mounts, volumes = (
+        ["{name: shm, mountPath: /dev/shm}"],
+        ["{name: shm, emptyDir: {medium: Memory}}"],
+    )
+    for number, mount in enumerate(container.mounts):
+        claim, _, folder = mount.partition(":")
+        mounts.append(f"{{name: mount-{number}, mountPath: {json.dumps(folder)}}}")
+        claimed = f"persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}"
+        volumes.append(f"{{name: mount-{number}, {claimed}}}")
+    deadline = "" if layout.time_s is None else f"  activeDeadlineSeconds: {layout.time_s}\n"
+    return KUBERNETES.format(
+        run=run.name,
+        layout=layout,
+        name=name,
+        nodes=layout.nodes,
+        backoff=submit.max_requeues * layout.nodes,
+        deadline=deadline,
+        grace=submit.signal_s,
+        image=json.dumps(container.image),
+        command="\n".join(f"            - {json.dumps(word)}" for word in words),
+        limits=json.dumps(limits),
+        mounts="\n".join(f"            - {mount}" for mount in mounts),
+        volumes="\n".join(f"        - {volume}" for volume in volumes),
+    )
+
+
+def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterator[str]:
+    """Yields the lines that sbatch reads; a folder may have spaces, and Slurm's own sign `%`."""
+    log = str(run.folder / "slurm").replace("%", "%%") + ("/%A_%a.out" if run.array else "/%j.out")
+    parallel = "" if submit.array_parallelism is None else f"%{submit.array_parallelism}"
+    values = {
+        "job-name": run.name,
+        "array": f"{run.array}{parallel}" if run.array else None,
+        "nodes": layout.nodes,
+        "ntasks-per-node": layout.processes_per_node,
+        "gres": f"gpu:{layout.gpus_per_node}" if layout.gpus_per_node else None,
+        "cpus-per-task": submit.cpus_per_task,
+        "mem": submit.mem,
+        "partition": submit.partition,
+        "account": submit.account,
+        "qos": submit.qos,
+        "constraint": submit.constraint,
+        "time": None if layout.time_s is None else slurm_time(layout.time_s),
+        # to the processes, not to this script
+        "signal": f"USR1@{submit.signal_s}" if submit.signal_s else None,
+        "chdir": Path.cwd(),
+        "output": log,
+        "open-mode": "append",
+    }
+    for option, value in values.items():
+        if value is not None:
+            if "\n" in str(value):
+                raise ConfigError(f"{option}={value!r} has a line break, which sbatch cannot take")
+            yield f"#SBATCH --{option}={shlex.quote(str(value))}"
+    yield "#SBATCH --requeue"
+    yield from (f"#SBATCH {argument}" for argument in submit.sbatch_args)
+
+
+def _setup(submit: SubmitConfig) -> str:
+    lines = list(submit.setup)
+    if (
+        submit.container is None
+    ):  # the Python that has sent the job, unless the lines choose another
+        lines.insert(0, f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _overrides(run: JobRun) -> str:
+    if run.sweep_file is not None:
+        file = shlex.quote(str(run.sweep_file))
+        line = f'line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {file})'
+        return f'{line}\neval "overrides=($line)"'
+    return "\n".join(["overrides=(", *(f"    {shlex.quote(o)}" for o in run.overrides), ")"])
+
+
+def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
+    """Returns what comes before the command, so that it runs in the image, in this directory."""
+    if container is None:
+        return []
+    here = str(Path.cwd())
+    mounts = [here, *container.mounts]
+    image, here = shlex.quote(container.image), shlex.quote(here)
+    if container.runtime == "pyxis":
+        pairs = ",".join(m if ":" in m else f"{m}:{m}" for m in mounts)
+        options = [f"--container-image={image}", f"--container-mounts={shlex.quote(pairs)}"]
+        return [*options, f"--container-workdir={here}", *container.args]
+    binds = [f"--bind {shlex.quote(mount)}" for mount in mounts]
+    if container.runtime == "apptainer":
+        gpus = ["--nv"] if layout.gpus_per_node else []
+        return ["apptainer exec", *gpus, f"--pwd {here}", *binds, *container.args, image]
+    return ["ch-run", f"--cd {here}", *binds, *container.args, image, "--"]
+
+
+def _config_dir(run: JobRun) -> str:
+    return "" if run.config_dir is None else f" --config-dir {shlex.quote(run.config_dir)}"
