@@ -59,7 +59,7 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
 
 
 class _ToldByRank0(Rank0UserError, WorldError):
-    """What rank 0 reports."""
+    """The report of rank 0, on the other ranks."""
 
 
 def _interfaces() -> list[str]:

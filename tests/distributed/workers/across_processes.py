@@ -1,8 +1,11 @@
 """Pipelines over two processes: the exactness matrix, and the same results as in one process."""
 
 import copy
+import math
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +28,19 @@ from support.nets import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint.saving import save
+from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.batch import Batch
+from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import BatchError, WorldError
+from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
+from hybridtrain.metrics import Accuracy
+from hybridtrain.non_finite import find_origin
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -268,6 +280,111 @@ def _batches(world):
         call(classification(4))
         with refused:
             call(classification(4, seed=world.rank))
+
+
+@cells.add("an evaluation that one process stops ends in both after the same batch")
+def _stopped_evaluation(world):
+    ours, _ = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
+    loader = EvalLoader(TensorDataset(*classification(20)), 4, ours.world)
+    asked = []
+
+    def stop():
+        asked.append(True)
+        return world.rank == 0 and len(asked) == 2
+
+    result = evaluate(ours, loader, F.cross_entropy, {"accuracy": Accuracy()}, stop)
+    assert result["samples"] == 8
+    assert 0 <= result["accuracy"] <= 1
+
+
+class WithState(TanhLinear):
+    """Has a state that is not a tensor, or is one, and is no parameter or buffer."""
+
+    def __init__(self, as_tensor):
+        super().__init__()
+        self.runs, self.as_tensor = 0, as_tensor
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.tensor([self.runs]) if self.as_tensor else {"runs": self.runs}
+
+    def set_extra_state(self, state):
+        self.runs = int(state[0]) if self.as_tensor else state["runs"]
+
+
+@cells.add("other states of modules are those of the process that runs them")
+def _extra_state(world):
+    ours, _ = both(lambda: nn.Sequential(*[WithState(i % 2) for i in range(4)]), chunks=3)
+    for _ in range(2):
+        ours.train_step(classification(6)[0], None, lambda output, _: output.square().mean())
+    state = ours.state_dict()
+    found = [state[f"{i}._extra_state"] for i in range(4)]
+    assert [int(x[0] if isinstance(x, torch.Tensor) else x["runs"]) for x in found] == [6] * 4
+
+
+def rank_0s(world, value):
+    return world.broadcast(value)
+
+
+@cells.add("a checkpoint of a model with a frozen stage loads into any split")
+def _frozen_stage(world):
+    for frozen in (0, 1):
+        ours, alone = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
+        for model in (ours, alone):
+            model.net[frozen].requires_grad_(False)
+
+        def optimizer_of(model):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return torch.optim.AdamW(trained or [nn.Parameter(torch.empty(0))], lr=0.1)
+
+        optimizers = [optimizer_of(model) for model in (ours, alone)]
+        ours.train_step(*classification(4), F.cross_entropy)
+        optimizers[0].step()
+        with tempfile.TemporaryDirectory() as name:
+            store = CheckpointStore(Path(rank_0s(world, name)) / "checkpoints")
+            path = save(store, 1, ours, optimizers[0], {})
+            state = ours.state_dict()
+            if world.rank == 0:
+                restore(path, alone, optimizers[1])
+                assert all(torch.equal(state[k], v) for k, v in alone.state_dict().items())
+                assert len(optimizers[1].state) == 2
+            for parameter in ours.parameters():
+                parameter.data.zero_()
+            restore(path, ours, optimizers[0])
+            assert all(torch.equal(state[k], v) for k, v in ours.state_dict().items())
+            world.gather(None)
+
+
+@cells.add("another dtype after wrapping is followed")
+def _dtype(world):
+    ours, alone = both(lambda: nn.Sequential(TanhLinear(), TanhLinear(), nn.Linear(6, CLASSES)))
+    assert_equal_steps(ours, alone, classification, F.cross_entropy, steps=1)
+    for model in (ours, alone):
+        model.net.double()
+
+    def batch(rows, seed):
+        inputs, targets = classification(rows, seed)
+        return inputs.double(), targets
+
+    assert_equal_steps(ours, alone, batch, F.cross_entropy, steps=2)
+
+
+@cells.add("a step that is not finite is named, also where a layer is tied to another process")
+def _not_finite(world):
+    ours, _ = both(lambda: tied_gpt())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name == "1.linear.weight":
+                parameter[0, 0] = math.nan
+    inputs, targets = tokens(4)
+    batch = Batch(inputs, targets, 4, 4, True)
+    ours.train_step(inputs, targets, token_loss)
+    where = find_origin(ours, [batch], token_loss)
+    assert "stage 0, layer '1.linear': its parameter 'weight' is not finite" in where
+    assert where == rank_0s(world, where)
 
 
 @cells.add("numbers of processes that do not fit are refused")
