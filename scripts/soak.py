@@ -12,7 +12,7 @@ time something happens to it after a random delay:
     stop           SIGSTOP to one process: it neither works nor ends
     restart        SIGKILL to one process under `torchrun --max-restarts`: torchrun starts again
 
-When it has reached its last step, its weights must be those of the reference, bit for bit, with the
+When it is complete, its weights must be those of the reference, bit for bit, with the
 same lines in metrics.jsonl, and no process may be left. The exit status is 1 otherwise.
 
     python -m scripts.soak                  # 10 faults, some minutes
@@ -229,7 +229,8 @@ def soak(faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str
         while sum(outcome.kind != "none" for outcome in outcomes) < faults:
             run = _new_run(root / f"run{number}", processes, steps)
             number += 1
-            while run.newest() < steps:
+            # one that was interrupted in its last step still has to be evaluated
+            while not (run.directory / "summary.json").exists():
                 done = sum(outcome.kind != "none" for outcome in outcomes)
                 kind = "none" if done >= faults else rng.choice(list(kinds))
                 try:
