@@ -17,4 +17,4 @@ echo "== mypy"
 mypy
 echo "== pytest"
 # two at a time, a file in one process: its launches are shared by its tests
-python -m pytest -q -n 2 --dist loadfile "$@"
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -5,6 +5,29 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Files that take half a minute and more. They begin first, so that none is left over at the end for
+# one process alone.
+LONG = (
+    "test_across_processes",
+    "test_faults",
+    "test_two_processes",
+    "test_torchrun",
+    "test_zoo",
+    "test_soak",
+    "test_run_endings",
+    "test_submit",
+    "test_own_stages",
+    "test_examples",
+    "test_readme",
+    "test_matrix",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the files; the order within a file stays."""
+    rank = {name: index for index, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture
 def one_intra_op_thread() -> Iterator[None]:

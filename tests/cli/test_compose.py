@@ -250,8 +250,9 @@ def test_cfg_job_shows_a_users_recipe(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_config_is_shown_by_rank_0_alone(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **address}.items():
+        monkeypatch.setenv(name, value)
     assert main(["--cfg", "job"]) == 0
     assert capfd.readouterr() == ("", "")
 

@@ -270,7 +270,7 @@ def _apart(world):
     check_replicas(net, world)
     if world.rank:
         net[2].bias.data[3] = torch.nextafter(net[2].bias[3].detach(), torch.tensor(9.0))
-    with pytest.raises(UserError, match=r"2\.bias of rank 1 differs from rank 0's"):
+    with pytest.raises(UserError, match=r"2\.bias of rank 1 differs from replica 0's"):
         check_replicas(net, world)
 
 
