@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ _WAIT_FOR_RANK_0_S = 4.0
 _WAIT_FOR_CAUSE_S = 3.0
 
 _WAIT_FOR_LOST_S = 0.3
+# How long rank 0 of an interrupted run stays for the others to end.
+_WAIT_FOR_ENDS_S = 2.0
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
@@ -113,6 +116,9 @@ def report(error: BaseException) -> int:
         watchdog.exit_code = code
     if first.exit_code == 4:
         watchdog.end(first)
+    if code == Interrupted.exit_code:
+        with suppress(RuntimeError):
+            watchdog.job.end_together(_WAIT_FOR_ENDS_S)
     end_process(code)
     return code
 

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
+import threading
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Lines that are in the file only: the terminal has them from `Progress`.
 _FILE_ONLY = "hybridtrain.progress"
+
+
+def _use_own_lock() -> None:
+    """Gives tqdm, through which the terminal's lines go, a lock of this process alone.
+
+    Its own one is shared with forked processes: a worker of a DataLoader that is killed while it
+    holds it would stop this process at the next line of its log.
+    """
+    tqdm.set_lock(threading.RLock())
+
+
+_use_own_lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's
 
 
 class RunLog:

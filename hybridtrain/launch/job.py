@@ -90,6 +90,17 @@ class Job:
         """Says that this process ends as it should."""
         self._store.set(f"left/{self.rank}", "")
 
+    def end_together(self, seconds: float) -> None:
+        """Returns in rank 0, which may have the store, when all others have called this.
+
+        Or after so many seconds. PyTorch prints its stacks where a store goes away under a process.
+        """
+        self._store.set(f"ended/{self.rank}", "")
+        keys = [f"ended/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + seconds
+        while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def has_left(self, rank: int) -> bool:
         """Returns whether that process has ended as it should."""
         return self._store.check([f"left/{rank}"])

@@ -3,10 +3,12 @@
 import io
 import logging
 import math
+import multiprocessing
 import os
 import pty
 import re
 import select
+import signal
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +16,10 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 import pytest
+from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+from hybridtrain.app import run_log  # noqa: F401, it sets the lock of the terminal's lines
 from hybridtrain.monitor import Progress, Throughput
 
 # --- progress -----------------------------------------------------------------------------------
@@ -257,3 +261,18 @@ def test_throughput_of_a_run_without_steps_is_zero() -> None:
     throughput = Throughput()
     assert throughput.read() == (0.0, 0.0)
     assert throughput.summary() == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked there")
+def test_a_killed_worker_does_not_keep_the_lock_of_the_terminal() -> None:
+    def take_it_and_die() -> None:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with tqdm.get_lock():  # in the parent, as another thread may when a worker is forked
+        worker = multiprocessing.get_context("fork").Process(target=take_it_and_die)
+        worker.start()
+        worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+    assert tqdm.get_lock().acquire(timeout=5)
+    tqdm.get_lock().release()
