@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.launch import logging_as_before
 
 # Files that take half a minute and more. They begin first, so that none is left over at the end for
 # one process alone.
@@ -27,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the files; the order within a file stays."""
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def log_of_other_files() -> Iterator[None]:
+    """Takes off what a run has hung onto the log, which the next file would write to."""
+    with logging_as_before():
+        yield
 
 
 @pytest.fixture
