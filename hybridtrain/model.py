@@ -429,7 +429,11 @@ class HybridModel:
         self.net.zero_grad(set_to_none)
 
     def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the gradients of all stages, a 0-dim tensor."""
+        """Returns the L2 norm of the gradients of all stages, a 0-dim tensor.
+
+        With `engine="distributed"` all processes of a pipeline call this together, as well as
+        `clip_grad_norm_`, `unscale_`, `state_dict` and `stage_summaries`.
+        """
         return self.pipeline.grad_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

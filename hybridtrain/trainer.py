@@ -326,7 +326,10 @@ class Trainer:
             part.load_state_dict(state_dict)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the results of the run, as they are written to `summary.json`."""
+        """Returns the results of the run, as they are written to `summary.json`.
+
+        With `engine="distributed"` all processes of a pipeline call this together.
+        """
         speed = self.throughput.summary()
         checkpoint = self._checkpoint_on_disk(self.step)
         return {
