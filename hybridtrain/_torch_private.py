@@ -194,9 +194,9 @@ def lowered(
     """Returns the actions of each process with its sends and receives between them.
 
     `torch.distributed.pipelining.schedules._add_send_recv`, and the `_Action` that it works on: the
-    order in which PyTorch's own pipelines send and receive, the same since 2.5. Each receive is put
-    where its send is, in one order over all processes, so that none waits in a circle, also where
-    messages between two processes share one queue, as with NCCL.
+    order in which PyTorch's own pipelines send and receive, alike in 2.11 and 2.15. Each receive is
+    put where its send is, in one order over all processes, so that none waits in a circle, also
+    where messages between two processes share one queue, as with NCCL.
 
     Args:
         lanes: for each process its actions, "F" or "B" of (stage, micro-batch).

@@ -185,7 +185,7 @@ def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
 def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
     """Puts meta tensors where `modules` have parameters and buffers that are not in `keep`.
 
-    They have the same shapes, dtypes, `requires_grad` and ties.
+    They have the same shapes, dtypes and ties; parameters also the same `requires_grad`.
     """
     new = {id(tensor): tensor for tensor in keep}
     for module in {part: None for one in modules for part in one.modules()}:

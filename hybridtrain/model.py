@@ -171,7 +171,6 @@ class HybridModel:
         self.options = options
         self.changes = 0
         self._batch_check = BatchCheck(world)
-        self._compared = False
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         self._use(Pipeline(net, plan, planned, world, options))
@@ -194,13 +193,6 @@ class HybridModel:
             pipeline, net, given = self.pipeline, self.net, self._example_inputs
             self._use(follow(change, pipeline, net, self.world, self.options, given))
             self.changes += 1
-
-    def _begin_batch(self, inputs: Any, targets: Any) -> None:
-        """Compares a batch over the processes of the pipeline: the first before it is run."""
-        self._batch_check.begin(inputs, targets)
-        if not self._compared:
-            self._batch_check.finish()
-            self._compared = True
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -251,7 +243,7 @@ class HybridModel:
         """
         check_grad_mode()
         self._follow_changes(trains=True)
-        self._begin_batch(inputs, targets)
+        self._batch_check.begin(inputs, targets)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
         input_parts = split(inputs, sizes)
@@ -356,7 +348,7 @@ class HybridModel:
             the results by micro-batch; an empty list in a process without the last stage.
         """
         self._follow_changes(trains=False)
-        self._begin_batch(inputs, targets)
+        self._batch_check.begin(inputs, targets)
         sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
