@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hybridtrain._torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import processes, watchdog
 from hybridtrain.launch.activity import Activity, activity
@@ -153,3 +154,22 @@ def test_the_first_evaluation_as_a_whole_may_take_longer():
         record.now("step 50: evaluate")
         record.steps += 20  # done with its part, it waits for the first batch of another one
         assert watch._limit(record.phase) == limit
+
+
+def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_for_ever() -> None:
+    store = HashStore()
+    first, second = Job(store, 0, 2), Job(store, 1, 2)
+    ended: list[int] = []
+
+    def end() -> None:
+        first.end_together(60)
+        ended.append(0)
+
+    waiting = threading.Thread(target=end, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert ended == []
+    second.end_together(60)  # returns at once
+    waiting.join(20)
+    assert ended == [0]
+    Job(HashStore(), 0, 2).end_together(0.1)  # the other one is gone
