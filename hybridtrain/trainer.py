@@ -34,6 +34,7 @@ from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
+from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.trainer_options import TrainerOptions
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Trainer:
 
     Args:
         model: the model to train.
-        optimizer: over `model.parameters()`.
+        optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
         loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
         train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
             replica's batches `(inputs, targets)`, see `OwnLoader`.
@@ -74,7 +75,8 @@ class Trainer:
         epoch, batch: the next batch.
 
     Raises:
-        ConfigError: see `TrainerOptions`, or `best` is not a value of the evaluation.
+        ConfigError: see `TrainerOptions`, `best` is not a value of the evaluation, or `optimizer`
+            is not one for the model's `shard`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
+        check_sharded(model, optimizer)
         self.model = model
         self.world = model.world
         self.optimizer = optimizer

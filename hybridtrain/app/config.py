@@ -47,7 +47,7 @@ class PipelineConfig:
 
 @dataclass
 class WorldConfig:
-    """The processes and their devices. See `PipelineOptions` for the last two keys."""
+    """The processes and their devices. See `PipelineOptions` for the last three keys."""
 
     engine: str = "local"
     """`local`: the stages of a replica are threads of one process; `distributed`: processes,
@@ -67,6 +67,7 @@ class WorldConfig:
     others wait for; null: never. The first steps may take four times as long, a save ten times."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
+    shard: str = PipelineOptions.shard
 
 
 @dataclass
