@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -362,6 +362,17 @@ class HybridModel:
         self._batch_check.finish()
         return values
 
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Keeps the weights whole for the block, which only reads them.
+
+        With `shard="full"` all replicas begin it together, and may then call the model as often as
+        each likes. Without effect for another `shard`, which has whole weights always.
+        """
+        self._follow_changes(trains=False)
+        with self.pipeline.whole_weights():
+            yield
+
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
         return autocast(self.options.precision, self._device_type)
@@ -437,7 +448,7 @@ class HybridModel:
 
         With `engine="distributed"` it takes the place of `scaler.unscale_(optimizer)`.
         """
-        unscale_(scaler, optimizer, self.world)
+        unscale_(scaler, optimizer, self.world, self.pipeline.shards_weights)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
         """Returns the sum over the replicas of `sums`, which are known at the last stage."""
@@ -456,7 +467,8 @@ class HybridModel:
         with warnings.catch_warnings():
             # values of other processes' stages are left out on purpose
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
-            return self.net.load_state_dict(state, strict=strict)
+            with self.pipeline.loading():
+                return self.net.load_state_dict(state, strict=strict)
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -427,7 +426,7 @@ class Trainer:
                 for out in outs:
                     self._stats.add(out.loss, out.count)
                 if self.options.clip_norm is not None:
-                    clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+                    self.model.pipeline.clip_grads_with_norm_(self.options.clip_norm, norm)
                 activity.now(f"step {self.step + 1}: optimizer")
                 self.scaler.step(self.optimizer)
         finally:  # or the scaler would refuse the first step of another fit

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.sharded_tensors import is_sharded, own_part
+
 _requires_grad = attrgetter("requires_grad")
 _Place = tuple[str, str]  # the name of a module, and of what it holds
 
@@ -91,7 +93,8 @@ class ModelWatch:
         self._objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = list(map(_requires_grad, self._parameters))
-        self._memory = list(map(Tensor.data_ptr, self._parameters))
+        self._memory_of = _own_memory if any(map(is_sharded, self._parameters)) else Tensor.data_ptr
+        self._memory = list(map(self._memory_of, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
 
     def _plain_modules(self) -> dict[str, nn.Module]:
@@ -110,7 +113,7 @@ class ModelWatch:
     def _is_as_before(self) -> bool:
         return (
             list(map(_requires_grad, self._parameters)) == self._flags
-            and list(map(Tensor.data_ptr, self._parameters)) == self._memory
+            and list(map(self._memory_of, self._parameters)) == self._memory
             and _identical(self._objects, list(chain.from_iterable(self._values)))
         )
 
@@ -121,6 +124,10 @@ def _has_memory(parameter: Tensor) -> bool:
         return not is_lazy(parameter) and parameter.data_ptr() >= 0
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def _own_memory(parameter: Tensor) -> int:
+    return own_part(parameter).data_ptr()
 
 
 def _identical(some: Collection[Any], others: Collection[Any]) -> bool:

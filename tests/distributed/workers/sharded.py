@@ -44,6 +44,19 @@ add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
 add_case("optimizer", "tied_gpt", nb_part=2, checkpoint="always")
 add_case("optimizer", "dropout", accumulate=2, stages_per_device=2)
 
+FULL = [
+    ("linear", 1, {"optimizer": "momentum"}),
+    ("linear", 2, {"clip": 0.1}),
+    ("conv", 2, {"optimizer": "momentum"}),
+    ("tied_gpt", 2, {"stages_per_device": 2, "checkpoint": "always"}),
+    ("transformer", 2, {"checkpoint": "except_last", "clip": 0.1}),
+    ("dropout", 1, {"accumulate": 2, "checkpoint": {"every": 2}}),
+    ("stateful", 1, {}),
+    ("u_net", 2, {"chunks": 7}),
+]
+for _name, _nb_part, _options in FULL:
+    add_case("full", _name, nb_part=_nb_part, **_options)
+
 
 def tower():
     """Five parameters of different sizes."""
