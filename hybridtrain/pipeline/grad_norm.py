@@ -20,7 +20,7 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     other last bits: this takes the memory of one gradient at a time, and a collective call.
     """
     if not any(map(is_sharded, gradients)):
-        return list(torch._foreach_norm(gradients))
+        return list(torch._foreach_norm(list(gradients)))
     return [torch._foreach_norm([whole_gradient(gradient)])[0] for gradient in gradients]
 
 

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.pipeline.reducer import broadcast, no_gradient, use_in_sync_batch_norms
-from hybridtrain.pipeline.shard_unit import ShardUnit, stand_in_for, units_of
+from hybridtrain.pipeline.shard_unit import Shard, ShardUnit, stand_in_for, units_of
 from hybridtrain.sharded_tensors import copy_of, not_averaged, whole_gradient
 
 
@@ -223,6 +223,10 @@ class StageShards:
             unit.take_own_parts()
             unit.free()
         self._show(whole=False)
+
+    def shards(self) -> list[Shard]:
+        """Returns the parameters that are cut."""
+        return [shard for unit in self._units for shard in unit.shards]
 
     # --- parameters
 

@@ -10,7 +10,7 @@ from support.launch import SMALL, WORKERS, Results, torchrun, torchrun_script, w
 
 from hybridtrain.app.cli import main
 
-PROCESSES = {"across_processes": 2, "replicas_of_processes": 4}
+PROCESSES = {"across_processes": 2, "replicas_of_processes": 4, "sharded_processes": 4}
 CELLS = [(worker, cell) for worker in PROCESSES for cell in worker_module(worker).cells.cells]
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
 ACROSS = "world.engine=distributed"
