@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,8 @@ from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ class HybridModel:
         self._batch_check = BatchCheck(world)
         self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
+        if options.shard != "none" and world.replicas == 1:
+            log.info("shard=%s has no effect: there is one replica", options.shard)
         self._use(Pipeline(net, plan, planned, world, options))
         self._device_type = world.devices[0].type
         self._example_inputs = None if is_chain(net) else example_inputs
@@ -324,6 +329,8 @@ class HybridModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
 
+        With `shard="full"` all replicas call it together, or inside `whole_weights`.
+
         Called as the module is, or with the inputs of a batch as `train_step` takes them. The
         output carries no graph. In `train()` mode dropout is active and running statistics are
         updated, as in any module.
@@ -399,7 +406,13 @@ class HybridModel:
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:
-        """Returns the parameters of `net`, for an optimizer; of this process's stages."""
+        """Returns the parameters of `net`, for an optimizer; of this process's stages.
+
+        With `shard="full"` they are `DTensor`s. With `engine="distributed"` those that require a
+        gradient may be none: where all stages of a process are frozen, an optimizer of
+        `(p for p in model.parameters() if p.requires_grad)` is refused by PyTorch as empty. Give it
+        all of them.
+        """
         return iter(self.pipeline.trained)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -457,6 +470,7 @@ class HybridModel:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of `net` under its names; `net.load_state_dict` takes it.
 
+        With `shard="full"` its tensors are whole and plain, and all replicas call it together.
         With `engine="distributed"` every process gets the whole model, on the CPU, and all of a
         pipeline call it together. A checkpoint does not need it.
         """

@@ -45,7 +45,11 @@ class Change(NamedTuple):
 
 
 class ModelWatch:
-    """Compares `net` with what it was at the last `look`."""
+    """Compares `net` with what it was at the last `look`.
+
+    Attributes:
+        objects: the modules and parameters that there were; another list after each look.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
@@ -90,7 +94,7 @@ class ModelWatch:
         self._held = self._held_by(modules)
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
         self._values = [table.values() for table in tables]
-        self._objects = list(chain.from_iterable(self._values))
+        self.objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = list(map(_requires_grad, self._parameters))
         self._memory_of = _own_memory if any(map(is_sharded, self._parameters)) else Tensor.data_ptr
@@ -114,8 +118,12 @@ class ModelWatch:
         return (
             list(map(_requires_grad, self._parameters)) == self._flags
             and list(map(self._memory_of, self._parameters)) == self._memory
-            and _identical(self._objects, list(chain.from_iterable(self._values)))
+            and self.has_same_objects()
         )
+
+    def has_same_objects(self) -> bool:
+        """Returns whether the modules and parameters are those of the last look."""
+        return _identical(self.objects, list(chain.from_iterable(self._values)))
 
 
 def _has_memory(parameter: Tensor) -> bool:

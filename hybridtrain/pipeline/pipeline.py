@@ -109,6 +109,7 @@ class Pipeline:
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
         self._is_first_step = True
+        self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._is_whole = False  # the weights, for a step or longer
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
@@ -226,13 +227,19 @@ class Pipeline:
         return values
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the model that this process has, under their names."""
-        return {
+        objects = self._watch.objects
+        if self._named is not None and self._named[0] is objects and self._watch.has_same_objects():
+            return self._named[1]
+        named = {
             name: p
             for name, p in self._net.named_parameters()
             if not p.is_meta and id(p) not in self._of_others
         }
+        if self._watch.has_same_objects():  # not in the middle of a change, or of a step
+            self._named = objects, named
+        return named
 
     def own_state(self) -> dict[str, Any]:
         """Returns the entries of the model's state that this process answers for.
