@@ -15,14 +15,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError
 from hybridtrain.graph.layer import is_chain
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
+from hybridtrain.loss_gradients import LossGradients
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.own_stages import construct_own_stages
@@ -103,7 +105,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         if options.sync_batch_norm:
-            net = _with_sync_batch_norm(net, world)
+            net = with_sync_batch_norm(net, world)
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
@@ -151,7 +153,7 @@ class HybridModel:
         def make() -> nn.Module:
             net = build()
             check_arguments(net, world, options)
-            return _with_sync_batch_norm(net, world) if options.sync_batch_norm else net
+            return with_sync_batch_norm(net, world) if options.sync_batch_norm else net
 
         parts = construct_own_stages(make, world, options, example_inputs)
         if parts is None:
@@ -174,7 +176,7 @@ class HybridModel:
         self.options = options
         self.changes = 0
         self._batch_check = BatchCheck(world)
-        self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._loss_gradient = LossGradients()
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
@@ -194,7 +196,7 @@ class HybridModel:
         # a forward is the same for frozen parameters, and one replica may run it alone
         if change is not None and (trains or change.kind is not Kind.FROZEN):
             if self.options.sync_batch_norm:
-                _with_sync_batch_norm(self.net, self.world)
+                with_sync_batch_norm(self.net, self.world)
             pipeline, net, given = self.pipeline, self.net, self._example_inputs
             self._use(follow(change, pipeline, net, self.world, self.options, given))
             self.changes += 1
@@ -515,30 +517,3 @@ class HybridModel:
             "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
             "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
-
-    def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:
-        """Returns the gradient of a micro-batch's loss, which is its share of the samples.
-
-        It is NaN if the loss is not finite, also where the derivative would be finite: then all
-        replicas see it in the averaged gradients, and skip the step together.
-        """
-        key = share, loss.dtype, loss.device
-        if key not in self._loss_gradients:
-            if len(self._loss_gradients) == 64:  # shares that change from step to step
-                self._loss_gradients.clear()
-            self._loss_gradients[key] = torch.full_like(loss, share, requires_grad=False)
-        return torch.add(self._loss_gradients[key], loss.detach(), alpha=0)
-
-
-def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
-    if world.replicas == 1:
-        return net
-    if world.devices[0].type != "cuda":
-        raise ConfigError("sync_batch_norm=true requires CUDA devices")
-    if len(set(world.devices)) < len(world.devices):
-        raise ConfigError(
-            "sync_batch_norm=true needs a GPU for every stage: NCCL's collectives of two stages on "
-            "one GPU may wait for one another"
-        )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return converted

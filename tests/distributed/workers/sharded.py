@@ -435,7 +435,7 @@ def run_of(world, shard, net, steps=6, at=(), **options):
         model,
         optimizer,
         cross_entropy,
-        TrainLoader(data(), 9, model.world, seed=1),
+        TrainLoader(data(), 10, model.world, seed=1),
         lr_schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2),
         evaluation=EvalLoader(data(11, seed=9), 4, model.world),
         metrics={"accuracy": accuracy()},
