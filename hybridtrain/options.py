@@ -68,9 +68,9 @@ class PipelineOptions:
     """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas. When
     off, running statistics are each replica's own until an evaluation."""
     shard: str = "none"
-    """What the replicas share out among themselves, each keeping a part: `none`; the state of the
-    `optimizer`, which must be a `ShardedOptimizer`; or `full`, also the weights and gradients,
-    which are whole inside a step only. Without effect where there is one replica."""
+    """The tensors of which each replica keeps only a part: `none`; the state of the `optimizer`,
+    which must be a `ShardedOptimizer`; or `full`, also the weights and gradients, which are whole
+    inside a step only. Without effect where there is one replica."""
     memory_weight: float = 0.2
     """For `split="balanced"`: 0 balances time alone, 1 memory alone."""
     memory_limit_gib: float | None = None

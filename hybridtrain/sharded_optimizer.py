@@ -54,9 +54,9 @@ class ShardedOptimizer(Optimizer):
         model = HybridModel(net, world, shard="optimizer")
         optimizer = ShardedOptimizer(model, lambda params: AdamW(params, lr=1e-3))
 
-    Each replica of a stage keeps the optimizer's state of its own parameters only, about an equal
-    part of the bytes. Since whole parameters are spread, one that has most of the bytes limits what
-    is saved: its replica keeps all of its state.
+    Each replica of a stage keeps the optimizer's state of those parameters alone that it updates,
+    about an equal part of the bytes. Since whole parameters are spread, one that has most of the
+    bytes limits what is saved: its replica keeps all of its state.
 
     It is used as any optimizer is. `param_groups` has all parameters, `state` and `state_dict()`
     the entries of those that this replica updates, in the numbering of all. All processes call

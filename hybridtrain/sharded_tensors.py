@@ -59,7 +59,7 @@ def own_parameters(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def part_of(whole: Tensor, own: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns `own` as this process's rows of a tensor that is like `whole`; no copy."""
+    """Returns `own` as this process's part of a tensor that is like `whole`; no copy."""
     return _distributed(whole, own, mesh, Shard(0))
 
 

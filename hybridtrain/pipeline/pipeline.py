@@ -187,7 +187,7 @@ class Pipeline:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each replica has a part of the weights."""
+        """True if each replica has a part of the weights."""
         return self._options.shard == "full" and self._world.replicas > 1
 
     @contextmanager

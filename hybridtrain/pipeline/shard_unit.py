@@ -1,11 +1,11 @@
-"""The parameters of one layer, of which each replica keeps a part of the rows.
+"""The parameters of one layer, of which each replica keeps a part.
 
 A unit is what is gathered, and what is reduced, in one collective. Each parameter is cut along its
 first dimension into as many chunks as there are replicas, as FSDP2 and `torch.chunk` do, and the
 chunks of one replica lie one after the other:
 
-    replica 0   | rows 0-1 of weight | rows 0-1 of bias |
-    replica 1   | rows 2-3 of weight | row 2 of bias, - |     "-": padding
+    replica 0   | weight[0:2] | bias[0:2]    |
+    replica 1   | weight[2:4] | bias[2:3], - |     "-": padding
 
 Outside a step a replica has its chunks only. In a step the layer computes with the parameters that
 the user has made, whose memory is there then alone.
@@ -39,7 +39,7 @@ class Shard:
         parameter: stands for it outside a step, a `DTensor`.
         start: where its chunk begins in that of the unit, in elements.
         chunk: the elements of a chunk, with the padding.
-        first_row: where its part begins in the whole parameter.
+        first: where its part begins in the whole parameter.
         own: this replica's part, of the same memory as `parameter`.
     """
 
@@ -48,10 +48,10 @@ class Shard:
     parameter: Parameter
     start: int
     chunk: int
-    first_row: int
+    first: int
     own: Tensor
 
-    def rows_of(self, chunks: Tensor) -> Tensor:
+    def chunks_in(self, chunks: Tensor) -> Tensor:
         """Returns the parameter's chunks in those of the unit, of shape (replicas, elements)."""
         return chunks[:, self.start : self.start + self.chunk]
 
@@ -98,12 +98,12 @@ class ShardUnit:
         self.shards: list[Shard] = []
         start = 0
         for (name, parameter), chunk in zip(named, sizes, strict=True):
-            row = parameter.numel() // len(parameter)
-            first_row = min(self._rank * (chunk // row), len(parameter))
-            rows = min(chunk // row, len(parameter) - first_row)
-            own = self._own[start : start + rows * row].view(rows, *parameter.shape[1:])
+            each = parameter.numel() // len(parameter)
+            first = min(self._rank * (chunk // each), len(parameter))
+            length = min(chunk // each, len(parameter) - first)
+            own = self._own[start : start + length * each].view(length, *parameter.shape[1:])
             stand_in = stand_in_for(parameter, part_of(parameter, own, mesh))
-            self.shards.append(Shard(name, parameter, stand_in, start, chunk, first_row, own))
+            self.shards.append(Shard(name, parameter, stand_in, start, chunk, first, own))
             start += chunk
         self._gathering: tuple[Any, Tensor] | None = None
         self._reducing: tuple[Any, Tensor, list[Shard], Tensor] | None = None
@@ -114,7 +114,7 @@ class ShardUnit:
     def take_own_parts(self) -> None:
         """Copies this replica's part of the whole parameters, whose memory may then go."""
         for shard in self.shards:
-            shard.own.copy_(shard.whole[shard.first_row : shard.first_row + len(shard.own)])
+            shard.own.copy_(shard.whole[shard.first : shard.first + len(shard.own)])
             if not shard.is_own_memory():
                 own_part(shard.parameter).copy_(shard.own)
 
@@ -145,8 +145,8 @@ class ShardUnit:
         work.wait()
         for shard in self.shards:
             shard.allocate(self._replicas)
-            rows = shard.rows_of(chunks.view(self._replicas, -1))
-            shard.memory(self._replicas).copy_(rows)
+            own = shard.chunks_in(chunks.view(self._replicas, -1))
+            shard.memory(self._replicas).copy_(own)
 
     def free(self) -> None:
         """Gives the memory of the whole parameters back."""
@@ -175,10 +175,10 @@ class ShardUnit:
         start = 0
         for shard in shards:
             gradient, shard.whole.grad = shard.whole.grad, None
-            rows = chunks[:, start : start + shard.chunk]
+            own = chunks[:, start : start + shard.chunk]
             start += shard.chunk
             if gradient is None:  # another replica has one
-                rows.zero_()
+                own.zero_()
                 continue
             if gradient.layout != torch.strided:
                 raise UserError(
@@ -187,14 +187,14 @@ class ShardUnit:
                 )
             flat = gradient.reshape(-1)
             full, rest = divmod(flat.numel(), shard.chunk)
-            rows[:full].copy_(flat[: full * shard.chunk].view(full, shard.chunk))
+            own[:full].copy_(flat[: full * shard.chunk].view(full, shard.chunk))
             if full < self._replicas:
-                rows[full:].zero_()
-                rows[full, :rest].copy_(flat[full * shard.chunk :])
+                own[full:].zero_()
+                own[full, :rest].copy_(flat[full * shard.chunk :])
         chunks.div_(self._replicas)
-        own = self._own.new_empty(size)
-        work = dist.reduce_scatter_tensor(own, chunks.view(-1), group=self._group, async_op=True)
-        self._reducing = work, own, shards, chunks
+        mean = self._own.new_empty(size)
+        work = dist.reduce_scatter_tensor(mean, chunks.view(-1), group=self._group, async_op=True)
+        self._reducing = work, mean, shards, chunks
 
     def end_reduce(self) -> None:
         """Waits for this replica's parts of the gradients."""

@@ -6,7 +6,7 @@ of them:
 
     begin_step    all-gather the weights, one layer after the other
     F0 F1 B0 B1   whole weights, gradients added up as without shards
-          last B  reduce-scatter the gradients of a layer as soon as they are there
+          last B  reduce-scatter the gradients of a layer when all have come
     end_step      free the whole weights
 
 `fully_shard` itself cannot be used: it cannot be undone, which a model that was changed after
@@ -239,7 +239,7 @@ class StageShards:
             if storages[storage._cdata] > 1 or not self._can_be_cut(parameter):
                 continue
             if not storage.resizable() or storage.nbytes() != parameter.nbytes:
-                # memory of its own, which may be given back
+                # memory that nothing else has, so that it may be given back
                 parameter.data = parameter.detach().clone()
             left[id(parameter)] = name, parameter
         layers = []
