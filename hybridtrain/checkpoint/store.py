@@ -23,19 +23,20 @@ next begins. Readers never repair anything; the next save removes what a killed 
 `best.json` beside them names the best one, which stays whatever `keep` says. With `background`, a
 thread does all of this, one save at a time.
 
-One process at a time saves into a root (rank 0 of the run); any number may read.
+One run at a time saves into a root: its rank 0 alone, or all of its processes together, each its
+own files (`joint_save`). Any number of processes may read.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from hybridtrain.checkpoint.best import Best, read_best, write_best
@@ -51,23 +52,24 @@ from hybridtrain.checkpoint.manifest import (
     verify,
     write_file,
 )
-from hybridtrain.errors import CheckpointError
+from hybridtrain.checkpoint.save_errors import NoSpaceError, save_error
+from hybridtrain.errors import CheckpointError, check_choice
 from hybridtrain.files import make_directory, sync_directory
 from hybridtrain.launch.activity import activity
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.host_copies import HostCopies
+    from hybridtrain.checkpoint.joint_save import JointSave
 
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
-_TEMPORARY = ".tmp-"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TEMPORARY = ".tmp-"
+"""The beginning of the names in a root that the next save removes."""
+
+WRITERS = ("auto", "rank0", "all")
+"""Which processes write a checkpoint, see `CheckpointStore`."""
 
 _log = logging.getLogger(__name__)
-
-
-class NoSpaceError(CheckpointError):
-    """A checkpoint was not saved because the disk is full; a later save may succeed."""
 
 
 class CheckpointStore:
@@ -79,15 +81,30 @@ class CheckpointStore:
             for one more.
         background: `save` returns at once, and a thread writes the files. One save at a time: the
             next one waits for it, and so does `wait`.
+        writers: which processes of a run write, for `saving.save`. "all": each its share of the
+            state, into the same directory, which all must see. "rank0": rank 0 alone, which asks
+            the others for what it does not have, one tensor at a time. "auto": rank 0 if it has
+            everything, else all if they see the directory, else rank 0.
     """
 
-    def __init__(self, root: Path, keep: int | None = None, background: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int | None = None,
+        background: bool = False,
+        writers: str = "auto",
+    ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} must be at least 1, or None to keep all")
+        check_choice("writers", writers, WRITERS)
         self.root = root
         self.keep = keep
         self.background = background
-        self.host_copies: HostCopies | None = None  # of `state.save`, kept between two saves
+        self.writers = writers
+        # these are for `saving.save`
+        self.host_copies: HostCopies | None = None  # kept between two saves
+        self.seen_by_all: bool | None = None  # None: not tried yet
+        self.is_joint = False  # all processes have taken part in the last save
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed_step = -1
@@ -101,6 +118,7 @@ class CheckpointStore:
         *,
         prune: bool = True,
         background: bool | None = None,
+        joint: JointSave | None = None,
     ) -> Path:
         """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
@@ -114,6 +132,7 @@ class CheckpointStore:
                 background they run while training goes on, so that they must write copies.
             prune: False to remove no older checkpoint this time.
             background: in place of the store's own, for this save.
+            joint: the processes that save together, each with its own `writers`; all call this.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
@@ -128,9 +147,9 @@ class CheckpointStore:
         self.wait()
         if not (self.background if background is None else background):
             with activity.saving():
-                return self._save(step, writers, prune)
+                return self._save(step, writers, prune, joint)
         # not a daemon: the interpreter waits for it at exit
-        arguments = step, writers, prune
+        arguments = step, writers, prune, joint
         self._thread = threading.Thread(
             target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
         )
@@ -179,7 +198,7 @@ class CheckpointStore:
                 return
             self._unsaved_best = None
             try:
-                write_best(self.root, best, _TEMPORARY)
+                write_best(self.root, best, TEMPORARY)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot mark step {step} as the best in {self.root}: {error}"
@@ -242,34 +261,40 @@ class CheckpointStore:
                 )
         return None
 
-    def _save_in_background(self, step: int, writers: Mapping[str, Writer], prune: bool) -> None:
-        try:
-            with activity.saving():
-                self._save(step, writers, prune)
-        except BaseException as error:
-            # said now as well, for a run that is killed before its next save
-            _log.error("the checkpoint of step %d was not saved: %s", step, error)
-            self._failure, self._failed_step = error, step
+    def begin(self, step: int) -> Path:
+        """Removes what earlier saves have left, and makes the directory for the files of `step`.
 
-    def _save(self, step: int, writers: Mapping[str, Writer], prune: bool) -> Path:
-        temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
-        try:
+        This, `write` and `publish` are the parts of a save, for `joint_save`.
+
+        Raises:
+            CheckpointError: as of `save`; so of `write` and `publish`.
+        """
+        temporary = self.root / f"{TEMPORARY}{step}-{uuid4().hex}"
+        with self._os_errors(step, temporary):
             make_directory(self.root)
             # first, because on a full disk this is the space that is missing
             with self._lock:
-                self._remove(list(self.root.glob(f"{_TEMPORARY}*")))
+                self._remove(list(self.root.glob(f"{TEMPORARY}*")))
             temporary.mkdir()
-            files = {name: write_file(temporary / name, write) for name, write in writers.items()}
-            manifest = render_manifest({"format": FORMAT, "step": step, "files": files})
+        return temporary
+
+    def write(
+        self, step: int, temporary: Path, writers: Mapping[str, Writer]
+    ) -> dict[str, dict[str, Any]]:
+        """Writes files; they are on disk when this returns their entries of the manifest."""
+        with self._os_errors(step, temporary):
+            return {name: write_file(temporary / name, write) for name, write in writers.items()}
+
+    def publish(
+        self, step: int, temporary: Path, files: Mapping[str, dict[str, Any]], prune: bool
+    ) -> Path:
+        """Gives the directory with all `files` its name; then marks the best, and prunes."""
+        with self._os_errors(step, temporary):
+            manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(files)})
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
             sync_directory(temporary)
             with self._lock:
                 published = self._publish(temporary, step)
-        except OSError as error:
-            raise self._failed(step, temporary, error) from error
-        finally:
-            if temporary.is_dir():  # not published
-                shutil.rmtree(temporary, ignore_errors=True)
 
         # the checkpoint is on disk: errors from here on must not look like a failed save
         with self._lock:
@@ -282,6 +307,29 @@ class CheckpointStore:
             except (OSError, CheckpointError) as error:
                 _log.warning("%s is saved, but not all is tidy: %s", published, error)
             return self._generations(step)[-1]
+
+    def _save_in_background(
+        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
+    ) -> None:
+        try:
+            with activity.saving():
+                self._save(step, writers, prune, joint)
+        except BaseException as error:
+            # said now as well, for a run that is killed before its next save
+            _log.error("the checkpoint of step %d was not saved: %s", step, error)
+            self._failure, self._failed_step = error, step
+
+    def _save(
+        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
+    ) -> Path:
+        if joint is not None:
+            return joint.run(self, step, writers, prune)
+        temporary = self.begin(step)
+        try:
+            return self.publish(step, temporary, self.write(step, temporary, writers), prune)
+        finally:
+            if temporary.is_dir():  # not published
+                shutil.rmtree(temporary, ignore_errors=True)
 
     def _published(self) -> list[tuple[int, int, Path]]:
         """Returns every (step, generation, path), oldest first."""
@@ -328,7 +376,7 @@ class CheckpointStore:
 
     def _retire(self, path: Path) -> Path:
         """Hides a checkpoint under a temporary name, so that it is never found half removed."""
-        hidden = self.root / f"{_TEMPORARY}{uuid4().hex}"
+        hidden = self.root / f"{TEMPORARY}{uuid4().hex}"
         os.rename(path, hidden)
         return hidden
 
@@ -345,21 +393,16 @@ class CheckpointStore:
             except OSError as error:
                 _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
 
-    def _failed(self, step: int, temporary: Path, error: OSError) -> CheckpointError:
-        message = f"cannot save the checkpoint of step {step} in {self.root}: {error}"
-        if error.errno not in _NO_SPACE:
-            return CheckpointError(message)
-        written = sum(file.stat().st_size for file in temporary.glob("*"))
-        existing = next(path for path in (self.root, *self.root.parents) if path.is_dir())
-        free = written + shutil.disk_usage(existing).free
+    @contextmanager
+    def _os_errors(self, step: int, temporary: Path) -> Iterator[None]:
+        """Raises an `OSError` of the block as the `CheckpointError` that says what to do."""
         try:
-            # the best guess: the checkpoints of a run have nearly the same size
-            files = read_manifest(self._published()[-1][2])["files"]
-            previous = sum(entry["size"] for entry in files.values())
-        except (CheckpointError, IndexError):
-            previous = 0
-        return NoSpaceError(
-            f"{message}. It needs {max(written, previous) / 1e6:,.1f} MB or more; the disk has "
-            f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
-            "some space or lower keep=; the older checkpoints are untouched"
-        )
+            yield
+        except OSError as error:
+            try:
+                # the best guess: the checkpoints of a run have nearly the same size
+                files = read_manifest(self._published()[-1][2])["files"]
+                previous = sum(entry["size"] for entry in files.values())
+            except (CheckpointError, IndexError):
+                previous = 0
+            raise save_error(temporary, step, error, previous) from error
