@@ -94,7 +94,10 @@ class JointSave:
                 shutil.rmtree(temporary, ignore_errors=True)
         problem = worst(problems)
         self._tell((path and path.name, problem))
-        return _outcome(path, problem, 0, failure)
+        try:
+            return _outcome(path, problem, 0, failure)
+        finally:
+            del failure  # its traceback would hold the caller's frames, and with them the model
 
     def _on_another(
         self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
@@ -111,7 +114,10 @@ class JointSave:
         dist.send_object_list([(files, own)], group=self._group, group_dst=0)
         published, problem = self._listen()
         path = None if published is None else store.root / published
-        return _outcome(path, problem, self._rank, failure)
+        try:
+            return _outcome(path, problem, self._rank, failure)
+        finally:
+            del failure
 
     def _tell(self, value: object) -> list[Problem]:
         """Sends rank 0's `value` to all others; returns the problems of those that are gone."""
@@ -155,7 +161,6 @@ def _outcome(
         if failure is not None:
             raise failure
     finally:
-        # its traceback would hold the caller's frames, and with them the model
         del failure
     assert path is not None
     return path

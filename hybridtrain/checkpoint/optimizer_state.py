@@ -70,12 +70,15 @@ def load_optimizer_by_name(
     The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
     present run's settings are what the user wants now.
     """
-    parameters = dict(model.named_parameters())
+    # one whose state is spread over the replicas has another with the parameters of this one
+    updated: Optimizer = getattr(optimizer, "inner", optimizer)
+    own = {id(p) for group in updated.param_groups for p in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in own}
 
     def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
         if name not in parameters:
-            return torch.empty(0)  # another process has it
+            return torch.empty(0)  # another process has or updates it
         parameter = parameters[name]
         if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
             return value
@@ -94,7 +97,7 @@ def load_optimizer_by_name(
             "state": {
                 number: moments[name]
                 for number, name in enumerate(parameter_names(model, optimizer))
-                if name in moments
+                if name in moments and name in parameters
             },
             "param_groups": optimizer.state_dict()["param_groups"],
         }

@@ -215,7 +215,7 @@ def _same(world):
         assert len(optimizer_files) == world.size
 
         states = world.gather(whole_state(model, optimizer))
-        expected = {name: value for state in states for name, value in state.items()}
+        expected = {name: value for state in reversed(states) for name, value in state.items()}
         assert_restores(by_all, across(1), expected)
         assert_restores(by_all, local(1), expected)
         assert_restores(by_all, local(2, World()), expected)
@@ -372,7 +372,8 @@ def _replicas(world):
         assert_same_content(by_rank_0, by_all)
         held = world.gather(store.host_copies.nbytes)
         assert max(held) - min(held) <= 6 * 6 * 4  # of the largest tensor
-        assert_restores(by_all, local(1), whole_state(model, optimizer))
+        # each replica has other buffers by now
+        assert_restores(by_all, local(1), world.broadcast(whole_state(model, optimizer)))
 
 
 @cells.add("optimizer state that one replica has is written by that one")
