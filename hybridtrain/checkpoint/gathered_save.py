@@ -1,4 +1,4 @@
-"""What rank 0 writes of the state that is in other processes.
+"""The state that is in other processes, where rank 0 alone writes.
 
 Rank 0 knows names, shapes and dtypes of all tensors beforehand, and asks for the values one tensor
 at a time, when it writes them. So no process ever holds the whole model, and no file system need be

@@ -22,10 +22,11 @@ from hybridtrain.checkpoint.gathered_save import GatheredState
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.joint_save import JointSave
 from hybridtrain.checkpoint.own_share import share_of_state
+from hybridtrain.checkpoint.published import TEMPORARY
 from hybridtrain.checkpoint.shared_files import hosts_without
 from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.state_table import StateTable
-from hybridtrain.checkpoint.store import TEMPORARY, CheckpointStore, NoSpaceError
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted
 from hybridtrain.model import HybridModel
 from hybridtrain.sharded_tensors import is_sharded

@@ -1,4 +1,4 @@
-"""What the processes of a run see of a file system, which several nodes may share or not."""
+"""Checks of what the processes see of a file system, which their nodes may share or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each process has the values from that it loads.
+"""The source of the values that each process loads: files, or rank 0.
 
 If all processes see the same files, each reads what it needs of them, memory-mapped. Otherwise
 rank 0 alone reads, and sends one tensor at a time. Neither way does a process hold the whole state.
@@ -56,7 +56,7 @@ class Source:
             if not isinstance(value, Tensor):
                 return value
             moved = move(path, value)
-            # of memory of its own, and not of the file
+            # not the memory of the file
             return moved.clone() if moved is value else moved
 
         return tree_map_with_path(own, tree)

@@ -293,7 +293,7 @@ def load_weights(
         model: whose parameters and buffers are overwritten.
         source: where each process has the values from.
         weights: as `source.read` gave them; also those of the model's state that stay.
-        extra: likewise, what is no tensor.
+        extra: likewise, what is not a tensor.
     """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
     # copies, since a module may keep what it is given

@@ -1,4 +1,4 @@
-"""What all processes of a run have of its state, and which of them writes which tensor.
+"""A table of all tensors of a run: the processes that have each, and the one that writes it.
 
 A tensor is in several processes if they are replicas of a stage, in one if only its stage or its
 owner among the replicas has it, and in parts in those that have it sharded. Each is written whole,
@@ -54,7 +54,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one process has."""
+    """The state that one process has."""
 
     tensors: dict[Key, TensorInfo]
     aliases: dict[Key, str]

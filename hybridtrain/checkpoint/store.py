@@ -30,10 +30,9 @@ own files (`joint_save`). Any number of processes may read.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ from hybridtrain.checkpoint.best import Best, read_best, write_best
 from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    PUBLISHED,
     Writer,
     check_file_name,
     read_manifest,
@@ -51,6 +49,16 @@ from hybridtrain.checkpoint.manifest import (
     step_of,
     verify,
     write_file,
+)
+from hybridtrain.checkpoint.published import (
+    TEMPORARY,
+    generations,
+    path_of,
+    prune,
+    publish,
+    published,
+    remove,
+    settle,
 )
 from hybridtrain.checkpoint.save_errors import NoSpaceError, save_error
 from hybridtrain.errors import CheckpointError, check_choice
@@ -63,11 +71,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
-TEMPORARY = ".tmp-"
-"""The beginning of the names in a root that the next save removes."""
-
 WRITERS = ("auto", "rank0", "all")
-"""Which processes write a checkpoint, see `CheckpointStore`."""
+"""The choices of `CheckpointStore(writers=...)`."""
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +159,7 @@ class CheckpointStore:
             target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
         )
         self._thread.start()
-        return self._path(step)
+        return path_of(self.root, step)
 
     def wait(self) -> None:
         """Returns when no save is under way.
@@ -223,19 +228,19 @@ class CheckpointStore:
             mark = read_best(self.root)
             if mark is None:
                 return None
-            generations = self._generations(mark.step)
-        path = generations[-1] if generations else self._path(mark.step)
+            found = generations(self.root, mark.step)
+        path = found[-1] if found else path_of(self.root, mark.step)
         verify(path)
         return path
 
     def newest_up_to(self, step: int) -> Path | None:
         """Returns the newest checkpoint that is not of a later step; it may be damaged."""
-        paths = [path for published_step, _, path in self._published() if published_step <= step]
+        paths = [path for other, _, path in published(self.root) if other <= step]
         return paths[-1] if paths else None
 
     def steps(self) -> list[int]:
         """Returns the steps of the published checkpoints, ascending; they may be damaged."""
-        return sorted({step for step, _, _ in self._published()})
+        return sorted({step for step, _, _ in published(self.root)})
 
     def newest(self) -> Path | None:
         """Returns the newest intact checkpoint, or None if there are no checkpoints.
@@ -245,16 +250,16 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged; starting from scratch is the user's decision.
         """
-        while published := self._published():
-            for _, _, path in reversed(published):
+        while found := published(self.root):
+            for _, _, path in reversed(found):
                 try:
                     verify(path)
                 except CheckpointError as error:
                     _log.warning("skipping a damaged checkpoint: %s", error)
                 else:
                     return path
-            if published == self._published():  # no run has replaced them meanwhile
-                names = ", ".join(path.name for _, _, path in published)
+            if found == published(self.root):  # no run has replaced them meanwhile
+                names = ", ".join(path.name for _, _, path in found)
                 raise CheckpointError(
                     f"none of the checkpoints in {self.root} is intact ({names}): restore one from "
                     "a copy, or start a new run in another directory"
@@ -274,7 +279,7 @@ class CheckpointStore:
             make_directory(self.root)
             # first, because on a full disk this is the space that is missing
             with self._lock:
-                self._remove(list(self.root.glob(f"{TEMPORARY}*")))
+                remove(self.root, list(self.root.glob(f"{TEMPORARY}*")))
             temporary.mkdir()
         return temporary
 
@@ -286,7 +291,7 @@ class CheckpointStore:
             return {name: write_file(temporary / name, write) for name, write in writers.items()}
 
     def publish(
-        self, step: int, temporary: Path, files: Mapping[str, dict[str, Any]], prune: bool
+        self, step: int, temporary: Path, files: Mapping[str, dict[str, Any]], prunes: bool
     ) -> Path:
         """Gives the directory with all `files` its name; then marks the best, and prunes."""
         with self._os_errors(step, temporary):
@@ -294,19 +299,19 @@ class CheckpointStore:
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
             sync_directory(temporary)
             with self._lock:
-                published = self._publish(temporary, step)
+                path = publish(self.root, temporary, step)
 
         # the checkpoint is on disk: errors from here on must not look like a failed save
         with self._lock:
             try:
-                self._settle(step, published)
+                settle(self.root, step, path)
                 if (best := self._unsaved_best) is not None and best.step == step:
                     self.mark_best(step, best.value, best.criterion)
-                if prune:
+                if prunes:
                     self._prune(step)
             except (OSError, CheckpointError) as error:
-                _log.warning("%s is saved, but not all is tidy: %s", published, error)
-            return self._generations(step)[-1]
+                _log.warning("%s is saved, but not all is tidy: %s", path, error)
+            return generations(self.root, step)[-1]
 
     def _save_in_background(
         self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
@@ -331,36 +336,8 @@ class CheckpointStore:
             if temporary.is_dir():  # not published
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _published(self) -> list[tuple[int, int, Path]]:
-        """Returns every (step, generation, path), oldest first."""
-        if not self.root.is_dir():
-            return []
-        matches = ((PUBLISHED.fullmatch(path.name), path) for path in self.root.iterdir())
-        return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
-
-    def _generations(self, step: int) -> list[Path]:
-        return [path for published_step, _, path in self._published() if published_step == step]
-
-    def _path(self, step: int) -> Path:
-        return self.root / f"step_{step:08d}"
-
-    def _publish(self, temporary: Path, step: int) -> Path:
-        target = self._path(step)
-        if generations := [number for other, number, _ in self._published() if other == step]:
-            target = target.with_suffix(f".{generations[-1] + 1}")
-        os.rename(temporary, target)
-        sync_directory(self.root)
-        return target
-
-    def _settle(self, step: int, newest: Path) -> None:
-        """Retires the older generations of `step` and gives the newest the plain name."""
-        if retired := [self._retire(p) for p in self._generations(step) if p != newest]:
-            sync_directory(self.root)
-            os.rename(newest, self._path(step))
-            self._remove(retired)
-
-    def _prune(self, published: int) -> None:
-        """Removes the oldest checkpoints, so that `keep` of those up to `published` stay.
+    def _prune(self, last: int) -> None:
+        """Removes the oldest checkpoints, so that `keep` of those up to step `last` stay.
 
         Later steps stay: after a return to an earlier checkpoint, one of them may be the newest
         intact one. With a damaged mark nothing is removed, since the best is not known.
@@ -368,30 +345,10 @@ class CheckpointStore:
         if self.keep is None:
             return
         best = read_best(self.root)
-        surplus = [step for step in self.steps() if step <= published][: -self.keep]
+        surplus = [step for step in self.steps() if step <= last][: -self.keep]
         if best is not None and best.step in surplus:
             surplus.remove(best.step)
-        if retired := [self._retire(p) for step in surplus for p in self._generations(step)]:
-            self._remove(retired)
-
-    def _retire(self, path: Path) -> Path:
-        """Hides a checkpoint under a temporary name, so that it is never found half removed."""
-        hidden = self.root / f"{TEMPORARY}{uuid4().hex}"
-        os.rename(path, hidden)
-        return hidden
-
-    def _remove(self, hidden: Iterable[Path]) -> None:
-        """Removes hidden directories; only warns about what cannot be removed."""
-        # a power cut must not bring back a name whose files are already removed
-        sync_directory(self.root)
-        for path in hidden:
-            try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            except OSError as error:
-                _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
+        prune(self.root, surplus)
 
     @contextmanager
     def _os_errors(self, step: int, temporary: Path) -> Iterator[None]:
@@ -401,7 +358,7 @@ class CheckpointStore:
         except OSError as error:
             try:
                 # the best guess: the checkpoints of a run have nearly the same size
-                files = read_manifest(self._published()[-1][2])["files"]
+                files = read_manifest(published(self.root)[-1][2])["files"]
                 previous = sum(entry["size"] for entry in files.values())
             except (CheckpointError, IndexError):
                 previous = 0
