@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,16 +302,19 @@ def load_weights(
     state = model.net.state_dict()
     given = {n: v for n, v in weights.items() if not (v.is_meta or is_sharded(v))}
     if any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
-        # load_state_dict would copy a whole tensor into one in parts
         for name, whole in source.tensors(given, state, received):
             load_(state[name], whole)
-    elif source.shared or model.world.is_main:
+        with warnings.catch_warnings():  # of meta tensors, which are other processes'
+            warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
+            # the parts themselves, for modules with load hooks: nothing is put together for this
+            model.net.load_state_dict({**state, **received})
+        return
+    if source.shared or model.world.is_main:
         model.load_state_dict({**weights, **received})
         for _ in source.tensors(given, state, received):
             pass  # rank 0 sends them, if need be
         return
-    else:
-        for name, whole in source.tensors(given, state, received):
-            if whole is not state[name]:
-                state[name].copy_(whole)
+    for name, whole in source.tensors(given, state, received):
+        if whole is not state[name]:
+            state[name].copy_(whole)
     model.load_state_dict({**state, **received})  # for modules with load hooks
