@@ -157,6 +157,7 @@ class Trainer:
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
             DataError: in no step of the run a target counted for the loss.
         """
+        saving.check_directory(self.store, self.world)
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
@@ -228,7 +229,7 @@ class Trainer:
         return result
 
     def save(self, required: bool = True) -> None:
-        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed.
+        """Writes a checkpoint of this step, unless this step was saved or resumed.
 
         Args:
             required: a full disk is an error, not a warning.

@@ -116,6 +116,9 @@ class CheckpointConfig:
     __annotations__["async"] = "bool"
     vars()["async"] = False
     """Write checkpoints in the background; a step waits for the copy to host memory only."""
+    writers: str = "auto"
+    """`all`: each process writes its share, into a directory that all see; `rank0`: rank 0 gathers
+    and writes everything; `auto`: rank 0 if it has everything, else all if they see it."""
 
     def __init__(self, **values: Any) -> None:
         for each in fields(self):
