@@ -4,9 +4,7 @@
 #
 #   scripts/container_check.sh
 #
-# SITE_PACKAGES   a folder with PyTorch for Debian's Python, mounted into the image in the place of a
-#                 download of some gigabytes (default: none, pip installs all)
-# FOLDER          for the image, some gigabytes (default: a new one, removed at the end)
+# FOLDER   for the images, 25 GB (default: a new one, removed at the end)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -54,14 +52,9 @@ container=$("${store[@]}" from scratch)
 "${store[@]}" rm "$container" >/dev/null
 container=""
 
-# pip's settings and certificates of this machine; an image of its own has none of them
+# pip's settings of this machine, and its certificates, are no part of the image
 mounts=(--volume /etc/ssl/certs:/etc/ssl/certs:ro)
-python=() torchrun=torchrun
-if [ -n "${SITE_PACKAGES:-}" ]; then
-    mounts+=(--volume "$SITE_PACKAGES:/opt/site:ro" --env PYTHONPATH=/opt/site)
-    torchrun="python3 -m torch.distributed.run" # its command is not in the folder
-    python=(--bind "$SITE_PACKAGES:/opt/site" --set-env=PYTHONPATH=/opt/site)
-fi
+if [ -e /etc/pip.conf ]; then mounts+=(--volume /etc/pip.conf:/etc/pip.conf:ro); fi
 say "building container/Containerfile"
 "${store[@]}" bud --quiet --isolation chroot --network host "${mounts[@]}" --build-arg BASE=base \
     -f container/Containerfile -t hybridtrain "$root" >"$folder/build.log" 2>&1 ||
@@ -74,15 +67,14 @@ export USER=${USER:-root} # ch-run asks for it
 mkdir -p "$folder/work"
 run() {
     ch-run --unset-env='*' --set-env=PATH=/usr/local/bin:/usr/bin:/bin --set-env=HOME=/tmp \
-        --set-env=OMP_NUM_THREADS=1 "${python[@]}" --bind "$folder/work:/work" --cd /work \
+        --set-env=OMP_NUM_THREADS=1 --bind "$folder/work:/work" --cd /work \
         "$image" -- "$@"
 }
 options=(world.devices=cpu trainer.epochs=2 monitor.progress=false)
 say "hybridtrain recipe=digits ${options[*]}"
 run hybridtrain recipe=digits "${options[@]}"
 say "torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits run_name=two"
-# shellcheck disable=SC2086 # several words
-run $torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits run_name=two "${options[@]}"
+run torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits run_name=two "${options[@]}"
 for name in digits two; do
     [ -s "$folder/work/outputs/$name/summary.json" ] || cannot "outputs/$name is not complete"
 done

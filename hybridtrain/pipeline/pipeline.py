@@ -106,6 +106,7 @@ class Pipeline:
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
+        world.say_stages(owned)
         self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)

@@ -50,6 +50,9 @@ def fault(phase: str) -> None:
         time.sleep(1)
     if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if KIND == "interrupt":
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1)
     if KIND == "segfault":
         ctypes.string_at(0)
     if KIND == "sleep":
@@ -79,7 +82,18 @@ class Faulty(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`."""
         fault("forward" if self.training else "evaluate")
+        if KIND == "nan" and CALLS["forward"] >= _FIRST["forward"] and self.training:
+            x = x * float("nan")
         return _Backward.apply(x)
+
+
+class FaultyLoss(nn.CrossEntropyLoss):
+    """Cross entropy, with the fault of a loss."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Returns the loss."""
+        fault("loss")
+        return super().forward(input, target)
 
 
 class FaultySGD(SGD):

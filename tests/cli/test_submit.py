@@ -171,7 +171,7 @@ def test_a_container_is_started_by_srun_in_the_same_folder(
     assert run_script(script, {"SLURM_JOB_ID": 17}) == 0
     (call,) = slurm("srun")
     inner = begin.format(Path.cwd(), f"--container-workdir={Path.cwd()}|--x").split("|")
-    train = ["python", "-m", "hybridtrain", "train", *TYPED]
+    train = ["python3", "-m", "hybridtrain", "train", *TYPED]
     assert call == ["--kill-on-bad-exit=1", *inner, *train]
 
 
@@ -339,6 +339,19 @@ def test_numbers_that_do_not_fit_are_one_error(config: Config, message: str) -> 
 def test_a_line_break_in_a_directive_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"account='a.nb' has a line break"):
         script_of(SubmitConfig(account="a\nb"), DIGITS)
+
+
+@pytest.mark.parametrize("break_", ["\n", "\r", "\x85", "\u2028"])
+def test_a_line_break_in_a_name_is_an_error(break_: str) -> None:
+    with pytest.raises(ConfigError, match="has a line break: set another one"):
+        JobRun(f"a{break_}rm -rf", Path("outputs"), [])
+
+
+def test_a_task_of_an_array_whose_line_is_missing_does_not_train(slurm: Calls) -> None:
+    script = script_of(SubmitConfig(), DIGITS, array=True)
+    array = {"SLURM_JOB_ID": 17, "SLURM_ARRAY_JOB_ID": 17, "SLURM_ARRAY_TASK_ID": 99}
+    assert run_script(script, array) == 2
+    assert slurm("srun") == []
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(

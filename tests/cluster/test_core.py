@@ -104,7 +104,7 @@ def both_ends_of_a_cut_network_end_and_say_so(slurm: Slurm, wait: Wait) -> None:
         slurm.popen(*torchrun, f"--node-rank={rank}", *run, node=node, output=f"{node}.log")
     slurm.wait_for("outputs/cut/metrics.jsonl", '"step": 10,')
     slurm.cut("n5")
-    slurm.wait_for("n4.log", "error: rank 1 (pid ")
+    slurm.wait_for("n4.log", "error: rank 1 (stage 1, pid ")
     slurm.wait_for("n5.log", "error: rank 1 on n5 has been cut off from rank 0 on n4 for ")
 
 
