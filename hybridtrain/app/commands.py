@@ -112,8 +112,8 @@ def plan(settings: Settings) -> Result:
     if other_processes_are_missing(settings.config):
         alone = plan_alone(settings)
         setup, plan, devices = alone.setup, alone.plan, alone.cluster.devices
-        rows = [("not started", [device]) for device in devices]
-        _log.info("%s", _layout(plan, rows, "planned by one process"))
+        processes = [("not started", [device]) for device in devices]
+        _log.info("%s", _layout(plan, processes, "planned by one process"))
         _write_plan(plan, setup.directory, setup.store, setup.world)
         return {}
     context = setup_run(settings, writes=True, reuse_plan=False)

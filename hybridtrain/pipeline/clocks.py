@@ -35,7 +35,7 @@ def clock_name() -> str:
     boot = clock = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with suppress(OSError):  # a container may have a clock of its own
+    with suppress(OSError):  # a container may have its own clock
         clock = os.readlink("/proc/self/ns/time")
     return f"{socket.gethostname()} {boot} {clock}"
 

@@ -58,7 +58,11 @@ def main() -> int:
     arguments = parser.parse_args()
     faults = [fault for fault in EXPECTED if arguments.only in fault]
     layout = ("world.engine=distributed", f"world.stall_s={STALL_S}")
-    layout += ("trainer.loss={_target_: faults.FaultyLoss}", "trainer.steps=400")
+    layout += (
+        "trainer.loss={_target_: faults.FaultyLoss}",
+        "trainer.steps=400",
+        "trainer.max_skipped=2",
+    )
     right = 0
     print("| fault | told rightly | s to the end of all | first line |\n|---|---|--:|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ The scripts run in bash with commands of Slurm's that only record how they were 
 """
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
@@ -450,6 +451,27 @@ def test_the_manifest_for_kubernetes_is_an_indexed_job_with_a_headless_service(
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "64G"}
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/dev/shm", "/data"]
     assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "my-claim"}
+
+
+def test_the_manifest_has_the_overrides_whatever_is_in_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    odd = "output_dir='outputs/\U0001f600 \u2028 : # {a} $(HOME)'"
+    image = "submit.container={image: x}"
+    manifest, _ = submit(capfd, *DIGITS, odd, "submit.to=kubernetes", image)
+    _, job = yaml.safe_load_all(manifest)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert odd.replace("$", "$$") in container["command"]
+
+
+def test_both_recipes_for_a_container_begin_alike() -> None:
+    folder = Path(__file__).parents[2] / "container"
+    bases = [
+        re.findall(r"BASE=(docker\.io\S+)$", (folder / name).read_text(), re.MULTILINE)
+        for name in ("Containerfile", "hybridtrain.def")
+    ]
+    assert bases[0] == bases[1]
+    assert len(bases[0]) == 1
 
 
 def test_results_of_a_sweep_are_one_table(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,10 @@ def two_steps_at_once_in_one_job_train_as_one_process_does(slurm: Slurm, wait: W
     alone = losses(slurm, "array-optim.lr=0.003")
     assert losses(slurm, "pipeline") == alone  # one replica: the same additions
     assert losses(slurm, "replicas") == pytest.approx(alone, rel=1e-5)  # in another order
+    # the clocks of the nodes are 1000 s apart
+    trace = json.loads((slurm.work / "outputs" / "pipeline" / "timeline.json").read_text())
+    begins = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert -1 < min(begins) / 1e6 <= max(begins) / 1e6 < 500
 
 
 @part
