@@ -89,6 +89,7 @@ class Stage:
         self._output = OutputBoundary(
             self.outgoing,
             self.layers[-1].name,
+            module,
             clone=clone_outputs,
             hold_edges=hold_edges,
         )
