@@ -14,27 +14,108 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.config import GROUP_KEYS
+from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
+from hybridtrain.model import HybridModel
+from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
 
 _log = logging.getLogger(__name__)
 
 
+def build_optimizer_of(
+    config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
+) -> Optimizer:
+    """Returns the optimizer of `model` that `config` describes, with its parameter groups.
+
+    Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
+    a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
+    `parameter_groups`.
+
+    Raises:
+        ConfigError: a target is not an optimizer, a key does not fit it, or a pattern matches no
+            parameter.
+    """
+    plain = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+    rules, decay = config.get("groups") or [], config.get("layer_decay")
+    if isinstance(rules, Mapping):
+        rules = list(rules.values())
+    if not rules and decay is None:
+        return build_optimizer(plain, model.parameters(), allow)
+    _check_rules(plain, rules, allow)
+    passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
+    apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
+    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    with errors_with_config_keys(
+        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
+    ):
+        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+    rest: list[dict[str, Any]] = []
+    alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
+    for group in split:
+        number = group.pop("rule", None)
+        settings = {} if number is None else dict(passed[number])
+        settings.pop("match", None)
+        if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
+            settings["lr"] *= group["lr"] / plain["lr"]
+        alone.get(number, rest).append({**group, **settings})
+    made = [build_optimizer(plain, rest, allow)] if rest else []
+    for number in apart:
+        settings = {key: v for key, v in rules[number].items() if key != "match"}
+        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
+    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+
+def _check_rules(
+    config: Mapping[str, Any], rules: Sequence[Mapping[str, Any]], allow: Sequence[str]
+) -> None:
+    """Checks the keys of groups that are not an optimizer by themselves.
+
+    Raises:
+        ConfigError: the optimizer has no such setting for a group.
+    """
+    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    for number, rule in enumerate(rules):
+        if not isinstance(rule, Mapping) or "match" not in rule:
+            raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
+        for key in rule:
+            if "_target_" not in rule and key not in ("match", "name", *known):
+                raise ConfigError(
+                    instantiate.unknown_key(
+                        f"optim.groups.{number}.{key}",
+                        [f"optim.groups.{number}.{name}" for name in known],
+                    )
+                )
+
+
 def build_optimizer(
-    config: Mapping[str, Any], parameters: Iterable[Parameter], allow: Sequence[str] = ()
+    config: Mapping[str, Any],
+    parameters: Iterable[Any],
+    allow: Sequence[str] = (),
+    *,
+    key: str = "optim",
 ) -> Optimizer:
     """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
+
+    Args:
+        config: its keys but those of `GROUP_KEYS` are the optimizer's arguments.
+        parameters: or parameter groups, of which none is left out.
+        allow: see `instantiate.build`.
+        key: of `config`, for messages.
 
     Raises:
         ConfigError: the target is not an optimizer, or a key does not fit it.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
     # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
     trained = trained or [Parameter(torch.empty(0))]
-    optimizer = instantiate.build("optim", config, Optimizer, allow, positional=[trained])
+    optimizer = instantiate.build(
+        key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
+    )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"optim._target_={config['_target_']}: its step computes the loss several times, which "
+            f"{key}._target_={config['_target_']}: its step computes the loss several times, which "
             f"a pipeline does not do; choose another optimizer"
         )
     return optimizer
