@@ -7,18 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridtrain.callbacks.base import Callback
     from hybridtrain.cluster import Cluster
+    from hybridtrain.data.epochs import Loader
+    from hybridtrain.data.loader import EvalLoader
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
+    from hybridtrain.session import Session
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.world import World
 
 __all__ = [
+    "Callback",
     "Cluster",
+    "EvalLoader",
     "HybridModel",
+    "Loader",
     "PipelineOptions",
+    "Session",
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
@@ -32,6 +40,10 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _MODULE_OF = {
+    "Callback": "hybridtrain.callbacks.base",
+    "EvalLoader": "hybridtrain.data.loader",
+    "Loader": "hybridtrain.data.epochs",
+    "Session": "hybridtrain.session",
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
     "PipelineOptions": "hybridtrain.options",

@@ -65,7 +65,7 @@ def parameter_groups(
         if key not in groups:
             rule = {} if number == len(rules) else dict(rules[number])
             rule.pop("match", None)
-            if layer_decay is not None and block is not None:
+            if layer_decay is not None and lr is not None and block is not None:
                 depth = len(blocks) - 1 - blocks.index(block)
                 rule["lr"] = rule.get("lr", lr) * layer_decay**depth
                 rule["name"] = block if number == len(rules) else f"{block}.{number}"
@@ -128,7 +128,7 @@ class CombinedOptimizer(Optimizer):
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`, each optimizer its part."""
         groups = iter(state_dict["param_groups"])
         for each in self.optimizers:
