@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybridtrain.cluster import Cluster
     from hybridtrain.data.epochs import Loader
     from hybridtrain.data.loader import EvalLoader
+    from hybridtrain.launch.notebook import notebook_launcher
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
@@ -31,6 +32,7 @@ __all__ = [
     "Trainer",
     "TrainerOptions",
     "World",
+    "notebook_launcher",
     "partition",
     "pop",
     "set_partition",
@@ -51,6 +53,7 @@ _MODULE_OF = {
     "Trainer": "hybridtrain.trainer",
     "TrainerOptions": "hybridtrain.trainer",
     "World": "hybridtrain.world",
+    "notebook_launcher": "hybridtrain.launch.notebook",
     "partition": "hybridtrain.planning.marks",
     "set_partition": "hybridtrain.planning.marks",
     "pop": "hybridtrain.skip",

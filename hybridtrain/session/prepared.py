@@ -156,7 +156,7 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
             f"{name_of(loader)} has a sampler of its own, and the batches of replicas are cut from "
             f"one order: pass Loader(dataset, batch_size, world) of a data set in the wanted order"
         )
-    default = DataLoader([0]).collate_fn  # type: ignore[arg-type, var-annotated]
+    default = DataLoader([0]).collate_fn  # type: ignore[arg-type]
     return Loader(
         loader.dataset,
         loader.batch_size,
