@@ -86,7 +86,7 @@ def _block(name: str) -> str:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers, each over parameters of its own, that step as one.
+    """Several optimizers, each over its own parameters, that step as one.
 
     Its groups are those of all of them, in order, so that schedules, gradient scalers and
     checkpoints see one optimizer.

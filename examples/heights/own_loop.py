@@ -1,4 +1,4 @@
-"""The tutorial's network with a loop of one's own: `World`, `HybridModel`, `train_step`.
+"""The tutorial's network with its own loop: `World`, `HybridModel`, `train_step`.
 
 python examples/heights/own_loop.py
 HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/own_loop.py

@@ -14,7 +14,7 @@ from hybridtrain.losses import accuracy
 
 
 class MyTrainer(Trainer):
-    """A Trainer with a loss of its own."""
+    """A Trainer with its own loss."""
 
     def compute_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of a micro-batch."""

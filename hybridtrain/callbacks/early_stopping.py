@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyStopping(Callback):
-    """Ends the run after `patience` evaluations in a row without a better value.
+    """Ends the run after `patience` consecutive evaluations without a better value.
 
     A run that has ended so is complete; resumed with a larger `patience`, it trains on.
 

@@ -20,7 +20,7 @@ class CallbackStates:
     """The states of `callbacks` by their names, for `Trainer.states`.
 
     Attributes:
-        optional: True, so that a checkpoint without them is no error; see `Callback`.
+        optional: True, so that a checkpoint may lack them; see `Callback`.
 
     Raises:
         ConfigError: two callbacks that have a state have the same name.

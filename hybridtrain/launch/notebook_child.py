@@ -24,7 +24,7 @@ def main() -> int:
         if rank == 0:
             write_atomically(folder / "result.pkl", dumped(result, "the result of the function"))
     except BaseException as error:
-        # as it is told to the notebook, before the others notice and fail as well
+        # told to the notebook before the others notice and fail as well
         report = {
             "rank": rank,
             "time": time.time(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
         sampler not in (RandomSampler, SequentialSampler) or loader.batch_size is None
     ):
         raise DataError(
-            f"{name_of(loader)} has a sampler of its own, and the batches of replicas are cut from "
+            f"{name_of(loader)} has its own sampler, and the batches of replicas are cut from "
             f"one order: pass Loader(dataset, batch_size, world) of a data set in the wanted order"
         )
     default = DataLoader([0]).collate_fn  # type: ignore[arg-type]
@@ -169,16 +169,20 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
     )
 
 
-def keep_own_parameters(optimizer: Optimizer, model: HybridModel) -> None:
+def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collection[int]) -> None:
     """Leaves out of an optimizer the parameters of stages in other processes.
+
+    Args:
+        optimizer: over parameters of the model, or of the module that it was made of.
+        model: the model.
+        before: the ids of the module's parameters before its stages were placed.
 
     Raises:
         ConfigError: it holds parameters that the model does not have.
     """
-    everything = {id(parameter) for parameter in model.net.parameters()}
     own = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
-        if any(id(p) not in everything for p in group["params"]):
+        if any(id(p) not in own and id(p) not in before for p in group["params"]):
             raise ConfigError(
                 "the optimizer holds parameters that the model does not have: make it over "
                 "model.parameters() of the model that is prepared with it"

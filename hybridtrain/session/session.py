@@ -109,6 +109,7 @@ class Session:
         self._unscaled = False
         self._seed = seed
         self._model: HybridModel | None = None
+        self._before: set[int] = set()  # the module's parameters before it was prepared
         self._optimizers: list[Optimizer] = []
         self._check: OptimizerCheck | None = None
         self._schedulers: list[LRScheduler] = []
@@ -149,6 +150,7 @@ class Session:
         if nets:
             if example_inputs is None and loaders:
                 example_inputs = self._example(next(iter(loaders.values())))
+            self._before = {id(parameter) for parameter in nets[0].parameters()}
             hybrid = HybridModel(nets[0], self.world, self.options, example_inputs=example_inputs)
             self._model, self._stats = hybrid, RunStats(hybrid)
         self._loaders += loaders.values()
@@ -164,7 +166,7 @@ class Session:
             return PreparedModel(self.model)
         if isinstance(each, Optimizer):
             for optimizer in getattr(each, "optimizers", [each]):
-                keep_own_parameters(optimizer, self.model)
+                keep_own_parameters(optimizer, self.model, self._before)
             self._optimizers.append(each)
             self._check = None
             return PreparedOptimizer(each, self)

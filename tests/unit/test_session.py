@@ -124,7 +124,7 @@ def test_mistakes_are_named(tmp_path):
         session.prepare(net, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
     session = Session(world=world, accumulate=2)
     sampler = WeightedRandomSampler([1.0] * 22, 22)
-    with pytest.raises(DataError, match="has a sampler of its own"):
+    with pytest.raises(DataError, match="has its own sampler"):
         session.prepare(DataLoader(data(22), 4, sampler=sampler))
     model, optimizer, loader = session.prepare(
         net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data(22), 4)

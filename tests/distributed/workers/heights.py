@@ -43,11 +43,12 @@ def _once(world):
     found = torch.cat([session.gather_for_metrics(targets) for _, targets in one[1]])
     assert torch.equal(found, data(5).tensors[1])
     seen = [
-        targets[: loader.current.samples].tolist()
+        target
         for loader in [Loader(data(21), 4, world, seed=1)]
         for _, targets in loader
+        for target in targets[: loader.current.samples].tolist()
     ]
-    everything = [x for part in world.gather(sum(seen, [])) for x in part]
+    everything = [x for part in world.gather(seen) for x in part]
     assert sorted(everything) == sorted(data(21).tensors[1].tolist())
 
 
