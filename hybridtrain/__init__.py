@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
     from hybridtrain.session import Session
+    from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.world import World
@@ -28,6 +29,7 @@ __all__ = [
     "Loader",
     "PipelineOptions",
     "Session",
+    "ShardedOptimizer",
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
@@ -49,6 +51,7 @@ _MODULE_OF = {
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
     "PipelineOptions": "hybridtrain.options",
+    "ShardedOptimizer": "hybridtrain.sharded_optimizer",
     "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "TrainerOptions": "hybridtrain.trainer",

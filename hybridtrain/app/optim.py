@@ -19,14 +19,17 @@ from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
+from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
 
 
-def build_optimizer_of(
+def build_model_optimizer(
     config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
 ) -> Optimizer:
     """Returns the optimizer of `model` that `config` describes, with its parameter groups.
+
+    It is one for the model's `shard`.
 
     Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
     a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
@@ -40,8 +43,13 @@ def build_optimizer_of(
     rules, decay = config.get("groups") or [], config.get("layer_decay")
     if isinstance(rules, Mapping):
         rules = list(rules.values())
+    sharded = model.options.shard == "optimizer"
+
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return build_optimizer(plain, parameters, allow)
+
     if not rules and decay is None:
-        return build_optimizer(plain, model.parameters(), allow)
+        return ShardedOptimizer(model, make) if sharded else make(model.parameters())
     _check_rules(plain, rules, allow)
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
@@ -59,7 +67,14 @@ def build_optimizer_of(
         if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
             settings["lr"] *= group["lr"] / plain["lr"]
         alone.get(number, rest).append({**group, **settings})
-    made = [build_optimizer(plain, rest, allow)] if rest else []
+    if sharded and apart:
+        raise ConfigError(
+            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
+            "spreads one: leave it out, or set shard=none"
+        )
+    if sharded:
+        return ShardedOptimizer(model, make, rest)
+    made = [make(rest)] if rest else []
     for number in apart:
         settings = {key: v for key, v in rules[number].items() if key != "match"}
         made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
@@ -108,15 +108,24 @@ class OutputBoundary:
     Args:
         links: the stage's outgoing links.
         last_layer: the name of the stage's last layer, for errors.
+        module: the stage's layers. A buffer of theirs is sent as a copy: the next micro-batch may
+            change it in place before this one is used.
         clone: send copies, since a later stage may change them in place and this one recomputes.
         hold_edges: keep edges of the graph instead of the tensors, which other devices have.
     """
 
     def __init__(
-        self, links: Sequence[Link], last_layer: str, *, clone: bool, hold_edges: bool
+        self,
+        links: Sequence[Link],
+        last_layer: str,
+        module: nn.Module,
+        *,
+        clone: bool,
+        hold_edges: bool,
     ) -> None:
         self._links = links
         self._last_layer = last_layer
+        self._module = module
         self._clone = clone
         self._hold_edges = hold_edges
 
@@ -133,6 +142,7 @@ class OutputBoundary:
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
             self._check_sendable(message)
+            message = self._with_copies_of_buffers(message)
             if torch.is_grad_enabled():
                 tensors: list[Any] = requiring_grad(message)
                 roots.append(
@@ -148,6 +158,19 @@ class OutputBoundary:
             return value.requires_grad_() if tensor.requires_grad else value
 
         return map_tensors(detached, message)  # type: ignore[no-any-return]
+
+    def _with_copies_of_buffers(self, message: Message) -> Message:
+        if all(type(part) is Tensor and part.requires_grad for part in message):
+            return message
+        memory = {_memory_of(buffer) for buffer in self._module.buffers()}
+        if not memory:
+            return message
+
+        def own(tensor: Tensor) -> Tensor:
+            is_buffer = not tensor.requires_grad and _memory_of(tensor) in memory
+            return tensor.clone() if is_buffer else tensor
+
+        return map_tensors(own, message)  # type: ignore[no-any-return]
 
     def _check_sendable(self, message: Message) -> None:
         hidden = [part for part in message if type(part) is not Tensor]
@@ -181,3 +204,10 @@ def requiring_grad(value: Any) -> list[Tensor]:
         return [value] if value.requires_grad else []
     tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Returns what a tensor has in common with its views: the address of their memory."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr() or id(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -187,6 +188,7 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
                 "the optimizer holds parameters that the model does not have: make it over "
                 "model.parameters() of the model that is prepared with it"
             )
-        # an optimizer wants one at least
         kept = [p for p in group["params"] if id(p) in own]
-        group["params"] = kept or [Parameter(optimizer.param_groups[0]["params"][0].new_empty(0))]
+        if len(kept) < len(group["params"]):
+            # an optimizer wants one at least
+            group["params"] = kept or [Parameter(torch.empty(0))]

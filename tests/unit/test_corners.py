@@ -160,6 +160,37 @@ def test_a_run_counted_in_epochs_keeps_its_batch_size(tmp_path):
         trainer(0.1, batch_size=8, epochs=2).resume(store.newest())
 
 
+class RunningSum(nn.Module):
+    """Passes on a buffer that its next call changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, value):
+        value = self.linear(value)
+        with torch.no_grad():
+            self.total.add_(value.mean(0))
+        return value, self.total
+
+
+class Product(nn.Module):
+    def forward(self, values):
+        return values[0] * values[1]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_buffer_that_crosses_a_cut_has_the_value_of_its_micro_batch(schedule):
+    torch.manual_seed(0)
+    net = nn.Sequential(RunningSum(), Product())
+    plain = copy.deepcopy(net)
+    for inputs, targets in zip(*(whole.chunk(4) for whole in batch()), strict=True):
+        (F.mse_loss(plain(inputs), targets) / 4).backward()
+    hybrid(net, 2, chunks=4, schedule=schedule).train_step(*batch(), F.mse_loss)
+    assert_same_gradients(net, plain)
+
+
 def test_pytorch_errors_that_a_pipeline_makes_likely_say_how_to_fix_them():
     class Scales(nn.Module):
         def forward(self, x):

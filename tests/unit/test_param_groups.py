@@ -5,7 +5,7 @@ import torch
 from support.training import assert_same, assert_same_run, cosine, moments, plain_net, trainer
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.optim import build_optimizer_of
+from hybridtrain.app.optim import build_model_optimizer
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
@@ -32,7 +32,7 @@ def named(ours, optimizer):
 def test_a_parameter_is_in_the_group_of_the_first_rule_that_matches():
     ours = model()
     rules = [{"match": "*.bias", "weight_decay": 0.0}, {"match": ["2.*", "4.*"], "lr": 0.1}]
-    optimizer = build_optimizer_of({**ADAMW, "groups": rules}, ours)
+    optimizer = build_model_optimizer({**ADAMW, "groups": rules}, ours)
     assert named(ours, optimizer) == [
         (["0.bias", "2.bias", "4.bias"], 0.02, 0.0),
         (["2.weight", "4.weight"], 0.1, 0.5),
@@ -43,7 +43,7 @@ def test_a_parameter_is_in_the_group_of_the_first_rule_that_matches():
 def test_each_block_has_its_share_of_the_learning_rate():
     ours = model()
     rules = [{"match": "*.bias", "lr": 0.2}]
-    optimizer = build_optimizer_of({**ADAMW, "groups": rules, "layer_decay": 0.5}, ours)
+    optimizer = build_model_optimizer({**ADAMW, "groups": rules, "layer_decay": 0.5}, ours)
     rates = {names[0]: lr for names, lr, _ in named(ours, optimizer)}
     assert rates == pytest.approx(
         {"0.bias": 0.05, "2.bias": 0.1, "4.bias": 0.2}
@@ -55,7 +55,7 @@ def test_each_block_has_its_share_of_the_learning_rate():
 def test_two_optimizers_do_what_each_does_alone():
     config = {**ADAMW, "groups": [SGD_FOR_2]}
     ours, theirs = trainer().model, trainer().model
-    combined = build_optimizer_of(config, theirs)
+    combined = build_model_optimizer(config, theirs)
     assert isinstance(combined, CombinedOptimizer)
     parameters = dict(ours.named_parameters())
     sgd = torch.optim.SGD([parameters["2.weight"], parameters["2.bias"]], lr=0.1, momentum=0.9)
@@ -79,7 +79,7 @@ def test_groups_and_several_optimizers_resume_exactly(groups, tmp_path):
 
     def make(**options):
         made = trainer(**options)
-        optimizer = build_optimizer_of(config, made.model)
+        optimizer = build_model_optimizer(config, made.model)
         return Trainer(
             made.model, optimizer, made.loss_fn, made.train, made.options,
             lr_schedule=cosine(2, 9)(optimizer), store=made.store, monitor=made.monitor,
@@ -103,11 +103,11 @@ def test_groups_and_several_optimizers_resume_exactly(groups, tmp_path):
 def test_mistakes_name_the_key():
     ours = model()
     with pytest.raises(ConfigError, match=r"groups\.match=head\.\* matches no parameter"):
-        build_optimizer_of({**ADAMW, "groups": [{"match": "head.*"}]}, ours)
+        build_model_optimizer({**ADAMW, "groups": [{"match": "head.*"}]}, ours)
     with pytest.raises(ConfigError, match=r"did you mean optim\.groups\.0\.weight_decay"):
-        build_optimizer_of({**ADAMW, "groups": [{"match": "*", "weight_decy": 0.1}]}, ours)
+        build_model_optimizer({**ADAMW, "groups": [{"match": "*", "weight_decy": 0.1}]}, ours)
     with pytest.raises(ConfigError, match="must be a mapping with the key match"):
-        build_optimizer_of({**ADAMW, "groups": [{"lr": 0.1}]}, ours)
+        build_model_optimizer({**ADAMW, "groups": [{"lr": 0.1}]}, ours)
     with pytest.raises(ConfigError, match="layer_decay=2"):
         parameter_groups(ours, lr=0.1, layer_decay=2)
     weight = next(iter(ours.parameters()))
