@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridtrain.callbacks.base import Callback
+from hybridtrain.callbacks.base import Callback, check_whole_parameters
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class EMA(Callback):
 
     def on_init(self, trainer: Trainer) -> None:
         """Begins with the weights."""
+        check_whole_parameters(trainer, "EMA")
         self._model = trainer.model
         self._average = {}
         self._pairs()
