@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.config import LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.load_data import load_data
@@ -237,6 +238,7 @@ def checked_options(
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
     metrics = _metrics(config, loss_fn)
+    build_callbacks(config, RunDirectory(config))  # refuses what does not fit
     pipeline_options = _options(
         PipelineOptions,
         {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
+from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
@@ -57,6 +58,7 @@ def train(settings: Settings) -> Result:
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
         monitor=build_monitor(config, context.directory) if world.is_main else None,
+        callbacks=build_callbacks(config, context.directory),
     )
     with writing(context.directory, world):
         return _train(context, trainer)
