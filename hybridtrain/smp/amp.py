@@ -43,8 +43,8 @@ class GradScaler(TorchGradScaler):
         min_scale: float = 0.0,
         adapts: bool = True,
     ) -> None:
-        if isinstance(device, int | float):
-            device, init_scale = None, float(device)
+        if device is not None and not isinstance(device, str):
+            init_scale, device = float(device), None
         super().__init__(
             device or current().world.devices[0].type,
             init_scale,

@@ -47,8 +47,8 @@ class Attendance:
             self._failed = True
             raise BatchError(
                 f"a replica has ended after {-least} training steps, and this one is in its step "
-                f"{most}: every replica needs the same number of batches. Give each of them as many "
-                f"samples, and set drop_last=True in the DataLoader"
+                f"{most}: every replica needs the same number of batches. Give each of them as "
+                f"many samples, and set drop_last=True in the DataLoader"
             )
 
     def leave(self) -> None:

@@ -7,8 +7,8 @@ which waits in between; only one of the two threads runs at a time:
     engine     start --.                .-- inputs      resume --.            .-- value, root
     body               '-- ... model(x) -'                       '-- ... return
 
-What PyTorch keeps for each thread (gradients on or off, autocast) is at first the caller's, and what
-a body changes stays its own: a `with autocast():` around the call of the model and the loss works.
+What PyTorch keeps for each thread (gradients on or off, autocast) is at first the caller's, and
+what a body changes stays its own: a `with autocast():` around the model's call works.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Body:
         self._context = contextvars.copy_context()
         self._to_body: SimpleQueue[Any] = SimpleQueue()
         self._from_body: SimpleQueue[Any] = SimpleQueue()
-        self._called = self._answered = False
+        self._called = self._answered = self._waits = False
         self._root: Tensor | None = None
         self._gradient: Tensor | None = None
         self._has_backward = False
@@ -91,7 +91,6 @@ class Body:
     def start(self) -> Call | Result:
         """Runs the body up to its call of the model, or to its end if it makes none."""
         worker = _idle.pop() if _idle else _Worker()
-        self._waits = True
         worker.jobs.put((self, _thread_facts()))
         return self._answer()
 

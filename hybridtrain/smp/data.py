@@ -1,4 +1,4 @@
-"""A stand-in for `torchnet.dataset.SplitDataset`, which scripts of smp 1.x divide their data with."""
+"""A stand-in for `torchnet.dataset.SplitDataset`, with which scripts divide their data."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class ArgumentCutter:
         bound = self._signature.bind(*args, **kwargs)
         whole: list[tuple[str, Any, int]] = []  # leaves, with the argument's name and axis
         trees: list[tuple[Any, int]] = []
-        for key, value in [*enumerate(bound.args), *bound.kwargs.items()]:
+        given: list[tuple[int | str, Any]] = [*enumerate(bound.args), *bound.kwargs.items()]
+        for key, value in given:
             name = self._name_of(key)
             if isinstance(value, DataLoader):
                 raise BatchError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from torch.nn.parameter import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hybridtrain.errors import ConfigError, UserError, check_choice
-from hybridtrain.graph.layer import is_chain
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline.step import Head
 from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.model_inputs import inputs_of
 from hybridtrain.smp.partition import partitioned_model
 from hybridtrain.smp.refused import refuse_optimizer_steps_in_bodies
 from hybridtrain.smp.runtime import current
@@ -68,7 +67,7 @@ class DistributedModel(nn.Module):
         overlapping_allreduce: bool = True,
         backward_passes_per_step: int = 1,
         average_grads_across_microbatches: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: int = 25,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
@@ -215,7 +214,7 @@ class DistributedModel(nn.Module):
             hook(self, runtime.optimizers[0] if runtime.optimizers else None)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Has `hook(model, optimizer)` called once the model is divided, before its first forward."""
+        """Has `hook(model, optimizer)` called once the model is divided, before any forward."""
         handle = RemovableHandle(self._post_partition_hooks)
         self._post_partition_hooks[handle.id] = hook
         return handle
@@ -287,7 +286,7 @@ class DistributedModel(nn.Module):
         own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
         return ((name, m) for name, m in self.module.named_modules() if id(m) in own)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the whole model; all processes of a pipeline call it together."""
         return self.module.state_dict() if self.hybrid is None else self.hybrid.state_dict()
 
@@ -295,7 +294,7 @@ class DistributedModel(nn.Module):
         """Returns the state of this process's stages, marked as a part."""
         return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads a state of the whole model, or the parts of all processes of the pipeline.
@@ -367,6 +366,22 @@ class DistributedModel(nn.Module):
         """
         return self if self.hybrid is None else self.to("cpu")
 
+    def half(self) -> DistributedModel:
+        """Converts to fp16, before the first step."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> DistributedModel:
+        """Converts to bf16, before the first step."""
+        return self.to(torch.bfloat16)
+
+    def float(self) -> DistributedModel:
+        """Converts to fp32, before the first step."""
+        return self.to(torch.float32)
+
+    def double(self) -> DistributedModel:
+        """Converts to fp64, before the first step."""
+        return self.to(torch.float64)
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         # DistributedDataParallel asks for it when it is made
@@ -390,37 +405,8 @@ class DistributedModel(nn.Module):
         raise TypeError("a smp.DistributedModel cannot be pickled: save model.state_dict()")
 
 
-def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments of a call of `net` as the inputs of a batch.
-
-    Raises:
-        UserError: `net` cannot be called with them.
-    """
-    if len(args) == 1 and not kwargs and (isinstance(args[0], Tensor) or is_chain(net)):
-        return args[0]
-    try:
-        signature = inspect.signature(net.forward)
-    except ValueError:  # of TorchScript
-        return kwargs or args
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise UserError(f"{type(net).__name__}.forward{signature}: {error}") from None
-    by_name: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            if kwargs:
-                raise UserError(
-                    f"{type(net).__name__}.forward{signature}: pass its arguments all by position"
-                )
-            return args
-        by_name |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return by_name
-
-
 def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:
-    """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` over a part of the model."""
+    """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` of a part of a model."""
     if model.hybrid is None or model.hybrid.world.pipeline_group is None:
         return
     frame = sys._getframe(2)  # who asks the generator for a parameter

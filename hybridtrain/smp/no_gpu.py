@@ -28,13 +28,19 @@ def let_cuda_mean_cpu() -> None:
         return
     _replaced = True
     log.info("there is no GPU here: cuda means the CPU in this script")
-    classes: tuple[Any, ...] = (torch.Tensor, nn.Module)
-    for owner in classes:
+    owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
+    for owner in owners:
         owner.to = _on_cpu(owner.to)
-        owner.cuda = lambda self, *args, **kwargs: self
+        owner.cuda = _answering(owner.cuda, lambda self, *args, **kwargs: self)
     cuda: Any = torch.cuda
-    cuda.set_device = cuda.synchronize = lambda *args, **kwargs: None
-    cuda.current_device = lambda: _CPU
+    # one function for each, since torch.compile has a table of them
+    cuda.set_device = _answering(cuda.set_device, lambda *args, **kwargs: None)
+    cuda.synchronize = _answering(cuda.synchronize, lambda *args, **kwargs: None)
+    cuda.current_device = _answering(cuda.current_device, lambda: _CPU)
+
+
+def _answering(function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(answer)
 
 
 def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:

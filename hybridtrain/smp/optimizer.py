@@ -95,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._numbers, self._group_numbers = self._counted()
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages.
 
         With `fp16` the gradients are divided by the loss's factor first, and the update is left out
@@ -105,7 +105,7 @@ class DistributedOptimizer(Optimizer):
             UserError: it is called in a step.
         """
         if self.loss_scaler is None or self._scales:
-            return super().step(closure) if closure is not None else super().step()  # type: ignore[safe-super,call-arg]
+            return super().step(closure) if closure is not None else super().step()
         self._scales = True
         try:
             found = self.loss_scaler.step(self)  # which calls this method again, or not
@@ -152,7 +152,7 @@ class DistributedOptimizer(Optimizer):
             gone = {id(p) for p in others}
             group["params"] = [p for p in group["params"] if id(p) not in gone]
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
         Parameters have the numbers of the optimizer that was given. All processes of a pipeline
@@ -170,7 +170,7 @@ class DistributedOptimizer(Optimizer):
         """Returns the state for this process's stages, marked as a part."""
         return {**self._numbered(), PARTIAL: True}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
 
         Raises:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -163,4 +163,4 @@ def current() -> Runtime:
 
 
 def _new_group(backend: str | None, ranks: Any, timeout: timedelta) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), backend=backend, timeout=timeout)  # type: ignore[no-any-return]
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))

@@ -17,7 +17,8 @@ from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.precision import ThreadState
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
-from hybridtrain.smp.model import DistributedModel, inputs_of
+from hybridtrain.smp.model import DistributedModel
+from hybridtrain.smp.model_inputs import inputs_of
 from hybridtrain.smp.runtime import current
 from hybridtrain.smp.step_function import (
     check_attributes,
@@ -45,10 +46,10 @@ def step(
             model.backward(loss)
             return output, loss
 
-    Up to the model's call it runs in every process of the pipeline, for all micro-batches before the
-    first forward. From there on it runs in the process of the last stage alone, when the output is
-    there; what it returns is sent to the others. Tensors it returns become `StepOutput`s, other
-    values lists, by micro-batch.
+    Up to the model's call it runs in every process of the pipeline, for all micro-batches before
+    the first forward. From there on it runs in the process of the last stage alone, when the output
+    is there; what it returns is sent to the others. Tensors that it returns become `StepOutput`s,
+    and other values lists, by micro-batch.
 
     It trains if gradients are on where it calls the model and its code names `backward`; otherwise
     it evaluates.

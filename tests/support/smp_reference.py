@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.small_data import write_mnist
 from torch import nn
 from torch.nn import functional as F
 from torchvision import datasets, transforms
 
+from support.small_data import write_mnist
+
 _MNIST = datasets.MNIST
 
-_HEAD = '''\
+_HEAD = """\
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ import smdistributed.modelparallel.torch as smp
 class GroupedNet(nn.Module):
     def __init__(self):
         super(GroupedNet, self).__init__()
-'''
+"""
 
 _LAYERS = {
     "auto": "        # define layers\n",
@@ -45,7 +46,7 @@ _LAYERS = {
 """,
 }
 
-_TAIL = '''
+_TAIL = """
     def forward(self, x):
         # define forward pass and return model outputs
 
@@ -97,7 +98,7 @@ optimizer = optim.Adadelta(model.parameters(), lr=4.0)
 model = smp.DistributedModel(model)
 optimizer = smp.DistributedOptimizer(optimizer)
 train(model, device, train_loader, optimizer)
-'''
+"""
 
 _FIRST = """\
 torch.manual_seed(3)
