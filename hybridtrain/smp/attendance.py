@@ -1,4 +1,4 @@
-"""Whether all replicas have a further batch: one that has none would leave the others waiting.
+"""The agreement of all replicas that they train on: one that has ended leaves the others waiting.
 
 Every training step begins with an agreement of all processes, and so does the end of every script.
 A process in a step that meets one at its end knows that this replica has no further batch.

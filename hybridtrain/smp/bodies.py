@@ -1,7 +1,7 @@
 """The body of a step, once for each micro-batch, suspended where it calls the model.
 
 The engine needs the model's inputs from the first half of a body, and runs the second half when
-the output is there, much later and in another thread. So each body runs in a thread of its own,
+the output is there, much later and in another thread. So each body has its own thread,
 which waits in between; only one of the two threads runs at a time:
 
     engine     start --.                .-- inputs      resume --.            .-- value, root
@@ -114,7 +114,7 @@ class Body:
         if self._called:
             raise UserError(
                 f"{self.name} calls the model a second time, and a step pipelines one call: put "
-                f"both into one module's forward, or each into a step of its own"
+                f"both into one module's forward, or each into its own step"
             )
         self._called = True
         self._from_body.put(Call(args, kwargs, ThreadState.capture()))

@@ -49,8 +49,6 @@ REFUSED = {
 }
 """Keys that are refused unless they have their default, with what to do."""
 
-_OFF = (None, False, 0, 1)
-
 
 @dataclass(frozen=True)
 class SmpConfig:
@@ -110,7 +108,7 @@ class SmpConfig:
 
     @property
     def inner(self) -> str:
-        """Which processes have consecutive ranks: `pp` or `dp`, as of `World`."""
+        """The kind of processes with consecutive ranks: `pp` or `dp`, as of `World`."""
         if self.placement_strategy in ("cluster", "spread"):
             return "pp" if self.placement_strategy == "cluster" else "dp"
         # the letter to the right is the one of neighbours
@@ -168,7 +166,8 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
             "model is divided into; 1 for data parallelism alone"
         )
     for name, why in REFUSED.items():
-        if values.pop(name, None) not in _OFF:
+        value = values.pop(name, None)
+        if value is True or value not in (None, False, 0, 1):
             raise ConfigError(f"{name}={given[name]!r}: {why}")
     for name in NO_MEANING:
         values.pop(name, None)

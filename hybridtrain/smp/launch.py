@@ -16,7 +16,7 @@ _MPI = "MPI is not used: torchrun starts the processes"
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a script is started.
+    """The start of a script: processes, variables and the library's configuration.
 
     Attributes:
         config: of the library.

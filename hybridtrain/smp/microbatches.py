@@ -98,10 +98,10 @@ class ArgumentCutter:
         ]
         calls = []
         for index in range(len(samples)):
-            row = [column[index] for column in columns]
+            leaves = [column[index] for column in columns]
             values = []
             for spec, count in trees:
-                own, row = row[:count], row[count:]
+                own, leaves = leaves[:count], leaves[count:]
                 values.append(own[0] if spec is None else _joined(own, spec))
             count = len(bound.args)
             names = list(bound.kwargs)

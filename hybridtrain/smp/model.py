@@ -191,7 +191,7 @@ class DistributedModel(nn.Module):
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model was divided into stages."""
+        """True once the model is divided into stages."""
         return self.hybrid is not None
 
     def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

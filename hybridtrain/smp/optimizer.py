@@ -28,7 +28,7 @@ _SCALE_ARGUMENTS = {
 
 
 class DistributedOptimizer(Optimizer):
-    """The given optimizer, with the methods of smp 1.x; it stays an instance of its own class.
+    """The given optimizer, with the methods of smp 1.x; it stays an instance of its class.
 
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 

@@ -1,4 +1,4 @@
-"""How a model is divided: by marks, by estimated or measured costs, or by hand."""
+"""The division of a model: by marks, by estimated or measured costs, or by hand."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """How a rank is counted: over all processes, or over those of a group."""
+    """The processes that a rank is counted over: all of them, or those of a group."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"

@@ -1,4 +1,4 @@
-"""What smp 1.x has and this does not: each name gives one error that says so."""
+"""The names of smp 1.x that are not here: each gives one error that says so."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _LONG = timedelta(hours=24)  # a barrier may wait for a checkpoint or a download
 
 @dataclass
 class Runtime:
-    """What `init` has set up.
+    """The library's state, as `init` has set it up.
 
     Attributes:
         config: the configuration.

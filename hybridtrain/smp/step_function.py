@@ -1,4 +1,4 @@
-"""What is known of a step's function before it runs, from its code."""
+"""Facts of a step's function that its code shows before it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step returns: each tensor as a `StepOutput`, the value of every micro-batch."""
+"""The result of a step: each tensor as a `StepOutput`, with the value of every micro-batch."""
 
 from __future__ import annotations
 
