@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -135,9 +136,13 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     runtime.attendance.leave()
+    if runtime.model is not None:
+        runtime.model.hybrid = None  # its process groups must end before the interpreter does
     runtime.model = None
+    runtime.resume = None
     runtime.optimizers.clear()
     runtime.object_group = runtime.dp_group = runtime.dp_object_group = None
+    gc.collect()
     runtime.world.close()
 
 

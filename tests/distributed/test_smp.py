@@ -1,7 +1,5 @@
 """Scripts of smp 1.x, in two and four processes; each cell in all of them."""
 
-import functools
-
 import pytest
 from support.launch import WORKERS, Results, torchrun_script, worker_module
 
@@ -17,9 +15,15 @@ CELLS = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Launches each worker once for each number of processes, at its first cell."""
-    return functools.cache(
-        lambda worker, count: Results(worker, count, tmp_path_factory.mktemp(worker))
-    )
+    found = {}
+
+    def launched(worker, count):
+        if (worker, count) not in found:
+            found[worker, count] = None  # a launch that fails is not repeated for every cell
+            found[worker, count] = Results(worker, count, tmp_path_factory.mktemp(worker))
+        return found[worker, count] or pytest.fail(f"{worker} has failed before", pytrace=False)
+
+    return launched
 
 
 @pytest.mark.parametrize(("worker", "count", "cell"), CELLS)
