@@ -196,6 +196,12 @@ class World:
             activity.now("setup")
             early_signals.catch()
 
+    def say_stages(self, stages: Sequence[int]) -> None:
+        """Tells the others which stages this process has, for the reports of failures."""
+        if self.watchdog is not None and self.processes_per_replica > 1:
+            several = "s" * (len(stages) > 1)
+            self.watchdog.job.say_place(f"stage{several} {', '.join(map(str, stages))}")
+
     @property
     def nb_part(self) -> int:
         """The number of devices of a pipeline."""
