@@ -48,6 +48,52 @@ class _Share(NamedTuple):
             self.loads[owner] += _trained_bytes(parameter)
 
 
+class ReplicaShares:
+    """The replica that updates each parameter of an optimizer, alike on all replicas.
+
+    Args:
+        model: has the stages, each with the process group of its replicas.
+    """
+
+    def __init__(self, model: HybridModel) -> None:
+        self._model = model
+        self._shares: dict[int, _Share] = {}
+        self._own: set[int] = set()
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        """Chooses the replica of each of `parameters`, so that each stage's are spread evenly."""
+        model = self._model
+        stage_of: dict[int, int] = {}
+        for stage in reversed(model.stages):
+            stage_of |= {id(p): stage.index for p in stage.module.parameters()}
+        first = model.stages[0].index  # for parameters of no stage
+        by_stage: dict[int, list[Parameter]] = {}
+        for parameter in parameters:
+            by_stage.setdefault(stage_of.get(id(parameter), first), []).append(parameter)
+        for index, of_stage in by_stage.items():
+            if index not in self._shares:
+                group = model.pipeline.groups[index]
+                self._shares[index] = _Share(group, [], [], [0] * model.world.replicas)
+            self._shares[index].add(of_stage)
+        self._own = {
+            id(parameter)
+            for share in self._shares.values()
+            for parameter, owner in zip(share.parameters, share.owners, strict=True)
+            if owner == model.world.replica
+        }
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Returns whether this replica updates `parameter`."""
+        return id(parameter) in self._own
+
+    @torch.no_grad()
+    def send_updates(self) -> None:
+        """Sends what each replica has updated to the others; a collective call of the replicas."""
+        for _, share in sorted(self._shares.items()):
+            if share.group is not None:
+                _broadcast(share.group, share.parameters, share.owners)
+
+
 class ShardedOptimizer(Optimizer):
     """Updates on each replica a part of the parameters, and sends the result to the others.
 
@@ -84,12 +130,11 @@ class ShardedOptimizer(Optimizer):
                 f"shard={model.options.shard}: give HybridModel shard='optimizer', or take the "
                 f"optimizer itself"
             )
-        self._model = model
         self._inner = make(list(model.parameters()) if params is None else params)
         self._is_complete = False
         super().__init__([dict(group) for group in self._inner.param_groups], self._inner.defaults)
         self._is_complete = True
-        self._shares: dict[int, _Share] = {}
+        self._shares = ReplicaShares(model)
         self._spread(self.param_groups)
 
     @property
@@ -121,9 +166,7 @@ class ShardedOptimizer(Optimizer):
         self._inner.step()
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(own))  # some optimizers count their steps there
-        for _, share in sorted(self._shares.items()):
-            if share.group is not None:
-                _broadcast(share.group, share.parameters, share.owners)
+        self._shares.send_updates()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of all parameters, or of this replica's; keeps what this one updates.
@@ -151,29 +194,11 @@ class ShardedOptimizer(Optimizer):
         self.state = self._inner.state
 
     def _spread(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Chooses the replica of each parameter in new `groups`, alike on all of them."""
-        model = self._model
-        stage_of: dict[int, int] = {}
-        for stage in reversed(model.stages):
-            stage_of |= {id(p): stage.index for p in stage.module.parameters()}
-        first = model.stages[0].index  # for parameters of no stage
-        by_stage: dict[int, list[Parameter]] = {}
-        for parameter in (p for group in groups for p in group["params"]):
-            by_stage.setdefault(stage_of.get(id(parameter), first), []).append(parameter)
-        for index, parameters in by_stage.items():
-            if index not in self._shares:
-                group = model.pipeline.groups[index]
-                self._shares[index] = _Share(group, [], [], [0] * model.world.replicas)
-            self._shares[index].add(parameters)
-        own = {
-            id(parameter)
-            for share in self._shares.values()
-            for parameter, owner in zip(share.parameters, share.owners, strict=True)
-            if owner == model.world.replica
-        }
+        """Spreads the parameters of new `groups` over the replicas."""
+        self._shares.add(p for group in groups for p in group["params"])
         for whole, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner["params"] = [p for p in whole["params"] if id(p) in own]
-        for parameter in [p for p in self._inner.state if id(p) not in own]:
+            inner["params"] = [p for p in whole["params"] if self._shares.owns(p)]
+        for parameter in [p for p in self._inner.state if not self._shares.owns(p)]:
             del self._inner.state[parameter]  # made by its constructor
         self.state = self._inner.state
 

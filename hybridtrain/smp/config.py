@@ -103,8 +103,6 @@ class SmpConfig:
                 hint = did_you_mean(name, sorted(known), "settings")
                 raise ConfigError(f"{OWN_KEY}.{name} is unknown: {hint}")
         check_choice(f"{OWN_KEY}.engine", self.engine, ("local", "distributed"))
-        if self.shard_optimizer_state:
-            raise ConfigError("shard_optimizer_state=true is not supported yet: set it to false")
 
     @property
     def inner(self) -> str:
@@ -140,6 +138,7 @@ class SmpConfig:
             max_inflight=self.active_microbatches,
             memory_weight=self.memory_weight,
             precision=self.precision,
+            shard="optimizer" if self.shard_optimizer_state else "none",
             seed=seed,
         )
         settings = {name: value for name, value in self.own.items() if name not in _WORLD_KEYS}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.sharded_optimizer import ReplicaShares
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.communication import allgather
@@ -85,6 +87,7 @@ class DistributedOptimizer(Optimizer):
         self._scales = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
+        self._shares: ReplicaShares | None = None
         self._numbers, self._group_numbers = self._counted()
         runtime.optimizers.append(self)
         if runtime.model is not None and runtime.model.partitioned:
@@ -94,6 +97,8 @@ class DistributedOptimizer(Optimizer):
         """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         self._numbers, self._group_numbers = self._counted()
+        if self._shares is not None:
+            self._shares.add(self.param_groups[-1]["params"])
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages.
@@ -105,7 +110,11 @@ class DistributedOptimizer(Optimizer):
             UserError: it is called in a step.
         """
         if self.loss_scaler is None or self._scales:
-            return super().step(closure) if closure is not None else super().step()
+            with self._own_share():
+                result = super().step(closure) if closure is not None else super().step()
+            if self._shares is not None:
+                self._shares.send_updates()
+            return result
         self._scales = True
         try:
             found = self.loss_scaler.step(self)  # which calls this method again, or not
@@ -151,6 +160,31 @@ class DistributedOptimizer(Optimizer):
                 self.state.pop(parameter, None)
             gone = {id(p) for p in others}
             group["params"] = [p for p in group["params"] if id(p) not in gone]
+        if current().config.shard_optimizer_state and current().world.replicas > 1:
+            self._shares = ReplicaShares(model.partitioned_hybrid())
+            self._shares.add(p for group in self.param_groups for p in group["params"])
+            self._keep_own_share()
+
+    @contextmanager
+    def _own_share(self) -> Iterator[None]:
+        """Has the groups show the parameters alone that this replica updates."""
+        if self._shares is None:
+            yield
+            return
+        whole = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if self._shares.owns(p)]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(self.param_groups, whole, strict=True):
+                group["params"] = parameters
+
+    def _keep_own_share(self) -> None:
+        """Drops the state of parameters that another replica updates."""
+        if self._shares is not None:
+            for parameter in [p for p in self.state if not self._shares.owns(p)]:
+                del self.state[parameter]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
@@ -195,6 +229,7 @@ class DistributedOptimizer(Optimizer):
             for theirs, mine in zip(whole["param_groups"], local["param_groups"], strict=True)
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
+        self._keep_own_share()
 
     def _numbered(self) -> dict[str, Any]:
         local = Optimizer.state_dict(self)
@@ -204,6 +239,10 @@ class DistributedOptimizer(Optimizer):
             for group, own in zip(local["param_groups"], self._group_numbers, strict=True)
         ]
         state = {numbers[place]: entry for place, entry in local["state"].items()}
+        if self._shares is not None:  # each replica has some of the entries
+            own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
+            parts = allgather(own, CommGroup.RDP_GROUP)
+            state = {number: entry for part in parts for number, entry in part.items()}
         return {"state": state, "param_groups": groups}
 
     def _counted(self) -> tuple[dict[int, int], list[list[int]]]:
@@ -249,6 +288,7 @@ class LocalOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state of this process's stages."""
         Optimizer.load_state_dict(self._optimizer, dict(state))
+        self._optimizer._keep_own_share()
 
 
 def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:

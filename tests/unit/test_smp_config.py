@@ -67,7 +67,6 @@ def test_keys_mean_what_they_mean_in_smp():
         ({"fp16": True, "bf16": True}, "cannot both be true"),
         ({"ddp_dist_backend": "smddp"}, "ddp_dist_backend=smddp is unknown"),
         ({"pipeline_parallel_degree": 2}, "partitions and pipeline_parallel_degree differ"),
-        ({"shard_optimizer_state": True}, "shard_optimizer_state=true is not supported"),
         ({"hybridtrain": {"chunk": 1}}, "hybridtrain.chunk is unknown"),
         ({"hybridtrain": {"engine": "gpu"}}, "hybridtrain.engine=gpu is unknown"),
     ],

@@ -26,6 +26,7 @@ cells = Cells()
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 REPLICAS = {"pipeline_parallel_degree": 1, "microbatches": 2}
 LOCAL = {**PIPELINE, "hybridtrain": {"engine": "local"}}
+SHARDED = {**REPLICAS, "shard_optimizer_state": True}
 
 
 def build():
@@ -625,7 +626,7 @@ def _(world):
         found = script.model.state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
-    for config in (PIPELINE, REPLICAS, LOCAL):
+    for config in (PIPELINE, REPLICAS, LOCAL, SHARDED):
         script = begin(config)  # before the first step
         content = smp.resume_from_checkpoint(folder)
         assert content["steps"] == 2
@@ -658,6 +659,29 @@ def _(world):
     smp.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
+
+
+@cells.add("an optimizer state that is spread over the replicas changes no bit")
+def _(world):
+    ends = []
+    for config in (REPLICAS, SHARDED):
+        script = begin(config)
+        for _step in range(3):
+            script.optimizer.zero_grad()
+            train_step(script.model, script.x, script.y)
+            script.optimizer.step()
+        ends.append((script.model.state_dict(), script.optimizer.state_dict()))
+    kept = sum(len(entry) > 0 for entry in script.optimizer.state.values())
+    assert 0 < kept < len(list(script.model.parameters()))
+    (weights, state), (sharded_weights, sharded_state) = ends
+    assert all(torch.equal(weights[name], sharded_weights[name]) for name in weights)
+    assert state["param_groups"] == sharded_state["param_groups"]
+    assert state["state"].keys() == sharded_state["state"].keys()
+    for number, entry in state["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, sharded_state["state"][number][name])
+    script.optimizer.load_state_dict(copy.deepcopy(state))
+    assert sum(len(entry) > 0 for entry in script.optimizer.state.values()) == kept
 
 
 @cells.add("activation checkpointing by module changes no bit")
