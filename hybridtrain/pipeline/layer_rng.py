@@ -10,6 +10,10 @@ Below autograd and autocast every random operation passes through a `TorchDispat
 module asked for it (`nn.Dropout`, attention's dropout, a plain `torch.rand`). The mode costs some
 microseconds per operation, so only layers that were seen to draw run in it: all layers in the first
 step after `train()`, from then on those that drew in that step.
+
+torch.compile does not work inside such a mode. Compiled layers are therefore looked at apart from
+their step, in a run of the plain layer whose result is dropped (`layer_runner`); those that draw
+run plainly from then on.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class LayerRNG:
     Attributes:
         step: the number of training passes so far; a resumed run sets it.
         active: whether the model trains; nothing is seeded in evaluation.
+        looks_apart: see there.
 
     Args:
         seed: of the run.
@@ -39,24 +44,35 @@ class LayerRNG:
         units: for each layer its unit, and its number among the unit's pieces.
         every_layer: seed every layer in every step: a layer that is recomputed must draw the same
             numbers twice, also in the first step in which it draws.
+        looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
     """
 
     def __init__(
-        self, seed: int, replica: int, units: Sequence[tuple[int, int]], every_layer: bool = False
+        self,
+        seed: int,
+        replica: int,
+        units: Sequence[tuple[int, int]],
+        every_layer: bool = False,
+        looks_apart: bool = False,
     ) -> None:
         self.step = 0
         self.active = True
         self._seed = seed
         self._replica = replica
         self._units = units
-        self._every_layer = every_layer
-        self._detecting = True
+        self._every_layer = every_layer and not looks_apart
+        self.looks_apart = looks_apart
+        self._detecting = not looks_apart
+        self._unseen = set(range(len(units))) if looks_apart else set[int]()
         self._drawing: set[int] = set()
         self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
 
     def redetect(self) -> None:
         """Looks at all layers in the next step: the set of random layers may have changed."""
-        self._detecting = True
+        if self.looks_apart:
+            self._unseen.update(range(len(self._units)))
+        else:
+            self._detecting = True
 
     def end_step(self, unseeded_draws: bool) -> None:
         """Moves to the next step; the layers seen to draw so far are those seeded from now on.
@@ -66,8 +82,22 @@ class LayerRNG:
         not seeded by place; those in the next are.
         """
         self.step += 1
-        if self.active:  # in evaluation mode no layer was looked at
+        # In evaluation mode no layer was looked at. Compiled layers are not looked at again for a
+        # default generator, which a thread that loads data may move in every step.
+        if self.active and not self.looks_apart:
             self._detecting = unseeded_draws
+
+    def draws(self, layer: int) -> bool:
+        """Returns whether `layer` was seen to draw."""
+        return layer in self._drawing
+
+    def needs_look(self, layer: int) -> bool:
+        """Returns whether the plain `layer` must run once inside `seeded`, before its step."""
+        return self.active and layer in self._unseen
+
+    def looked_at(self, layer: int) -> None:
+        """Notes that `layer` has run as `needs_look` asked for."""
+        self._unseen.discard(layer)
 
     def needs_seeding(self, layer: int) -> bool:
         """Returns whether `layer` must run inside `seeded`."""

@@ -22,6 +22,7 @@ from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
+from hybridtrain.pipeline.compilation import compile_layers
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.grad_norm import norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
@@ -81,7 +82,9 @@ class Pipeline:
         self._world = world
         self._options = options
         self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
-        self.rng = LayerRNG(options.seed, world.replica, planned.units, self._policy.is_active)
+        self.rng = LayerRNG(
+            options.seed, world.replica, planned.units, self._policy.is_active, options.compile
+        )
         # collective calls, for every stage
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
         owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
@@ -97,11 +100,9 @@ class Pipeline:
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
-        if options.compile:
-            for stage in self.stages:
-                for layer in stage.layers:
-                    layer.module.compile()
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        if options.compile:
+            compile_layers(own_layers)
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
