@@ -84,7 +84,7 @@ class InputBoundary:
             own: list[StageInput] = []
 
             def as_leaf(tensor: Tensor, own: list[StageInput] = own) -> Tensor:
-                if tensor.device != self._device:  # the batch's; others are here already
+                if not self._links and tensor.device != self._device:  # of the batch
                     tensor = move(tensor, self._device)
                 if not tensor.requires_grad:
                     return tensor

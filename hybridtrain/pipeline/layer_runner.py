@@ -144,6 +144,7 @@ class LayerRunner:
         if index not in self._states:
             self._states[index] = LayerState(layer)
         with (
+            torch.no_grad(),  # or a checkpoint around it would count what it saves
             self._states[index].undone(),
             skip_scope(popped),
             as_recomputation(),  # statistics of batch norms are not collected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -16,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import optimizer_bytes, resident_bytes
@@ -30,12 +32,15 @@ from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
+from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -102,7 +107,7 @@ class Pipeline:
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         if options.compile:
-            compile_layers(own_layers)
+            compile_layers(own_layers, self._policy.is_active)
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
@@ -144,7 +149,30 @@ class Pipeline:
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
+            if self._options.compile:
+                self._log_compiled()
         return values
+
+    def _log_compiled(self) -> None:
+        plain = [
+            layer.name
+            for stage in self.stages
+            for number, layer in enumerate(stage.layers, stage.first)
+            if self.rng.draws(number)
+        ]
+        _log.info(
+            "compiled %d of %d layers%s",
+            sum(map(self._count_compiled, self.stages)),
+            sum(len(stage.layers) for stage in self.stages),
+            f"; these draw random numbers, and run uncompiled in training: {', '.join(plain)}"
+            if plain
+            else "",
+        )
+
+    def _count_compiled(self, stage: Stage) -> int:
+        """Returns how many layers of `stage` run compiled in training."""
+        numbers = range(stage.first, stage.first + len(stage.layers))
+        return sum(not self.rng.draws(number) for number in numbers) * self._options.compile
 
     def change(self) -> Change | None:
         """Returns what has changed in the model since the stages were made; see `ModelWatch`."""
@@ -281,7 +309,7 @@ class Pipeline:
         device = self.output_device
         if type(values) is Tensor and values.device == device:
             return values
-        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), values)
+        return tree_map_only(Tensor, lambda t: put(t, device), values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns the sum over the replicas of `values`, on every process.
@@ -330,17 +358,19 @@ class Pipeline:
         """
         in_flight = self.plan.in_flight
         return [
-            torch.cuda.max_memory_allocated(stage.device)
-            if stage.device.type == "cuda"
-            else resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            if (accelerator := accelerator_of(stage.device)) is None
+            else accelerator.peak_memory(stage.device).allocated
             for stage in self.stages
         ]
 
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
 
+        With `compile`, also `compiled_layers`, how many of them are compiled in training.
         A collective call of the pipeline.
         """
+        compiles = self._options.compile
         own = [
             {
                 "index": stage.index,
@@ -349,6 +379,7 @@ class Pipeline:
                 # on a GPU the allocator has counted the optimizer's state already
                 "peak_memory_bytes": memory
                 + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+                **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]
