@@ -1,7 +1,7 @@
 """Devices that compute while the host runs ahead, on a CPU: `cpu:0`, `cpu:1`, ...
 
-They drive the engines through `hybridtrain.accelerator`, as CUDA does. On the host a tensor of such a
-device is shape, strides and a block of memory. An operation works out the shapes of its results,
+They drive the engines through `hybridtrain.accelerator`, as CUDA does. On the host a tensor of
+such a device is shape, strides and a block of memory. An operation works out the shapes of its results,
 takes memory for them and goes into a stream, whose worker thread computes on that memory later. As
 with CUDA's allocator, memory goes back when the host drops the tensor: at once to the stream that
 it was allocated in, to others when the streams noted by `record_stream` have come so far.
@@ -9,8 +9,8 @@ it was allocated in, to others when the streams noted by `record_stream` have co
     host     a = x @ w      b = a + 1     del a      c = b * 2      takes the memory of `a`
     stream                  x @ w         a + 1      b * 2
 
-What it cannot show: speed, the order in which a GPU adds up, NCCL, and what differs between kinds of
-copies. Factories such as `torch.arange(device=...)` inside a layer are not seen.
+What it cannot show: speed, the order in which a GPU adds up, NCCL, and what differs between kinds
+of copies. Factories such as `torch.arange(device=...)` inside a layer are not seen.
 """
 
 from __future__ import annotations
