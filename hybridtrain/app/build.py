@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -106,6 +107,9 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     config = settings.config
     leave_out_leftovers(settings)
     options = checked_options(config)
+    if config.trainer.deterministic:
+        # cuBLAS reads it with its first matrix product, and repeats its results with it alone
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = World.from_env(
         config.pipeline.nb_part,
         config.world.devices,
@@ -132,6 +136,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     data = _data(config, world)
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
     torch.manual_seed(config.seed)
     if reuse_plan:
         split: Any = world.on_main(lambda: _split_or_plan(settings, directory, store))

@@ -58,7 +58,7 @@ class TrainLoader:
         self.samples = len(dataset)
         self._world = world
         self._seed = seed
-        self._options = options or LoaderOptions()
+        self.options = self._options = options or LoaderOptions()
         full, rest = divmod(self.samples, batch_size)
         self.batches_per_epoch = full + (rest > 0 and not self._options.drop_last)
         if self.batches_per_epoch == 0:

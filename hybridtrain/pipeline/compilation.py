@@ -1,8 +1,8 @@
 """Layers under torch.compile.
 
 A layer that draws random numbers in training runs plainly there: its draws are seeded by a dispatch
-mode, which torch.compile cannot see into. Dynamo gives up a frame that it meets there, up to PyTorch
-2.13 for good. So a compiled layer is never called inside that mode.
+mode, which torch.compile cannot see into. Dynamo gives up a frame that it meets there, up to
+PyTorch 2.13 for good. So a compiled layer is never called inside that mode.
 """
 
 from __future__ import annotations

@@ -26,8 +26,13 @@ from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.compilation import compile_layers
 from hybridtrain.pipeline.engines import ENGINES
-from hybridtrain.pipeline.grad_norm import norm_over_processes
-from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
+from hybridtrain.pipeline.grad_norm import norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.layer_rng import (
+    LayerRNG,
+    current_gpus_generator,
+    default_generator_states,
+    no_generator,
+)
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
@@ -87,8 +92,14 @@ class Pipeline:
         self._world = world
         self._options = options
         self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
+        shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         self.rng = LayerRNG(
-            options.seed, world.replica, planned.units, self._policy.is_active, options.compile
+            options.seed,
+            world.replica,
+            planned.units,
+            self._policy.is_active,
+            options.compile,
+            no_generator if shared else current_gpus_generator,
         )
         # collective calls, for every stage
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
@@ -336,7 +347,9 @@ class Pipeline:
                 world.wire_device,
             )
         gradients = [p.grad for p in self._net.parameters() if p.grad is not None]
-        if len(self._gradient_devices) > 1 or not gradients:
+        if len(self._gradient_devices) > 1 and gradients:
+            return norm_over_devices(gradients)
+        if not gradients:
             return get_total_norm(gradients)
         # the same operations without sorting by device, which takes longer than they do
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -345,10 +358,32 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         if self._world.pipeline_group is None:
-            return clip_grad_norm_(self._net.parameters(), max_norm)
+            if len(self._gradient_devices) == 1:
+                return clip_grad_norm_(self._net.parameters(), max_norm)
         norm = self.grad_norm()
         clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
+
+    def reset_peak_memory(self) -> None:
+        """Counts the peak memory of this process's devices from now on."""
+        for device in self._gradient_devices:
+            if (accelerator := accelerator_of(device)) is not None:
+                accelerator.reset_peak_memory(device)
+
+    def device_memory(self) -> dict[str, dict[str, int]]:
+        """Returns the peak bytes of each device: `allocated` for tensors, `reserved` by the allocator.
+
+        Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
+        the two is what the allocator holds beside the tensors.
+        """
+        rank = self._world.rank
+        several = self._world.pipeline_group is not None
+        own = [
+            (f"rank {rank} {device}" if several else str(device), accelerator.peak_memory(device))
+            for device in sorted(self._gradient_devices, key=str)
+            if (accelerator := accelerator_of(device)) is not None
+        ]
+        return {name: memory._asdict() for name, memory in self.gather(own)}
 
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.

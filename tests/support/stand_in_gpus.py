@@ -1,8 +1,8 @@
 """Devices that compute while the host runs ahead, on a CPU: `cpu:0`, `cpu:1`, ...
 
 They drive the engines through `hybridtrain.accelerator`, as CUDA does. On the host a tensor of
-such a device is shape, strides and a block of memory. An operation works out the shapes of its results,
-takes memory for them and goes into a stream, whose worker thread computes on that memory later. As
+such a device is shape, strides and a block of memory. An operation works out the shapes of its
+results, takes memory for them and goes into a stream, whose worker thread computes on that memory later. As
 with CUDA's allocator, memory goes back when the host drops the tensor: at once to the stream that
 it was allocated in, to others when the streams noted by `record_stream` have come so far.
 

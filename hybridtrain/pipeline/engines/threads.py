@@ -53,7 +53,10 @@ class ThreadEngine:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._inboxes: list[Inbox] = []
         if len(devices) == 1:
-            return  # a single lane runs in the caller's thread
+            # a single lane runs in the caller's thread, in which `cuda` must mean this GPU
+            if (accelerator := accelerator_of(devices[0])) is not None:
+                accelerator.set_device(devices[0])
+            return
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: Inbox = SimpleQueue()
