@@ -357,9 +357,8 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
-        if self._world.pipeline_group is None:
-            if len(self._gradient_devices) == 1:
-                return clip_grad_norm_(self._net.parameters(), max_norm)
+        if self._world.pipeline_group is None and len(self._gradient_devices) == 1:
+            return clip_grad_norm_(self._net.parameters(), max_norm)
         norm = self.grad_norm()
         clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
@@ -371,7 +370,7 @@ class Pipeline:
                 accelerator.reset_peak_memory(device)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the peak bytes of each device: `allocated` for tensors, `reserved` by the allocator.
+        """Returns the peak bytes of each device, `allocated` for tensors and `reserved` for them.
 
         Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
         the two is what the allocator holds beside the tensors.
