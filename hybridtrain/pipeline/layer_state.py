@@ -161,11 +161,11 @@ class LayerState:
             values = dict(zip(snapshot.places, snapshot.values, strict=True))
             for number, name in sorted(self._replaced | self._changed_in_place):
                 before = values.get((number, name), _MISSING)
-                own = snapshot.copies.get(id(before))
-                if isinstance(own, Tensor) and own is not before:
-                    before.data.copy_(own)
-                elif own is not None:
-                    before = own
+                saved = snapshot.copies.get(id(before))
+                if isinstance(saved, Tensor) and saved is not before:
+                    before.data.copy_(saved)
+                elif saved is not None:
+                    before = saved
                 _put(self._holders[number], name, before)
 
     def _index(self, values: list[Any]) -> None:

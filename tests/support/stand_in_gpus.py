@@ -3,8 +3,9 @@
 They drive the engines through `hybridtrain.accelerator`, as CUDA does. On the host a tensor of
 such a device is shape, strides and a block of memory. An operation works out the shapes of its
 results, takes memory for them and goes into a stream, whose worker thread computes on that memory
-later. As with CUDA's allocator, memory goes back when the host drops the tensor: at once to the stream that
-it was allocated in, to others when the streams noted by `record_stream` have come so far.
+later. As with CUDA's allocator, memory goes back when the host drops the tensor: at once to the
+stream that it was allocated in, to others when the streams noted by `record_stream` have come so
+far.
 
     host     a = x @ w      b = a + 1     del a      c = b * 2      takes the memory of `a`
     stream                  x @ w         a + 1      b * 2
