@@ -42,14 +42,14 @@ class PeakMemory(NamedTuple):
 
 
 class Accelerator(Protocol):
-    """What the engines ask of one kind of devices; only `synchronize` waits for one."""
+    """One kind of devices, for the engines; only `synchronize` waits for one."""
 
     def has(self, device: torch.device) -> bool:
         """Returns whether `device` is one of this kind."""
         ...
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Returns a stream of its own."""
+        """Returns a new stream."""
         ...
 
     def current_stream(self, device: torch.device) -> Stream:

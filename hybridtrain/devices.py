@@ -78,7 +78,7 @@ def _device(item: str | int, gpus: int) -> torch.device:
 def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
     """Returns the identity of each GPU in `devices`, alike in all processes of a machine.
 
-    Their numbers are not, where each process sees GPUs of its own.
+    Their numbers are not, where each process sees other GPUs.
     """
     return [
         f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
@@ -102,7 +102,7 @@ def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
             if rank_of.setdefault(gpu, rank) != rank:
                 raise WorldError(
                     f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
-                    f"connect them: give each process a GPU of its own (devices=, start fewer "
+                    f"connect them: give each process its own GPU (devices=, start fewer "
                     f"processes), or set backend=gloo"
                 )
 

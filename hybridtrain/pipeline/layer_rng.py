@@ -11,7 +11,7 @@ module asked for it (`nn.Dropout`, attention's dropout, a plain `torch.rand`). T
 microseconds per operation, so only layers that were seen to draw run in it: all layers in the first
 step after `train()`, from then on those that drew in that step.
 
-A kernel that is no operation of PyTorch's, such as the dropout of flash-attn or apex, draws from
+A kernel outside PyTorch's operations, such as the dropout of flash-attn or apex, draws from
 the default generator of its GPU unseen. So that generator is seeded by place as well, for as long
 as a layer runs in the mode, where no other stage's thread uses it.
 
