@@ -1,4 +1,4 @@
-"""The command line: `python -m hybridtrain [train|plan|evaluate|export|submit] [overrides...]`.
+"""The command line: `python -m hybridtrain [command] [overrides...]`.
 
 The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
 through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
@@ -29,7 +29,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
-COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results")
+COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results", "smp-config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +57,10 @@ def _dispatch(arguments: list[str]) -> int:
         from hybridtrain.app.results import results
 
         return results(arguments[1:])
+    if arguments[:1] == ["smp-config"]:
+        from hybridtrain.app.smp_config import smp_config
+
+        return smp_config(arguments[1:])
     dry_run = "--dry-run" in arguments
     arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -71,6 +75,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
     if command == "results":
         raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
+    if command == "smp-config":
+        raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
     if command == "submit" and not parsed.cfg:

@@ -14,6 +14,7 @@ from torch.utils._pytree import KeyPath, MappingKey
 from hybridtrain.checkpoint.source import Source
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+from hybridtrain.sharded_optimizer import ShardedOptimizer
 from hybridtrain.sharded_tensors import is_sharded, load_
 
 
@@ -70,8 +71,7 @@ def load_optimizer_by_name(
     The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
     present run's settings are what the user wants now.
     """
-    # one whose state is spread over the replicas has another with the parameters of this one
-    updated: Optimizer = getattr(optimizer, "inner", optimizer)
+    updated = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     own = {id(p) for group in updated.param_groups for p in group["params"]}
     parameters = {name: p for name, p in model.named_parameters() if id(p) in own}
 

@@ -189,7 +189,7 @@ def _rank_0_has_all(model: HybridModel) -> bool:
     """Returns whether rank 0 has the whole state, the same on every process."""
     if model.world.size == 1:
         return True
-    if model.world.pipeline_group is not None or getattr(model.options, "shard", "none") != "none":
+    if model.world.pipeline_group is not None or model.options.shard != "none":
         return False
     state = model.net.state_dict().values()
     return not any(isinstance(value, Tensor) and is_sharded(value) for value in state)
