@@ -37,6 +37,8 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",
+    "allow_recompilations",
+    "call_uncompiled",
     "compiled_module",
     "ddp_check_reduced",
     "ddp_close",
@@ -71,6 +73,28 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
     """
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+
+
+def call_uncompiled(module: nn.Module, *args: Any) -> Any:
+    """Calls `module` and its hooks as if `module.compile()` had not been called.
+
+    Uses `nn.Module._call_impl`, what the module compiles: `torch.compiler.set_stance` is one switch
+    for all threads.
+    """
+    return module._call_impl(*args)
+
+
+def allow_recompilations(layers: int) -> None:
+    """Has Dynamo compile one function for so many layers of different kinds.
+
+    `torch._dynamo.config.recompile_limit`: beyond 8 variants of a function, and the function that
+    calls a module is the same for all of them, Dynamo runs the others uncompiled.
+    """
+    # takes a second, which only those who compile should wait
+    import torch._dynamo.config as dynamo
+
+    for name, factor in (("recompile_limit", 1), ("accumulated_recompile_limit", 8)):
+        setattr(dynamo, name, max(getattr(dynamo, name), 8 * factor * layers))
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -72,6 +73,38 @@ def _device(item: str | int, gpus: int) -> torch.device:
         if device.index >= gpus:
             raise WorldError(f"devices={device} is not there: this machine has {gpus} GPUs")
     return device
+
+
+def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
+    """Returns the identity of each GPU in `devices`, alike in all processes of a machine.
+
+    Their numbers are not, where each process sees other GPUs.
+    """
+    return [
+        f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        for device in devices
+        if device.type == "cuda"
+    ]
+
+
+def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
+    """Refuses two processes on one GPU, which NCCL cannot connect.
+
+    Args:
+        gpus: `physical_gpus` of each rank.
+
+    Raises:
+        WorldError: names the ranks.
+    """
+    rank_of: dict[str, int] = {}
+    for rank, own in enumerate(gpus):
+        for gpu in own:
+            if rank_of.setdefault(gpu, rank) != rank:
+                raise WorldError(
+                    f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
+                    f"connect them: give each process its own GPU (devices=, start fewer "
+                    f"processes), or set backend=gloo"
+                )
 
 
 def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError
 from hybridtrain.loss_counts import Loss, TargetCount, refuse_ignored
 from hybridtrain.losses import MeanLoss, SumLoss
@@ -122,7 +123,9 @@ class BatchWeight:
             return values[0] if units[0] == divisor else values[0] * units[0] / divisor
         stacked = torch.stack(list(values))
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        factors = stacked.new_tensor([float(unit) for unit in units])
+        # not new_tensor, which waits until the device is done with all that is queued
+        factors = torch.tensor([float(unit) for unit in units], dtype=stacked.dtype)
+        factors = put(factors, stacked.device)
         return (stacked * factors).sum() / divisor
 
 

@@ -253,6 +253,7 @@ class HybridModel:
         self._batch_check.begin(inputs, targets)
         samples = batch_size(inputs, targets)
         sizes = chunk_sizes(samples, self.options.chunks)
+        self._check_synchronised(len(sizes))
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.with_count(loss_fn)
@@ -556,3 +557,17 @@ class HybridModel:
             "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
             "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
+
+    def _check_synchronised(self, microbatches: int) -> None:
+        """Refuses a batch for which replicas may have unequal numbers of micro-batches.
+
+        Each of them is a collective call of every synchronised batch norm, and one too many would
+        wait for ever.
+        """
+        chunks = self.options.chunks
+        if self.options.sync_batch_norm and self.world.replicas > 1 and microbatches < chunks:
+            raise BatchError(
+                f"this batch has {microbatches} samples for chunks={chunks}, and with "
+                f"sync_batch_norm=true all replicas must have equally many micro-batches: lower "
+                f"chunks=, or set drop_last=true so that there is no short last batch"
+            )

@@ -59,7 +59,8 @@ class PipelineOptions:
     precision: str = "fp32"
     """`fp32`, or `bf16` or `fp16` for autocast; fp16 needs `scale_loss` in `train_step`."""
     compile: bool = False
-    """Compile each layer with `torch.compile`."""
+    """Compile each layer with `torch.compile`; those that draw random numbers, such as dropout, run
+    uncompiled in training."""
     seed: int = 0
     """The seed of random layers such as dropout."""
     find_unused_parameters: bool = False

@@ -118,6 +118,7 @@ class Trainer:
         self.evaluation = evaluation
         self.metrics = metrics or {}
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
+        self._check_last_batch(model)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
@@ -193,6 +194,7 @@ class Trainer:
         self._tell("on_start")
         self.model.zero_grad()  # of a fit before that has ended in the middle of a step
         self.optimizer.zero_grad()
+        self.model.pipeline.reset_peak_memory()  # of measurements, and of models before this one
         stream = self.train.stream(self.epoch, self.batch)
         self.throughput = Throughput()
         try:
@@ -440,6 +442,7 @@ class Trainer:
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
             "bubble_fraction": self._stats.bubble,
             "stages": self._stats.stages(self.optimizer),
+            "device_memory": self.model.pipeline.device_memory(),
             "world": {
                 "processes": self.world.size,
                 "nb_part": self.world.nb_part,
@@ -482,6 +485,20 @@ class Trainer:
     @property
     def _samples_per_step(self) -> int:
         return self.train.batch_size * self.options.accumulate
+
+    def _check_last_batch(self, model: HybridModel) -> None:
+        """Refuses what a synchronised batch norm would refuse at the end of the first epoch."""
+        samples = getattr(self.train, "samples", None)
+        drops = getattr(getattr(self.train, "options", None), "drop_last", True)
+        if not model.options.sync_batch_norm or drops or samples is None:
+            return
+        last = samples % self.train.batch_size
+        if last and last // self.world.replicas < model.options.chunks:
+            raise ConfigError(
+                f"the last batch of an epoch has {last} samples, which are not enough for "
+                f"chunks={model.options.chunks} micro-batches on each of {self.world.replicas} "
+                f"replicas, as sync_batch_norm=true needs: set drop_last=true, or lower chunks="
+            )
 
     def _ends_epoch(self, every: int | None) -> bool:
         """Returns whether the last step has ended every `every`th epoch."""

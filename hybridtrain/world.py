@@ -35,7 +35,14 @@ from torch import Tensor
 
 from hybridtrain._torch_private import get_default_store
 from hybridtrain.cluster import Cluster
-from hybridtrain.devices import DeviceSpec, check_nb_part, choose_backend, choose_devices
+from hybridtrain.devices import (
+    DeviceSpec,
+    check_nb_part,
+    check_not_shared,
+    choose_backend,
+    choose_devices,
+    physical_gpus,
+)
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import early_signals
 from hybridtrain.launch.activity import activity
@@ -153,6 +160,8 @@ class World:
             inner=inner,
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
         )
+        if world.size > 1 and chosen == "nccl":
+            check_not_shared(world.gather(physical_gpus(own)))
         if per_replica > 1:
             timeout = timedelta(seconds=timeout_s)
             # with gloo for what is on the CPU also where the devices are GPUs

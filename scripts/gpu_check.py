@@ -1,8 +1,8 @@
-"""Checks on a machine with GPUs: exactness, host cost, memory, and a GPT's speed. One table.
+"""Checks on a machine with GPUs: exactness, what only a GPU has, host cost, memory, and speed.
 
 Run it by `scripts/gpu_check.sh`. The stages share the one GPU where there is only one; else those
-of the exactness check are dealt out over all. The exit status is 1 if a result of a split model is
-not the unsplit one's.
+of the exactness check are dealt out over all. It ends with one table, and a file for programs. The
+exit status is 1 if a result of a split model is not the unsplit one's, or a check failed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from hybridtrain.precision import AUTOCAST
 from hybridtrain.world import World
 from scripts.bench import host_cost as tiny
 from scripts.bench.common import interleave, mean_loss, print_table, timed
+from scripts.gpu_parts import run_parts
 from tests.support.matrix import TOLERANCE, compared, difference, random_cells
 
 # Dense bf16 peak in FLOP/s, as the vendor states it; fp16 where a GPU has no bf16.
@@ -59,7 +62,8 @@ class Check:
         small: sizes for a try without a GPU.
         deadline: when the whole must be done, by `time.monotonic`.
         rows: the table so far.
-        failed: whether a split model differed.
+        failed: whether a split model differed, or a check raised.
+        cut_off: the checks that were not run, or not to their end.
     """
 
     device: str
@@ -67,6 +71,7 @@ class Check:
     deadline: float
     rows: list[list[str]] = field(default_factory=list)
     failed: bool = False
+    cut_off: list[str] = field(default_factory=list)
 
     @property
     def left(self) -> float:
@@ -121,7 +126,10 @@ def exactness(check: Check, until: float) -> None:
         good = worst <= TOLERANCE[precision] and not errors
         check.failed |= not good
         done, equal = len(found) - 1, [value for value, _ in found[1:]].count(0.0)
-        verdict = ("ok" if done else "no time") if good else f"FAILED {where} {errors[:2]}"
+        verdict = "ok" if good else f"FAILED {where} {errors[:2]}"
+        if done + len(errors) < len(chosen):
+            check.cut_off.append(f"exact: {case}, {precision}")
+            verdict = f"{verdict}, cut off: no time" if done or errors else "cut off: no time"
         check.add(
             f"exact: {case}",
             f"{precision}, {done} of {len(chosen)} cells",
@@ -257,7 +265,8 @@ def speed(check: Check) -> None:
     base = 0.0
     for stages in (0, 1, 2, 4):
         if check.left < 25 and not check.small:
-            check.add("GPT", f"{stages} stages", "left out: no time")
+            check.add("GPT", f"{stages} stages", "", "", "cut off: no time")
+            check.cut_off.append(f"GPT, {stages} stages")
             continue
         torch.manual_seed(0)
         net = gpt(size.vocabulary, size.length, size.layers, size.heads, size.width)
@@ -288,6 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny GPT, to try the script")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="the table")
     parser.add_argument("--seconds", type=float, default=450.0, help="for all of it")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -299,17 +309,37 @@ def main() -> int:
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     else:
         torch.set_num_threads(1)
-    # the parts that come later keep at least the last half of the time
-    exactness(check, until=options.seconds / 2)
-    host_cost(check)
-    memory(check)
-    speed(check)
+    # the parts that come later keep most of the time
+    exactness(check, until=options.seconds * 0.6)
+    failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - 150, check.add)
+    check.failed |= bool(failed)
+    check.cut_off += left_out
+    for part in (host_cost, memory, speed):
+        try:
+            part(check)
+        except Exception as error:  # one that fails is a line, not the end
+            check.failed = True
+            name = part.__name__.replace("_", " ")
+            check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
     print(
         f"\nGPU check: {gpus}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
         f"Python {platform.python_version()}, {time.monotonic() - start:.0f} s\n"
     )
     print_table(["check", "setting", "result", "beside", "verdict"], check.rows)
-    print("FAILED" if check.failed else "exact in all cells")
+    verdict = "FAILED" if check.failed else "ok"
+    if check.cut_off:
+        verdict += f"; not run to the end: {', '.join(check.cut_off)}"
+    print(verdict)
+    columns = ["check", "setting", "result", "beside", "verdict"]
+    found = {
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "failed": check.failed,
+        "cut_off": check.cut_off,
+        "rows": [dict(zip(columns, row, strict=True)) for row in check.rows],
+    }
+    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(check.failed)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks this project on a machine with one or more GPUs: exactness, host cost, memory, and the
-# speed of a GPT of 350M parameters. Needs what README names, and prints one table in 8 minutes.
+# Checks this project on a machine with one or more GPUs: exactness, what only a GPU has, host cost,
+# memory, and the speed of a GPT of 350M parameters. Needs what README names, and prints one table
+# in 8 minutes, which is also in gpu_check.json.
 #
 #   scripts/gpu_check.sh                       on GPUs, all stages in one process
 #   scripts/gpu_check.sh --processes 4         a process for each stage (engine=distributed): by NCCL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -151,6 +152,9 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
 
 def join(config: Config) -> World:
     """Joins the other processes, those that the launcher has announced."""
+    if config.trainer.deterministic:
+        # cuBLAS reads it with its first matrix product, and repeats its results with it alone
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return World.from_env(
         config.pipeline.nb_part,
         config.world.devices,
@@ -193,6 +197,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     data = load_data(config, world)
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
     torch.manual_seed(config.seed)
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:

@@ -61,7 +61,7 @@ class TrainLoader:
         self._world = world
         self._shuffle = shuffle
         self._seed = seed
-        self._options = options or LoaderOptions()
+        self.options = self._options = options or LoaderOptions()
         full, rest = divmod(self.samples, batch_size)
         self.batches_per_epoch = full + (rest > 0 and not self._options.drop_last)
         if self.batches_per_epoch == 0:

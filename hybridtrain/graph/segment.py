@@ -52,6 +52,7 @@ class Segment(nn.Module):
         self._graphs = [training] if evaluation is training else [training, evaluation]
         self._root = (root,)  # in a tuple, to keep it from becoming a submodule
         self._owners = owners
+        self.uses_compiled = True  # the compiled graphs, if there are any
 
     def forward(self, value: Any) -> Any:
         """Returns the main value of this segment from that of the one before."""
@@ -63,7 +64,9 @@ class Segment(nn.Module):
             for name in graph.inputs:
                 arguments.append(take(name) if name in graph.last_uses else pop(name))
         # not the module's own call, which would print its code when a layer in it raises
-        run = graph.module.forward if graph.compiled is None else graph.compiled
+        run = graph.module.forward
+        if graph.compiled is not None and self.uses_compiled:
+            run = graph.compiled
         main, *others = run(*arguments)
         for name, other in zip(graph.outputs, others, strict=True):
             stash(name, other)

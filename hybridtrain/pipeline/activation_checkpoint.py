@@ -9,7 +9,8 @@ itself is restored by `layer_state`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,17 +103,15 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 # from the thread that drops it
                 failure = error
                 return None
-        _state.recomputing = True
         try:
-            return run(snapshots, *args)
+            with as_recomputation():
+                return run(snapshots, *args)
         except RuntimeError as error:
             # What ends a recomputation once all is there, raised inside TorchScript, comes out as
             # another error. If it was a real one, checkpoint finds that tensors are missing.
             if "TorchScript interpreter" not in str(error):
                 raise
             raise StopRecomputation from error
-        finally:
-            _state.recomputing = False
 
     result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
     if failure is None:
@@ -121,6 +120,17 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
         raise failure
     finally:
         failure = None
+
+
+@contextmanager
+def as_recomputation() -> Iterator[None]:
+    """Marks what runs inside as a second run of a layer, which counts nothing again."""
+    before = _state.recomputing
+    _state.recomputing = True
+    try:
+        yield
+    finally:
+        _state.recomputing = before
 
 
 class _State(threading.local):

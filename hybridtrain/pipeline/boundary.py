@@ -42,8 +42,7 @@ class StageInput:
     def __init__(self, leaf: Tensor, capture_raw: bool) -> None:
         self._leaf = leaf
         self._raw: Tensor | None = None
-        if capture_raw:
-            leaf.register_hook(self._capture)
+        self._hook = leaf.register_hook(self._capture) if capture_raw else None
 
     @property
     def gradient(self) -> Tensor | None:
@@ -54,6 +53,12 @@ class StageInput:
     def grad_strides_differ(self) -> bool:
         """True if the captured gradient has another memory layout than the tensor."""
         return self._raw is not None and self._raw.stride() != self._leaf.stride()
+
+    def release(self) -> None:
+        """Takes the hook off, or both would keep each other's memory until a garbage collection."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _capture(self, gradient: Tensor) -> None:
         self._raw = gradient
@@ -84,7 +89,7 @@ class InputBoundary:
             own: list[StageInput] = []
 
             def as_leaf(tensor: Tensor, own: list[StageInput] = own) -> Tensor:
-                if tensor.device != self._device:  # the batch's; others are here already
+                if not self._links and tensor.device != self._device:  # of the batch
                     tensor = move(tensor, self._device)
                 if not tensor.requires_grad:
                     return tensor
@@ -99,7 +104,11 @@ class InputBoundary:
         """Returns, after the backward, the gradients to send back over each incoming link."""
         if self._captures_raw is None:
             self._captures_raw = any(one.grad_strides_differ for own in inputs for one in own)
-        return [[one.gradient for one in own] for own in inputs[: len(self._links)]]
+        found = [[one.gradient for one in own] for own in inputs[: len(self._links)]]
+        for own in inputs:
+            for one in own:
+                one.release()
+        return found
 
 
 class OutputBoundary:

@@ -1,4 +1,4 @@
-"""The norm of the gradients of a model whose stages are in several processes."""
+"""The norm of the gradients of a model whose stages are on several devices, or in processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from hybridtrain.accelerator import put
 from hybridtrain.sharded_tensors import is_sharded, whole_gradient
+
+
+def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the L2 norm of all `gradients`, with one copy for each device.
+
+    The norms of the gradients are put together in the order of the parameters, so that the last
+    operation is the same as on one device. PyTorch's `get_total_norm` copies each by itself.
+    """
+    places: dict[torch.device, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        places.setdefault(gradient.device, []).append(place)
+    norms: list[Tensor] = [gradients[0]] * len(gradients)
+    for own in places.values():
+        found = torch.stack(torch._foreach_norm([gradients[place] for place in own]))
+        for place, norm in zip(own, put(found, gradients[0].device).unbind(), strict=True):
+            norms[place] = norm
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,14 @@ Below autograd and autocast every random operation passes through a `TorchDispat
 module asked for it (`nn.Dropout`, attention's dropout, a plain `torch.rand`). The mode costs some
 microseconds per operation, so only layers that were seen to draw run in it: all layers in the first
 step after `train()`, from then on those that drew in that step.
+
+A kernel outside PyTorch's operations, such as the dropout of flash-attn or apex, draws from
+the default generator of its GPU unseen. So that generator is seeded by place as well, for as long
+as a layer runs in the mode, where no other stage's thread uses it.
+
+torch.compile does not work inside such a mode. Compiled layers are therefore looked at apart from
+their step, in a run of the plain layer whose result is dropped (`layer_runner`); those that draw
+run plainly from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +40,8 @@ class LayerRNG:
     Attributes:
         step: the number of training passes so far; a resumed run sets it.
         active: whether the model trains; nothing is seeded in evaluation.
+        looks_apart: see there.
+        own_generator: see there.
 
     Args:
         seed: of the run.
@@ -39,24 +49,39 @@ class LayerRNG:
         units: for each layer its unit, and its number among the unit's pieces.
         every_layer: seed every layer in every step: a layer that is recomputed must draw the same
             numbers twice, also in the first step in which it draws.
+        looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
+        own_generator: returns the default generator of the device of this thread, if no other
+            thread draws from it.
     """
 
     def __init__(
-        self, seed: int, replica: int, units: Sequence[tuple[int, int]], every_layer: bool = False
+        self,
+        seed: int,
+        replica: int,
+        units: Sequence[tuple[int, int]],
+        every_layer: bool = False,
+        looks_apart: bool = False,
+        own_generator: Callable[[], torch.Generator | None] | None = None,
     ) -> None:
+        self.own_generator = own_generator or no_generator
         self.step = 0
         self.active = True
         self._seed = seed
         self._replica = replica
         self._units = units
-        self._every_layer = every_layer
-        self._detecting = True
+        self._every_layer = every_layer and not looks_apart
+        self.looks_apart = looks_apart
+        self._detecting = not looks_apart
+        self._unseen = set(range(len(units))) if looks_apart else set[int]()
         self._drawing: set[int] = set()
         self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
 
     def redetect(self) -> None:
         """Looks at all layers in the next step: the set of random layers may have changed."""
-        self._detecting = True
+        if self.looks_apart:
+            self._unseen.update(range(len(self._units)))
+        else:
+            self._detecting = True
 
     def end_step(self, unseeded_draws: bool) -> None:
         """Moves to the next step; the layers seen to draw so far are those seeded from now on.
@@ -66,8 +91,22 @@ class LayerRNG:
         not seeded by place; those in the next are.
         """
         self.step += 1
-        if self.active:  # in evaluation mode no layer was looked at
+        # In evaluation mode no layer was looked at. Compiled layers are not looked at again for a
+        # default generator, which a thread that loads data may move in every step.
+        if self.active and not self.looks_apart:
             self._detecting = unseeded_draws
+
+    def draws(self, layer: int) -> bool:
+        """Returns whether `layer` was seen to draw."""
+        return layer in self._drawing
+
+    def needs_look(self, layer: int) -> bool:
+        """Returns whether the plain `layer` must run once inside `seeded`, before its step."""
+        return self.active and layer in self._unseen
+
+    def looked_at(self, layer: int) -> None:
+        """Notes that `layer` has run as `needs_look` asked for."""
+        self._unseen.discard(layer)
 
     def needs_seeding(self, layer: int) -> bool:
         """Returns whether `layer` must run inside `seeded`."""
@@ -121,7 +160,24 @@ class _SeededDraws(TorchDispatchMode):
         self._layer = layer
         self._place = place
         self._operations = 0
+        self._own = rng.own_generator()
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __enter__(self) -> Any:
+        if self._own is not None:
+            self._found = self._own.get_state()
+            # -1: no operation has it; each piece of a unit draws other numbers
+            key = self._key + struct.pack("<2q", -1, self._place[1])
+            self._own.manual_seed(_seed_of(key))
+            self._given = self._own.get_state()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._own is not None:
+            if not torch.equal(self._own.get_state(), self._given):
+                self._rng.note_draw(self._layer, self._place, self._operations)
+            self._own.set_state(self._found)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -152,10 +208,24 @@ class _SeededDraws(TorchDispatchMode):
         number = struct.pack("<q", self._before + self._operations)
         self._operations += 1
         self._rng.note_draw(self._layer, self._place, self._operations)
-        digest = hashlib.blake2b(self._key + number, digest_size=8).digest()
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(int.from_bytes(digest, "little") >> 1)
+        return self._generators[device].manual_seed(_seed_of(self._key + number))
+
+
+def _seed_of(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def no_generator() -> None:
+    """Returns None: other threads draw from the default generator of the device."""
+
+
+def current_gpus_generator() -> torch.Generator | None:
+    """Returns the default generator of this thread's current GPU; None where CUDA is not used."""
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 DefaultStates = tuple[bytes, list[int]]

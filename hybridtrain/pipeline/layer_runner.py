@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.microbatch import map_tensors
-from hybridtrain.pipeline.activation_checkpoint import checkpointed
+from hybridtrain.pipeline.activation_checkpoint import as_recomputation, checkpointed
+from hybridtrain.pipeline.compilation import run_plainly
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_state import LayerState, Snapshot
 from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
@@ -30,6 +31,10 @@ _ERROR_HINTS = {
 }
 
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()
+
+
+def _call(module: nn.Module, value: Any) -> Any:
+    return module(value)
 
 
 class LayerRunner:
@@ -63,6 +68,7 @@ class LayerRunner:
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
         self._states: dict[int, LayerState] = {}
+        self._run_plainly = run_plainly if rng.looks_apart else _call
 
     def run(
         self,
@@ -79,13 +85,15 @@ class LayerRunner:
         try:
             with skip_scope(skipped) if self._skips else _NO_SCOPE as scope:
                 for layer in self.layers:
+                    if self.rng.needs_look(index):
+                        self._look(microbatch, index, layer, value)
                     if index in self._checkpointed_layers and torch.is_grad_enabled():
                         value = self._run_checkpointed_layer(microbatch, index, layer, value)
                     elif snapshots is not None:
                         value = self._run_with_state(snapshots, microbatch, index, layer, value)
                     elif self.rng.needs_seeding(index):
                         with self.rng.seeded(index, microbatch):
-                            value = layer.module(value)
+                            value = self._run_plainly(layer.module, value)
                     else:
                         value = layer.module(value)
                     index += 1
@@ -117,12 +125,32 @@ class LayerRunner:
         """Runs a layer from the state that it had the first time, and draws the same numbers."""
         if index not in self._states:
             self._states[index] = LayerState(layer)
-        needs_seeding = self.rng.needs_seeding(index)
-        with (
-            self._states[index].of(snapshots, index),
-            self.rng.seeded(index, microbatch) if needs_seeding else _NO_SCOPE,
-        ):
+        with self._states[index].of(snapshots, index):
+            if self.rng.needs_seeding(index):
+                with self.rng.seeded(index, microbatch):
+                    return self._run_plainly(layer.module, value)
             return layer.module(value)
+
+    def _look(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
+        """Finds out whether a compiled layer draws, by a run of the plain layer.
+
+        The run changes nothing: neither the layer's state, nor its inputs, nor what it pops.
+        """
+        self.rng.looked_at(index)
+        names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
+        popped = {name: pop(name) for name in names}
+        if works_in_place(layer.module):
+            value, popped = map_tensors(torch.clone, (value, popped))
+        if index not in self._states:
+            self._states[index] = LayerState(layer)
+        with (
+            torch.no_grad(),  # or a checkpoint around it would count what it saves
+            self._states[index].undone(),
+            skip_scope(popped),
+            as_recomputation(),  # statistics of batch norms are not collected
+            self.rng.seeded(index, microbatch),
+        ):
+            run_plainly(layer.module, value)
 
     def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(

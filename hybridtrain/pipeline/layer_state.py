@@ -145,6 +145,29 @@ class LayerState:
         self._compare(snapshot)
         snapshots[index] = snapshot
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Surrounds a forward after which the layer is as it was before it."""
+        self._is_first = True  # everything is copied
+        snapshot = self._save()
+        tracked = [b for norm in self._norms for b in norm._buffers.values() if b is not None]
+        copies = [buffer.clone() for buffer in tracked]
+        try:
+            yield
+        finally:
+            self._compare(snapshot)
+            for buffer, own in zip(tracked, copies, strict=True):
+                buffer.data.copy_(own)
+            values = dict(zip(snapshot.places, snapshot.values, strict=True))
+            for number, name in sorted(self._replaced | self._changed_in_place):
+                before = values.get((number, name), _MISSING)
+                saved = snapshot.copies.get(id(before))
+                if isinstance(saved, Tensor) and saved is not before:
+                    before.data.copy_(saved)
+                elif saved is not None:
+                    before = saved
+                _put(self._holders[number], name, before)
+
     def _index(self, values: list[Any]) -> None:
         """Notes what is where, for as long as the same objects are there."""
         self._indexed = values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import optimizer_bytes, resident_bytes
@@ -24,13 +26,20 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.clocks import seconds_ahead
+from hybridtrain.pipeline.compilation import compile_layers
 from hybridtrain.pipeline.engines import ENGINES
-from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_processes
-from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
+from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.layer_rng import (
+    LayerRNG,
+    current_gpus_generator,
+    default_generator_states,
+    no_generator,
+)
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
+from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline
@@ -38,6 +47,8 @@ from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
 from hybridtrain.sharded_tensors import gathered, own_parameters
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -84,7 +95,15 @@ class Pipeline:
         self._world = world
         self._options = options
         self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
-        self.rng = LayerRNG(options.seed, world.replica, planned.units, self._policy.is_active)
+        shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
+        self.rng = LayerRNG(
+            options.seed,
+            world.replica,
+            planned.units,
+            self._policy.is_active,
+            options.compile,
+            no_generator if shared else current_gpus_generator,
+        )
         # collective calls, for every stage
         self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
         owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
@@ -100,11 +119,9 @@ class Pipeline:
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
-        if options.compile:
-            for stage in self.stages:
-                for layer in stage.layers:
-                    layer.module.compile()
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        if options.compile:
+            compile_layers(own_layers, self._policy.is_active)
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         world.say_stages(owned)
@@ -151,7 +168,30 @@ class Pipeline:
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
+            if self._options.compile:
+                self._log_compiled()
         return values
+
+    def _log_compiled(self) -> None:
+        plain = [
+            layer.name
+            for stage in self.stages
+            for number, layer in enumerate(stage.layers, stage.first)
+            if self.rng.draws(number)
+        ]
+        _log.info(
+            "compiled %d of %d layers%s",
+            sum(map(self._count_compiled, self.stages)),
+            sum(len(stage.layers) for stage in self.stages),
+            f"; these draw random numbers, and run uncompiled in training: {', '.join(plain)}"
+            if plain
+            else "",
+        )
+
+    def _count_compiled(self, stage: Stage) -> int:
+        """Returns how many layers of `stage` run compiled in training."""
+        numbers = range(stage.first, stage.first + len(stage.layers))
+        return sum(not self.rng.draws(number) for number in numbers) * self._options.compile
 
     def change(self) -> Change | None:
         """Returns what has changed in the model since the stages were made; see `ModelWatch`."""
@@ -342,7 +382,7 @@ class Pipeline:
         device = self.output_device
         if type(values) is Tensor and values.device == device:
             return values
-        return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), values)
+        return tree_map_only(Tensor, lambda t: put(t, device), values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns the sum over the replicas of `values`, on every process.
@@ -371,7 +411,9 @@ class Pipeline:
         gradients = [p.grad for p in self._net.parameters() if p.grad is not None]
         if self.shards_weights:
             return norm_of_parts(gradients, self.output_device)
-        if len(self._gradient_devices) > 1 or not gradients:
+        if len(self._gradient_devices) > 1 and gradients:
+            return norm_over_devices(gradients)
+        if not gradients:
             return get_total_norm(gradients)
         # the same operations without sorting by device, which takes longer than they do
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -390,6 +432,27 @@ class Pipeline:
             parameters = own_parameters(parameters)
         clip_grads_with_norm_(parameters, max_norm, norm)
 
+    def reset_peak_memory(self) -> None:
+        """Counts the peak memory of this process's devices from now on."""
+        for device in self._gradient_devices:
+            if (accelerator := accelerator_of(device)) is not None:
+                accelerator.reset_peak_memory(device)
+
+    def device_memory(self) -> dict[str, dict[str, int]]:
+        """Returns the peak bytes of each device, `allocated` for tensors and `reserved` for them.
+
+        Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
+        the two is what the allocator holds beside the tensors.
+        """
+        rank = self._world.rank
+        several = self._world.pipeline_group is not None
+        own = [
+            (f"rank {rank} {device}" if several else str(device), accelerator.peak_memory(device))
+            for device in sorted(self._gradient_devices, key=str)
+            if (accelerator := accelerator_of(device)) is not None
+        ]
+        return {name: memory._asdict() for name, memory in self.gather(own)}
+
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.
 
@@ -398,17 +461,19 @@ class Pipeline:
         """
         in_flight = self.plan.in_flight
         return [
-            torch.cuda.max_memory_allocated(stage.device)
-            if stage.device.type == "cuda"
-            else resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            if (accelerator := accelerator_of(stage.device)) is None
+            else accelerator.peak_memory(stage.device).allocated
             for stage in self.stages
         ]
 
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
 
+        With `compile`, also `compiled_layers`, how many of them are compiled in training.
         A collective call of the pipeline.
         """
+        compiles = self._options.compile
         own = [
             {
                 "index": stage.index,
@@ -417,6 +482,7 @@ class Pipeline:
                 # on a GPU the allocator has counted the optimizer's state already
                 "peak_memory_bytes": memory
                 + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+                **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
         ]

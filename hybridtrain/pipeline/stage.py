@@ -54,6 +54,7 @@ class Stage:
     Attributes:
         index: its place in the pipeline.
         layers: the layers that it runs.
+        first: the number of the first of them in the model.
         device: where they are.
         incoming: the links to it, the primary output's first.
         outgoing: the links from it, the primary output's first.
@@ -80,6 +81,7 @@ class Stage:
         self.module = module
         self.device = device
         self.layers: tuple[Layer, ...] = runner.layers
+        self.first = runner.first
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.aliases = list(aliases)

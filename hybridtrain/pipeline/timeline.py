@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from hybridtrain.accelerator import Event, accelerator_of
 from hybridtrain.pipeline.clocks import clock_name, now
 from hybridtrain.schedule import Action, Schedule, Span, mean_costs
 
@@ -37,6 +38,7 @@ class Timeline:
         self._devices = devices
         self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
+        _align(devices)
         self._zero = [mark(device) for device in devices]
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
@@ -76,8 +78,8 @@ class Timeline:
     def _own_spans(self) -> tuple[tuple[Span, ...], ...]:
         lanes = []
         for device, marks, zero in zip(self._devices, self._marks, self._zero, strict=True):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if (accelerator := accelerator_of(device)) is not None:
+                accelerator.synchronize(device)
             lanes.append(
                 tuple(Span(action, _since(zero, a), _since(zero, b)) for action, a, b in marks)
             )
@@ -107,23 +109,37 @@ class LanePeers:
     seconds_ahead: Callable[[], float]
 
 
-Mark = float | torch.cuda.Event
+Mark = float | Event
 
 
 def mark(device: torch.device) -> Mark:
     """Returns the present time on `device`."""
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return now()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return accelerator.record_event(accelerator.current_stream(device), timing=True)
+
+
+def _align(devices: Iterable[torch.device]) -> None:
+    """Has all devices begin together: their zeros would be apart by what each has still to do."""
+    accelerators = {device: accelerator_of(device) for device in devices}
+    streams = {
+        device: (accelerator, accelerator.current_stream(device))
+        for device, accelerator in accelerators.items()
+        if accelerator is not None
+    }
+    if len(streams) > 1:
+        events = [accelerator.record_event(own) for accelerator, own in streams.values()]
+        for _, stream in streams.values():
+            for event in events:
+                stream.wait_event(event)
 
 
 def _since(zero: Mark, end: Mark) -> float:
     if isinstance(zero, float) and isinstance(end, float):
         return end - zero
-    assert isinstance(zero, torch.cuda.Event)
-    assert isinstance(end, torch.cuda.Event)
+    assert not isinstance(zero, float)
+    assert not isinstance(end, float)
     return float(zero.elapsed_time(end)) / 1e3
 
 

@@ -4,18 +4,29 @@ On GPUs a copy runs on side streams of both devices. The sender starts it as soo
 there; the receiver's stream waits for an event. Neither device's main stream waits for work that
 was queued on the other after the value, and the host waits for nothing. On the CPU, and between
 stages that share a device, the value itself is passed on.
+
+    stage 0's device   compute F0 | compute F1 |
+      to stage 1                  copy F0      copy F1
+    stage 1's device
+      from stage 0                copy F0      copy F1
+      compute                             F0 .. waits for its copy alone
+
+A side stream belongs to one source, one target and one kind of values. The host runs ahead of the
+devices, and a copy that was queued early holds up those behind it until its source has computed: an
+activation of a later micro-batch would hold up a gradient that is there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from hybridtrain.accelerator import Event, Stream, accelerator_of, put
 from hybridtrain.microbatch import map_tensors
 
 
@@ -23,40 +34,95 @@ class Transfer(NamedTuple):
     """A message on its way: the values, and the event after which they are on the target device."""
 
     values: Any
-    ready_event: torch.cuda.Event | None = None
+    ready_event: Event | None = None
 
 
-def send(values: Any, source: torch.device, target: torch.device) -> Transfer:
-    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender calls it."""
-    if source.type != "cuda" or target.type != "cuda":
+def send(values: Any, source: torch.device, target: torch.device, kind: str = "") -> Transfer:
+    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender calls it.
+
+    What is in CPU memory, such as the lengths that `pack_padded_sequence` takes, stays there.
+
+    Args:
+        values: on `source`.
+        source: the device of the sender.
+        target: the device of the receiver.
+        kind: values of one kind arrive in the order in which they were sent.
+    """
+    accelerator = accelerator_of(target)
+    if accelerator is None or accelerator_of(source) is not accelerator:
         return Transfer(map_tensors(lambda tensor: move(tensor, target), values))
-    outbound, inbound = _side_stream(source, "out"), _side_stream(target, "in")
-    outbound.wait_stream(torch.cuda.current_stream(source))
+    outbound = _side_stream(source, source, target, kind)
+    inbound = _side_stream(target, source, target, kind)
+    outbound.wait_stream(accelerator.current_stream(source))
 
     def copy(tensor: Tensor) -> Tensor:
+        if tensor.device != source:
+            return tensor
         moved = move(tensor, target)
-        tensor.record_stream(outbound)  # its memory is not reused before the copy is done
+        # its memory is not reused before the copy is done
+        accelerator.record_stream(tensor, outbound)
         return moved
 
-    with torch.cuda.stream(outbound), torch.cuda.stream(inbound):
+    with accelerator.using([outbound, inbound]):
         moved = map_tensors(copy, values)
-        return Transfer(moved, inbound.record_event())
+        return Transfer(moved, accelerator.record_event(inbound))
 
 
 def receive(transfer: Transfer, device: torch.device) -> Any:
     """Returns the values, usable on the current stream of `device`."""
-    if transfer.ready_event is not None:
-        stream = torch.cuda.current_stream(device)
+    accelerator = accelerator_of(device)
+    if transfer.ready_event is not None and accelerator is not None:
+        stream = accelerator.current_stream(device)
         stream.wait_event(transfer.ready_event)
-        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), transfer.values)
+        for leaf in tree_leaves(transfer.values):
+            if isinstance(leaf, Tensor) and leaf.device == device:
+                accelerator.record_stream(leaf, stream)
     return transfer.values
+
+
+class Inputs:
+    """The inputs of the micro-batches on the first stage's device, copied one ahead.
+
+    Args:
+        source: gives the inputs of a micro-batch, in CPU memory or on the device.
+        chunks: the number of micro-batches.
+        device: of the first stage.
+    """
+
+    def __init__(self, source: Callable[[int], Any], chunks: int, device: torch.device) -> None:
+        self._source = source
+        self._chunks = chunks
+        self._device = device
+        self._begun: dict[int, Transfer] = {}
+
+    def take(self, microbatch: int) -> Any:
+        """Returns the inputs of `microbatch`, and begins to copy those of the next."""
+        for number in (microbatch, microbatch + 1):
+            if number < self._chunks and number not in self._begun:
+                self._begun[number] = self._begin(number)
+        return receive(self._begun.pop(microbatch), self._device)
+
+    def _begin(self, microbatch: int) -> Transfer:
+        values, device = self._source(microbatch), self._device
+        accelerator = accelerator_of(device)
+        on_host = [
+            isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.device != device
+            for leaf in tree_leaves(values)
+        ]
+        if accelerator is None or not any(on_host):
+            return Transfer(values)
+        stream = _side_stream(device, torch.device("cpu"), device, "inputs")
+        # memory that the copies get may be in use in the current stream
+        with accelerator.using([stream]):
+            moved = map_tensors(lambda tensor: move(tensor, device), values)
+            return Transfer(moved, accelerator.record_event(stream))
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a detached copy on `device` with the same `requires_grad`, or `tensor` itself."""
     if tensor.device == device:
         return tensor
-    moved = tensor.detach().to(device, non_blocking=True)
+    moved = put(tensor.detach(), device)
     return moved.requires_grad_() if tensor.requires_grad else moved
 
 
@@ -67,19 +133,25 @@ def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
     after it the caller's streams wait for them.
     """
     for device in devices:
-        own, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        accelerator = accelerator_of(device)
+        assert accelerator is not None
+        own, theirs = accelerator.current_stream(device), accelerator.default_stream(device)
         first, second = (own, theirs) if before else (theirs, own)
         if first != second:
             second.wait_stream(first)
 
 
-# One for each direction: what arrives must not wait for what leaves after a long computation.
-_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_side_streams: dict[tuple[torch.device, torch.device, torch.device, str], Stream] = {}
 _side_streams_lock = threading.Lock()
 
 
-def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+def _side_stream(
+    device: torch.device, source: torch.device, target: torch.device, kind: str
+) -> Stream:
+    key = device, source, target, kind
     with _side_streams_lock:
-        if (device, direction) not in _side_streams:
-            _side_streams[device, direction] = torch.cuda.Stream(device)
-        return _side_streams[device, direction]
+        if key not in _side_streams:
+            accelerator = accelerator_of(device)
+            assert accelerator is not None
+            _side_streams[key] = accelerator.new_stream(device)
+        return _side_streams[key]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain.graph.layer import Layer, works_in_place
@@ -168,11 +170,22 @@ def run_chain(
 
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
-    """Restores the default generators; gradients are on if some module is in training mode."""
+    """Restores the default generators; gradients are on if some module is in training mode.
+
+    Synchronised batch norms normalise by themselves: other processes do not take part.
+    """
     trains = any(part.training for layer in layers for part in layer.module.modules())
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
-        yield
+    parts = {id(part): part for layer in layers for part in layer.module.modules()}
+    synchronised = [part for part in parts.values() if isinstance(part, nn.SyncBatchNorm)]
+    for norm in synchronised:
+        norm.forward = MethodType(_BatchNorm.forward, norm)  # type: ignore[method-assign]
+    try:
+        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+            yield
+    finally:
+        for norm in synchronised:
+            del norm.forward
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridtrain.launch.activity import Lane
+from hybridtrain.pipeline.run_ahead import run_ahead
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.timeline import mark
+from hybridtrain.pipeline.transfer import Inputs
 from hybridtrain.schedule import Action
 
 
@@ -32,6 +34,10 @@ class ActionRunner:
         self._stages = stages
         self._ports = ports
         self._last = step.schedule.stages - 1
+        self._run_ahead = run_ahead(step.schedule, stages)
+        self._inputs: Inputs | None = None
+        if self._run_ahead is not None and 0 in stages:
+            self._inputs = Inputs(step.source, step.schedule.chunks, stages[0].device)
 
     def add_note(self, error: BaseException, action: Action) -> None:
         """Adds to `error` which action has failed."""
@@ -44,18 +50,25 @@ class ActionRunner:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
+        if self._run_ahead is not None:
+            doing.wait(True)
+            self._run_ahead.before_forward(index)
+            doing.wait(False)
         if index:
             doing.wait(True)
             messages = [port.receive() for port in ports.receive]
             doing.wait(False)
         else:
-            messages = [(step.source(microbatch),)]
+            take = step.source if self._inputs is None else self._inputs.take
+            messages = [(take(microbatch),)]
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
         with step.thread_state.autocast():
             sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
         if head is not None:
             (self.values[microbatch],) = sent
             return
@@ -75,5 +88,7 @@ class ActionRunner:
         sent = stage.backward(microbatch, gradients, reduce)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
         for port, message in zip(ports.send_gradients, sent, strict=True):
             port.send(message)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -45,14 +46,17 @@ class ThreadEngine:
     def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
         devices = world.devices
         self._stages = stages
-        self._gpus = {device for device in devices if device.type == "cuda"}
+        self._gpus = {device for device in devices if accelerator_of(device) is not None}
         self._links = links
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - {stage.index for stage in stages}:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         self._inboxes: list[Inbox] = []
         if len(devices) == 1:
-            return  # a single lane runs in the caller's thread
+            # a single lane runs in the caller's thread, in which `cuda` must mean this GPU
+            if (accelerator := accelerator_of(devices[0])) is not None:
+                accelerator.set_device(devices[0])
+            return
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: Inbox = SimpleQueue()
@@ -121,8 +125,8 @@ class _QueuePort:
 
     __slots__ = ("_between", "_queue", "_stop")
 
-    def __init__(self, source: torch.device, target: torch.device, stop: _Stop) -> None:
-        self._between = (source, target) if source != target else None
+    def __init__(self, source: torch.device, target: torch.device, kind: str, stop: _Stop) -> None:
+        self._between = (source, target, kind) if source != target else None
         self._stop = stop
         self._queue: SimpleQueue[Any] = SimpleQueue()
 
@@ -154,10 +158,12 @@ class _StepRun:
         self.stop = _Stop()
         device = [stage.device for stage in stages]
         activations = {
-            link: _QueuePort(device[link.source], device[link.target], self.stop) for link in links
+            link: _QueuePort(device[link.source], device[link.target], "F", self.stop)
+            for link in links
         }
         gradients = {
-            link: _QueuePort(device[link.target], device[link.source], self.stop) for link in links
+            link: _QueuePort(device[link.target], device[link.source], "B", self.stop)
+            for link in links
         }
         ports = {
             stage.index: StagePorts(
@@ -234,8 +240,8 @@ def threads_per_lane(lanes: int) -> int:
 def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     """Runs what comes into `inbox` until that is None; the body of a worker thread."""
     torch.set_num_threads(intra_op_threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if (accelerator := accelerator_of(device)) is not None:
+        accelerator.set_device(device)
     while (run_lane := inbox.get()) is not None:
         run_lane()
         del run_lane  # or this frame would keep the step's activations until the next one

@@ -1,0 +1,88 @@
+"""`compile=True` compiles every layer that does not draw, in every step."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from support.compare import assert_same, grads, hybrid, mean_loss
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+WIDTH, CHUNKS = 4, 2
+
+
+def net(dropout=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    return nn.Sequential(*layers[:2], *([nn.Dropout(0.5)] if dropout else []), *layers[2:])
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch):
+    """Counts how often compiled code runs; the code is what Dynamo has traced."""
+    calls = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            calls.append(None)
+            return graph(*args)
+
+        return run
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options)
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    yield calls
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+def test_every_layer_is_compiled_in_every_step(compiled_calls, checkpoint):
+    model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True, checkpoint=checkpoint)
+    # 4 linear layers; of 5 layers, 2 linear ones are recomputed one by one
+    runs = {"never": 4, "always": 8}.get(str(checkpoint), 6)
+    for step in range(4):
+        compiled_calls.clear()
+        model.train_step(torch.randn(6, WIDTH), None, mean_loss)
+        assert len(compiled_calls) == runs * CHUNKS, f"step {step}"
+        if step % 2:
+            model.eval()
+            model(torch.randn(6, WIDTH))
+            model.train()
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
+
+
+def test_draws_of_compiled_runs_do_not_depend_on_the_split(compiled_calls):
+    found = []
+    for settings in ({}, {"compile": True}, {"compile": True, "checkpoint": "always"}):
+        model = hybrid(net(dropout=True), 1 + len(settings), chunks=CHUNKS, seed=3, **settings)
+        for step in range(2):
+            model.train_step(torch.ones(6, WIDTH) * step, None, mean_loss)
+        found.append(grads(model.net))
+    for other in found[1:]:
+        assert_same(other, found[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_look_at_a_layer_leaves_its_state_alone(compiled_calls):
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
+    ours = copy.deepcopy(plain)
+    x = torch.randn(8, WIDTH)
+    hybrid(plain, chunks=CHUNKS).train_step(x, None, mean_loss)
+    hybrid(ours, chunks=CHUNKS, compile=True).train_step(x, None, mean_loss)
+    assert ours[1].num_batches_tracked == CHUNKS
+    assert_same(ours.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_number_of_compiled_layers_is_said(compiled_calls, caplog):
+    model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True)
+    with caplog.at_level(logging.INFO, "hybridtrain"):
+        model.train_step(torch.randn(6, WIDTH), torch.randn(6, WIDTH), F.mse_loss)
+    assert "compiled 4 of 5 layers" in caplog.text
+    assert "uncompiled in training: 2" in caplog.text
+    summaries = model.stage_summaries(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert sum(stage["compiled_layers"] for stage in summaries) == 4

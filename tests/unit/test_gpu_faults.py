@@ -1,0 +1,144 @@
+"""What would go wrong on GPUs alone, checked without one: draws, norms, memory, shared devices."""
+
+import gc
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
+from support.nets import WIDTH, floats
+from support.stand_in_gpus import on_host, stand_in_gpus
+from torch import nn
+
+from hybridtrain import HybridModel, World
+from hybridtrain.cluster import Cluster
+from hybridtrain.devices import check_not_shared
+from hybridtrain.errors import BatchError, WorldError
+from hybridtrain.graph.layer import layers_of
+from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline import pipeline
+from hybridtrain.pipeline.grad_norm import norm_over_devices
+from hybridtrain.planning.cost_sources import tensors_per_param
+from hybridtrain.planning.profiler import LayerProfiler
+
+
+class ForeignDropout(nn.Module):
+    """Draws as a CUDA extension does: from the device's default generator, seen by no mode."""
+
+    generator = torch.Generator()
+
+    def forward(self, x):
+        return x * (torch.rand(x.shape, generator=self.generator) > 0.5) * x
+
+
+def foreign_gradients(monkeypatch, checkpoint, steps=2):
+    monkeypatch.setattr(pipeline, "no_generator", lambda: ForeignDropout.generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForeignDropout(), nn.Linear(WIDTH, WIDTH))
+    model = hybrid(net, 1, chunks=2, seed=7, checkpoint=checkpoint)
+    for step in range(steps):
+        ForeignDropout.generator.manual_seed(step)  # as others leave it
+        model.train_step(floats(8, seed=step), None, mean_loss)
+    return grads(net)
+
+
+def test_a_foreign_kernel_draws_the_same_mask_in_a_recomputation(monkeypatch):
+    kept = foreign_gradients(monkeypatch, "never")
+    assert_same(foreign_gradients(monkeypatch, "always"), kept)
+
+
+def test_the_default_generator_is_where_it_was_after_a_step(monkeypatch):
+    foreign_gradients(monkeypatch, "always", steps=1)
+    expected = torch.Generator().manual_seed(0)
+    assert torch.equal(ForeignDropout.generator.get_state(), expected.get_state())
+
+
+def test_the_norm_over_devices_is_bitwise_that_of_one_device():
+    own = [floats(5, seed=seed) * 10**seed for seed in range(5)]
+    expected = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
+    with stand_in_gpus(2) as gpus:
+        moved = [gpus.copy(one, gpus.devices[k in (1, 2, 4)]) for k, one in enumerate(own)]
+        norm = norm_over_devices(moved)
+        assert gpus.syncs == 0
+        assert torch.equal(on_host(norm), expected)
+
+
+def test_a_deleted_model_frees_its_memory_without_the_garbage_collector():
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    model = hybrid(net, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        model.train_step(floats(8), None, mean_loss)
+        parts = [weakref.ref(model), weakref.ref(model.pipeline), weakref.ref(net[0].weight)]
+        del model, net
+        for _ in range(500):  # the threads end their last action
+            if not any(part() for part in parts):
+                break
+            time.sleep(0.01)
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_received_values_are_freed_without_the_garbage_collector():
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    seen = []
+    net[1].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    model = hybrid(net, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        model.train_step(floats(8), None, mean_loss)
+        for _ in range(500):
+            if not any(value() is not None for value in seen):
+                break
+            time.sleep(0.01)
+        assert all(value() is None for value in seen)
+    finally:
+        gc.enable()
+
+
+def test_the_buckets_of_ddp_count_in_a_split_by_memory():
+    options = PipelineOptions(optimizer_tensors_per_param=2)
+    assert tensors_per_param(options, Cluster(("cpu",))) == 2
+    assert tensors_per_param(options, Cluster(("cpu",), replicas=2)) == 3
+
+
+def test_no_other_process_takes_part_in_a_measurement(monkeypatch):
+    def collective(self, x):
+        raise AssertionError("the others do not measure")
+
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", collective)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SyncBatchNorm(WIDTH))
+    LayerProfiler(layers_of(net), floats(4), [torch.device("cpu")])
+    with pytest.raises(AssertionError, match="the others"):
+        net(floats(4))
+
+
+def test_a_batch_with_fewer_micro_batches_than_others_is_refused():
+    model = HybridModel(nn.Sequential(nn.Linear(WIDTH, 2)), cpu_world(), chunks=4)
+    # the option needs GPUs
+    model.options = PipelineOptions(chunks=4, sync_batch_norm=True)
+    model.world = SimpleNamespace(**{"replicas": 2, "size": 1, "nb_part": 1})
+    with pytest.raises(BatchError, match=r"3 samples for chunks=4.*drop_last=true"):
+        model.train_step(floats(3), None, mean_loss)
+
+
+def test_two_processes_on_one_gpu_are_refused_with_the_way_out():
+    check_not_shared([["a 1"], ["a 2"], ["b 1"]])
+    with pytest.raises(WorldError, match=r"ranks 0 and 2 have the same GPU.*backend=gloo"):
+        check_not_shared([["a 1"], ["a 2"], ["a 1"]])
+
+
+def test_the_peak_of_a_device_begins_with_the_run_and_tells_what_is_reserved():
+    with stand_in_gpus(1) as gpus:
+        world = World.from_env(1, [str(gpus.devices[0])])
+        model = HybridModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world)
+        big = gpus.copy(torch.zeros(1 << 20), gpus.devices[0])
+        del big
+        model.pipeline.reset_peak_memory()
+        memory = model.pipeline.device_memory()["cpu:0"]
+        assert memory["allocated"] < 1 << 20 < memory["reserved"]
