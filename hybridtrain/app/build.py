@@ -129,7 +129,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     directory.log_to_files(world.rank)
     for note in settings.notes:
         _log.info("%s", note)
-    data = _data(config, world)
+    data = load_data(config, world)
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)
@@ -273,7 +273,7 @@ def check_tokenizer(config: Config) -> None:
         instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
 
 
-def _data(config: Config, world: World) -> DataSplits:
+def load_data(config: Config, world: World) -> DataSplits:
     """Loads the data set, first on rank 0, then on the others.
 
     With `data.download`, rank 0 fetches it first, then the first process of each other node if it

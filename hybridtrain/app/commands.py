@@ -13,6 +13,7 @@ from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup
 from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
+from hybridtrain.app.pricing import plan_for_cluster
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.settings import Settings
 from hybridtrain.app.terminal import print_result
@@ -102,7 +103,9 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 
 
 def plan(settings: Settings) -> Result:
-    """Cuts the model as a run would, shows the plan and writes it."""
+    """Cuts the model as a run would, shows the plan and writes it; prices one for a `cluster`."""
+    if settings.config.cluster is not None:
+        return plan_for_cluster(settings)
     context = setup_run(settings, writes=True, reuse_plan=False)
     plan = context.model.plan
     _log.info("%s", _placement(plan, context.world))

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtrain.app.cluster_files import register_cluster_file
 from hybridtrain.app.config import OPEN_GROUPS, Config, flat_keys
 from hybridtrain.app.explain import explain
 from hybridtrain.app.hidden import to_config
@@ -89,7 +90,7 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_recipe_file(override) for override in overrides]
+    wanted = [register_cluster_file(register_recipe_file(override)) for override in overrides]
     if base is not None:
         # an option that is chosen replaces the group as a whole
         kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}

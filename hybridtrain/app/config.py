@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.machine import Machine
 from hybridtrain.options import LoaderOptions, PipelineOptions
 
 LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
@@ -178,6 +179,31 @@ class SubmitConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """The machine that `plan` prices a run for. See `Machine` for every key but the first."""
+
+    costs: str = "estimated"
+    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
+    each layer runs on this machine's first device."""
+    device: str = Machine.device
+    nodes: int = Machine.nodes
+    devices_per_node: int = Machine.devices_per_node
+    memory_gib: float = Machine.memory_gib
+    reserved_gib: float = Machine.reserved_gib
+    flops_per_s: dict[str, float] = field(default_factory=dict)
+    flops_reached: float = Machine.flops_reached
+    memory_bytes_per_s: float = Machine.memory_bytes_per_s
+    bandwidth_reached: float = Machine.bandwidth_reached
+    node_bytes_per_s: float = Machine.node_bytes_per_s
+    node_latency_s: float = Machine.node_latency_s
+    network_bytes_per_s: float = Machine.network_bytes_per_s
+    network_latency_s: float = Machine.network_latency_s
+    network_cards: int = Machine.network_cards
+    operator_s: float = Machine.operator_s
+    action_s: float = Machine.action_s
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -213,6 +239,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+    cluster: ClusterConfig | None = None
+    """The machine that `plan` prices the run for; null: none."""
 
 
 def check(config: Config) -> None:

@@ -17,11 +17,11 @@ import torch
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.chain import Chain
 from hybridtrain.graph.layer import Layer
+from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.estimates import CountedLayer, Work, count_chain
-from hybridtrain.planning.machine import Machine
 from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.precision import autocast
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.planning.machine import Machine
+from hybridtrain.machine import Machine
 
 SHARDS = ("none", "optimizer", "full")
 ENGINES = ("local", "distributed")

@@ -21,10 +21,10 @@ from itertools import count as counter
 from typing import NamedTuple
 
 from hybridtrain.errors import SplitError
+from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
-from hybridtrain.planning.machine import GIB, Machine
 from hybridtrain.planning.objective import Objective, cut_by_costs
 from hybridtrain.planning.price import (
     Price,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
+from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.machine import GIB, Machine
 from hybridtrain.schedule import Spans, make_schedule, peak_in_flight, simulate
 
 # A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as

@@ -1,0 +1,155 @@
+"""The price of a run before it is run: `plan` for a machine, and the keys that are `auto`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hybridtrain.app import instantiate
+from hybridtrain.app.build import checked_options, load_data
+from hybridtrain.app.compose import given_keys
+from hybridtrain.app.config import ClusterConfig, Config
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.settings import Settings
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.construction import construct_on_meta
+from hybridtrain.data.splits import DataSplits
+from hybridtrain.data.stream import example_batch
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch.environment import detect
+from hybridtrain.machine import Machine
+from hybridtrain.planning.layout import Choices, Job, Layout
+from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+# Samples of a micro-batch that layers are measured with, and that are loaded to time the data.
+_SAMPLES = 16
+
+
+def plan_for_cluster(settings: Settings) -> dict[str, Any]:
+    """Prices the run on the machine of the config, shows the ten best plans and writes the best.
+
+    Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
+
+    Raises:
+        ConfigError: the machine is not described well, or nothing uses all of it.
+        SplitError: nothing fits into memory.
+    """
+    config = settings.config
+    if detect(os.environ).size > 1:
+        raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
+    assert config.cluster is not None
+    machine = machine_of(config.cluster)
+    pipeline_options = checked_options(config)[0]
+    directory = RunDirectory(config)
+    directory.check_writable()
+    directory.log_to_files(0)
+    data = load_data(config, World())
+    tensors = pipeline_options.optimizer_tensors_per_param
+    plans = _priced(config, data, machine, _fixed(settings), tensors)
+    best = plans.prices[0]
+    _log.info(
+        "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
+        plans.table.model,
+        machine.nodes,
+        machine.devices_per_node,
+        plans.job.samples,
+        plans.table.costs_from,
+        plans,
+    )
+    _log.info("the best: %s", in_words(best))
+    directory.create()
+    lock = RunLock(directory.path)
+    lock.acquire()
+    try:
+        begun = CheckpointStore(directory.checkpoints).steps()
+        path = directory.plan.with_stem("plan.new" if begun else "plan")
+        plans.plan().write(path)
+    finally:
+        lock.release()
+    keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
+    _log.info("wrote %s; to train with it: %s", path, keys)
+    return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def machine_of(config: ClusterConfig) -> Machine:
+    """Returns the machine of a config.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    return Machine(**{name: value for name, value in vars(config).items() if name != "costs"})
+
+
+def overrides_of(layout: Layout) -> list[str]:
+    """Returns the overrides that a run of this layout needs, beside the split."""
+    values = {
+        "pipeline.nb_part": layout.nb_part,
+        "pipeline.chunks": layout.chunks,
+        "pipeline.schedule": layout.schedule,
+        "pipeline.stages_per_device": layout.stages_per_device,
+        "pipeline.checkpoint": layout.checkpoint,
+        "world.engine": layout.engine,
+    }
+    if layout.shard != "none":
+        values["world.shard"] = layout.shard
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _fixed(settings: Settings) -> Choices:
+    """Returns what the search may choose from: what the command line sets is fixed."""
+    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
+    values: dict[str, Sequence[Any]] = {}
+    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
+        value = getattr(settings.config.pipeline, key)
+        if f"pipeline.{key}" in given and value != "auto":
+            values[key] = [value]
+    for key in ("engine", "shard"):
+        if f"world.{key}" in given:
+            values[key] = [getattr(settings.config.world, key)]
+    if not hasattr(settings.config.world, "shard"):
+        values["shard"] = ["none"]
+    if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
+        raise ConfigError(
+            f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "
+            f"or always, or leave it to the search"
+        )
+    return Choices(**values)
+
+
+def _priced(
+    config: Config, data: DataSplits, machine: Machine, choices: Choices, tensors: int
+) -> PricedPlans:
+    assert config.cluster is not None
+    count = min(_SAMPLES, config.data["batch_size"])
+    if count < 2:
+        raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
+    example_batch(data.train, count, data.collate)  # the first time opens files
+    begin = time.perf_counter()
+    inputs = example_batch(data.train, count, data.collate)[0]
+    load_ms = (time.perf_counter() - begin) / count * 1e3
+
+    def build() -> nn.Module:
+        return instantiate.build(
+            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+        )
+
+    job = Job(config.data["batch_size"], config.trainer.accumulate, tensors, load_ms)
+    return find_plans(
+        construct_on_meta(build),
+        inputs,
+        machine,
+        job,
+        choices=choices,
+        costs=config.cluster.costs,
+        precision=config.trainer.precision,
+        tf32=config.trainer.tf32,
+    )
