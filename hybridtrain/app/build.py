@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.auto import chosen, without_auto
 from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.loss import build_loss
@@ -103,7 +104,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    config = settings.config
+    config = without_auto(settings)
     leave_out_leftovers(settings)
     options = checked_options(config)
     world = World.from_env(
@@ -130,6 +131,10 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     for note in settings.notes:
         _log.info("%s", note)
     data = load_data(config, world)
+    config = chosen(settings, config, data, world, pipeline_options.optimizer_tensors_per_param)
+    pipeline_options = replace(
+        pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
+    )
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)

@@ -29,7 +29,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
-COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results")
+COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results", "measure-machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +57,10 @@ def _dispatch(arguments: list[str]) -> int:
         from hybridtrain.app.results import results
 
         return results(arguments[1:])
+    if arguments[:1] == ["measure-machine"]:
+        from hybridtrain.app.measure_machine import measure_machine
+
+        return measure_machine(arguments[1:])
     dry_run = "--dry-run" in arguments
     arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -69,6 +73,8 @@ def _dispatch(arguments: list[str]) -> int:
     _refuse_what_has_no_effect(parsed, overrides)
     if dry_run and command != "submit":
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
+    if command == "measure-machine":
+        raise ConfigError("measure-machine comes first and takes no overrides")
     if command == "results":
         raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
     if any("hydra.searchpath" in override for override in overrides):

@@ -29,12 +29,14 @@ LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 
 @dataclass
 class PipelineConfig:
-    """One replica's pipeline. See `PipelineOptions` for every key but the first."""
+    """One replica's pipeline. See `PipelineOptions` for keys not described here."""
 
     nb_part: int = 1
     """Devices per process; each runs `stages_per_device` stages."""
-    chunks: int = PipelineOptions.chunks
+    chunks: Any = PipelineOptions.chunks
+    """A number, or `auto`: the fastest, by the price of a step."""
     schedule: str = PipelineOptions.schedule
+    """`1f1b`, `gpipe`, or `auto`: the fastest, by the price of a step."""
     stages_per_device: int = PipelineOptions.stages_per_device
     max_inflight: int | None = PipelineOptions.max_inflight
     split: Any = PipelineOptions.split

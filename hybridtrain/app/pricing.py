@@ -1,37 +1,27 @@
-"""The price of a run before it is run: `plan` for a machine, and the keys that are `auto`."""
+"""The command `plan` for a machine: the price of a run before it is run."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
-from hybridtrain.app import instantiate
+from hybridtrain.app.auto import without_auto
 from hybridtrain.app.build import checked_options, load_data
 from hybridtrain.app.compose import given_keys
-from hybridtrain.app.config import ClusterConfig, Config
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_prices import machine_of, price_run
 from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.construction import construct_on_meta
-from hybridtrain.data.splits import DataSplits
-from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
-from hybridtrain.machine import Machine
-from hybridtrain.planning.layout import Choices, Job, Layout
-from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
+from hybridtrain.planning.layout import Choices, Layout
+from hybridtrain.planning.priced import in_words
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
-
-# Samples of a micro-batch that layers are measured with, and that are loaded to time the data.
-_SAMPLES = 16
 
 
 def plan_for_cluster(settings: Settings) -> dict[str, Any]:
@@ -43,7 +33,7 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         ConfigError: the machine is not described well, or nothing uses all of it.
         SplitError: nothing fits into memory.
     """
-    config = settings.config
+    config = without_auto(settings)
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
     assert config.cluster is not None
@@ -54,7 +44,8 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     directory.log_to_files(0)
     data = load_data(config, World())
     tensors = pipeline_options.optimizer_tensors_per_param
-    plans = _priced(config, data, machine, _fixed(settings), tensors)
+    costs = config.cluster.costs
+    plans = price_run(config, data, machine, _fixed(settings), tensors, costs)
     best = plans.prices[0]
     _log.info(
         "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
@@ -78,15 +69,6 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
     _log.info("wrote %s; to train with it: %s", path, keys)
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
-
-
-def machine_of(config: ClusterConfig) -> Machine:
-    """Returns the machine of a config.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-    return Machine(**{name: value for name, value in vars(config).items() if name != "costs"})
 
 
 def overrides_of(layout: Layout) -> list[str]:
@@ -123,33 +105,3 @@ def _fixed(settings: Settings) -> Choices:
             f"or always, or leave it to the search"
         )
     return Choices(**values)
-
-
-def _priced(
-    config: Config, data: DataSplits, machine: Machine, choices: Choices, tensors: int
-) -> PricedPlans:
-    assert config.cluster is not None
-    count = min(_SAMPLES, config.data["batch_size"])
-    if count < 2:
-        raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
-    example_batch(data.train, count, data.collate)  # the first time opens files
-    begin = time.perf_counter()
-    inputs = example_batch(data.train, count, data.collate)[0]
-    load_ms = (time.perf_counter() - begin) / count * 1e3
-
-    def build() -> nn.Module:
-        return instantiate.build(
-            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-        )
-
-    job = Job(config.data["batch_size"], config.trainer.accumulate, tensors, load_ms)
-    return find_plans(
-        construct_on_meta(build),
-        inputs,
-        machine,
-        job,
-        choices=choices,
-        costs=config.cluster.costs,
-        precision=config.trainer.precision,
-        tf32=config.trainer.tf32,
-    )

@@ -92,7 +92,7 @@ def find_layouts(
             heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    return found
+    return sorted(found, key=lambda one: one.step_ms)  # bounds differ from prices by rounding
 
 
 class _Search:
@@ -142,7 +142,7 @@ class _Search:
         What comes from other stages is left out, so that a smaller stage never needs more. Far
         quicker than to look for a cut.
         """
-        stage, used = 0, 0
+        stage, used = 0, 0.0
         in_flight = most_in_flight(layout)
         for cost in self._weighed(layout):
             while True:
@@ -151,7 +151,7 @@ class _Search:
                 if used + nbytes <= limit:
                     used += nbytes
                     break
-                stage, used = stage + 1, 0
+                stage, used = stage + 1, 0.0
                 if stage == layout.stages:
                     return False
         return True

@@ -23,6 +23,7 @@ from hybridtrain.schedule import Spans, make_schedule, peak_in_flight, simulate
 # A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
 # long as the one before.
 MOST_ACTIONS = 8_000
+_MOST_GROUPS = 50
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
@@ -308,9 +309,10 @@ def _simulated(
     """Returns when the last actions of a batch run."""
     stages = nb_part * stages_per_device
     run = partial(_run, schedule, nb_part, stages_per_device, times)
-    # after as many the schedule repeats itself, with groups of `nb_part`
-    less = 2 * nb_part + chunks % nb_part
-    if 2 * stages * chunks <= MOST_ACTIONS or chunks <= less + nb_part:
+    # after some groups of `nb_part` the schedule repeats itself
+    groups = min(max(2, MOST_ACTIONS // (2 * stages * nb_part)), _MOST_GROUPS)
+    less = groups * nb_part + chunks % nb_part
+    if chunks <= less + nb_part:
         return run(chunks)
     short, longer = run(less), run(less + nb_part)
     more = (longer.length - short.length) / nb_part * (chunks - less)

@@ -127,7 +127,7 @@ def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
 
 def price_table(prices: Sequence[Price], job: Job) -> list[str]:
     """Returns a line for each price, under a header."""
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             *("step ms", "samples/s", "bubble", "memory GiB", "nb_part", "replicas", "chunks"),
             *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
