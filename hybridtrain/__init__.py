@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
+    from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.world import World
@@ -19,6 +20,7 @@ __all__ = [
     "Cluster",
     "HybridModel",
     "PipelineOptions",
+    "ShardedOptimizer",
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
@@ -35,6 +37,7 @@ _MODULE_OF = {
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
     "PipelineOptions": "hybridtrain.options",
+    "ShardedOptimizer": "hybridtrain.sharded_optimizer",
     "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "TrainerOptions": "hybridtrain.trainer",

@@ -83,21 +83,22 @@ def evaluate(
     done = 0
     loss = model.with_count(loss_fn)
     try:
-        for inputs, targets in data:
-            losses = model.map_outputs(inputs, targets, measure)
-            size = batch_size(inputs, targets)
-            done += size
-            if losses:  # else the last stage is in another process
-                sizes = chunk_sizes(size, model.options.chunks)
-                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
-                count += weight.divisor
-                samples += size
-                for value, unit in zip(losses, weight.units, strict=True):
-                    if unit:  # the mean of nothing is not a number
-                        loss_sum.add_(value, alpha=unit)
-            on_batch(done)
-            if stop is not None and model.pipeline.any_process(stop()):
-                break
+        with model.whole_weights():  # replicas may have different numbers of batches
+            for inputs, targets in data:
+                losses = model.map_outputs(inputs, targets, measure)
+                size = batch_size(inputs, targets)
+                done += size
+                if losses:  # else the last stage is in another process
+                    sizes = chunk_sizes(size, model.options.chunks)
+                    weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
+                    count += weight.divisor
+                    samples += size
+                    for value, unit in zip(losses, weight.units, strict=True):
+                        if unit:  # the mean of nothing is not a number
+                            loss_sum.add_(value, alpha=unit)
+                on_batch(done)
+                if stop is not None and model.pipeline.any_process(stop()):
+                    break
     finally:
         for module, training in modes:
             module.training = training

@@ -102,7 +102,7 @@ class Machine:
         if precision not in self.flops_per_s:
             known = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
-                f"the cluster has no rate for {precision} (there are: {known}): set "
+                f"the cluster has no rate for {precision} (the choices are: {known}): set "
                 f"trainer.precision= to one of these, or cluster.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,14 +15,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError
 from hybridtrain.graph.layer import is_chain
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
+from hybridtrain.loss_gradients import LossGradients
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.loss_scaling import unscale_
 from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.own_stages import construct_own_stages
@@ -35,6 +38,8 @@ from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         if options.sync_batch_norm:
-            net = _with_sync_batch_norm(net, world)
+            net = with_sync_batch_norm(net, world)
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
@@ -148,7 +153,7 @@ class HybridModel:
         def make() -> nn.Module:
             net = build()
             check_arguments(net, world, options)
-            return _with_sync_batch_norm(net, world) if options.sync_batch_norm else net
+            return with_sync_batch_norm(net, world) if options.sync_batch_norm else net
 
         parts = construct_own_stages(make, world, options, example_inputs)
         if parts is None:
@@ -171,8 +176,10 @@ class HybridModel:
         self.options = options
         self.changes = 0
         self._batch_check = BatchCheck(world)
-        self._loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._loss_gradient = LossGradients()
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
+        if options.shard != "none" and world.replicas == 1:
+            log.info("shard=%s has no effect: there is one replica", options.shard)
         self._use(Pipeline(net, plan, planned, world, options))
         self._device_type = world.devices[0].type
         self._example_inputs = None if is_chain(net) else example_inputs
@@ -189,7 +196,7 @@ class HybridModel:
         # a forward is the same for frozen parameters, and one replica may run it alone
         if change is not None and (trains or change.kind is not Kind.FROZEN):
             if self.options.sync_batch_norm:
-                _with_sync_batch_norm(self.net, self.world)
+                with_sync_batch_norm(self.net, self.world)
             pipeline, net, given = self.pipeline, self.net, self._example_inputs
             self._use(follow(change, pipeline, net, self.world, self.options, given))
             self.changes += 1
@@ -324,6 +331,8 @@ class HybridModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
 
+        With `shard="full"` all replicas call it together, or inside `whole_weights`.
+
         Called as the module is, or with the inputs of a batch as `train_step` takes them. The
         output carries no graph. In `train()` mode dropout is active and running statistics are
         updated, as in any module.
@@ -362,6 +371,17 @@ class HybridModel:
         self._batch_check.finish()
         return values
 
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Keeps the weights whole for the block, which only reads them.
+
+        With `shard="full"` all replicas begin it together, and may then call the model as often as
+        each likes. Without effect for another `shard`, which has whole weights always.
+        """
+        self._follow_changes(trains=False)
+        with self.pipeline.whole_weights():
+            yield
+
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
         return autocast(self.options.precision, self._device_type)
@@ -388,7 +408,13 @@ class HybridModel:
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:
-        """Returns the parameters of `net`, for an optimizer; of this process's stages."""
+        """Returns the parameters of `net`, for an optimizer; of this process's stages.
+
+        With `shard="full"` they are `DTensor`s. With `engine="distributed"` those that require a
+        gradient may be none: where all stages of a process are frozen, an optimizer of
+        `(p for p in model.parameters() if p.requires_grad)` is refused by PyTorch as empty. Give it
+        all of them.
+        """
         return iter(self.pipeline.trained)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -437,7 +463,7 @@ class HybridModel:
 
         With `engine="distributed"` it takes the place of `scaler.unscale_(optimizer)`.
         """
-        unscale_(scaler, optimizer, self.world)
+        unscale_(scaler, optimizer, self.world, self.pipeline.shards_weights)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
         """Returns the sum over the replicas of `sums`, which are known at the last stage."""
@@ -446,6 +472,7 @@ class HybridModel:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of `net` under its names; `net.load_state_dict` takes it.
 
+        With `shard="full"` its tensors are whole and plain, and all replicas call it together.
         With `engine="distributed"` every process gets the whole model, on the CPU, and all of a
         pipeline call it together. A checkpoint does not need it.
         """
@@ -456,7 +483,8 @@ class HybridModel:
         with warnings.catch_warnings():
             # values of other processes' stages are left out on purpose
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
-            return self.net.load_state_dict(state, strict=strict)
+            with self.pipeline.loading():
+                return self.net.load_state_dict(state, strict=strict)
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
@@ -489,30 +517,3 @@ class HybridModel:
             "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
             "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
-
-    def _loss_gradient(self, share: float, loss: Tensor) -> Tensor:
-        """Returns the gradient of a micro-batch's loss, which is its share of the samples.
-
-        It is NaN if the loss is not finite, also where the derivative would be finite: then all
-        replicas see it in the averaged gradients, and skip the step together.
-        """
-        key = share, loss.dtype, loss.device
-        if key not in self._loss_gradients:
-            if len(self._loss_gradients) == 64:  # shares that change from step to step
-                self._loss_gradients.clear()
-            self._loss_gradients[key] = torch.full_like(loss, share, requires_grad=False)
-        return torch.add(self._loss_gradients[key], loss.detach(), alpha=0)
-
-
-def _with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
-    if world.replicas == 1:
-        return net
-    if world.devices[0].type != "cuda":
-        raise ConfigError("sync_batch_norm=true requires CUDA devices")
-    if len(set(world.devices)) < len(world.devices):
-        raise ConfigError(
-            "sync_batch_norm=true needs a GPU for every stage: NCCL's collectives of two stages on "
-            "one GPU may wait for one another"
-        )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return converted

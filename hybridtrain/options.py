@@ -21,6 +21,7 @@ Options = TypeVar("Options", bound=Any)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
+SHARD_MODES = ("none", "optimizer", "full")
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
 
@@ -66,6 +67,10 @@ class PipelineOptions:
     broadcast_buffers: bool = True
     """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas. When
     off, running statistics are each replica's own until an evaluation."""
+    shard: str = "none"
+    """The tensors of which each replica keeps only a part: `none`; the state of the `optimizer`,
+    which must be a `ShardedOptimizer`; or `full`, also the weights and gradients, which are whole
+    inside a step only. Without effect where there is one replica."""
     memory_weight: float = 0.2
     """For `split="balanced"`: 0 balances time alone, 1 memory alone."""
     memory_limit_gib: float | None = None
@@ -80,6 +85,7 @@ class PipelineOptions:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("shard", self.shard, SHARD_MODES)
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -1,13 +1,19 @@
 """Tensors of which each replica has a part, as FSDP2 makes of parameters: torch's `DTensor`s.
 
 Everything else asks here, so that a plain tensor and one in parts are handled by the same lines.
+Nothing else computes with a `DTensor`, but an optimizer: a sum of one, say, talks to the other
+replicas without saying so, and waits for ever if they do not compute the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parameter import Parameter
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -15,6 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+@torch.no_grad()
 def own_part(tensor: Tensor) -> Tensor:
     """Returns the part of `tensor` that this process has; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -29,6 +36,44 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def whole_gradient(gradient: Tensor) -> Tensor:
+    """Returns a gradient as the unsharded model has it on this replica, a plain tensor.
+
+    A collective call of the replicas, except for a gradient that was not averaged yet.
+    """
+    if isinstance(gradient, DTensor) and gradient.placements[0].is_partial():
+        return gradient.to_local()
+    return gathered(gradient)
+
+
+@torch.no_grad()
+def own_parameters(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Returns parameters with the parts that this process has, and of the gradients; no copies."""
+    own = []
+    for parameter in parameters:
+        part = Parameter(own_part(parameter), requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            part.grad = own_part(parameter.grad)
+        own.append(part)
+    return own
+
+
+def part_of(whole: Tensor, own: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns `own` as this process's part of a tensor that is like `whole`; no copy."""
+    return _distributed(whole, own, mesh, Shard(0))
+
+
+def copy_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns `whole`, which all replicas have alike, as a distributed tensor; no copy."""
+    return _distributed(whole, whole.detach(), mesh, Replicate())
+
+
+def not_averaged(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns `gradient`, which each replica has another one of, as a distributed tensor."""
+    return _distributed(gradient, gradient, mesh, Partial())
+
+
+@torch.no_grad()
 def load_(target: Tensor, whole: Tensor) -> None:
     """Copies `whole`, a plain tensor that every replica has, into `target` or its part of it."""
     if isinstance(target, DTensor):
@@ -38,3 +83,11 @@ def load_(target: Tensor, whole: Tensor) -> None:
         target.to_local().copy_(parts.to_local())
     else:
         target.copy_(whole)
+
+
+def _distributed(
+    like: Tensor, own: Tensor, mesh: DeviceMesh, placement: Shard | Replicate | Partial
+) -> Tensor:
+    return DTensor.from_local(
+        own, mesh, [placement], run_check=False, shape=like.shape, stride=like.stride()
+    )

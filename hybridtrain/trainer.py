@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,6 +33,7 @@ from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.run_stats import RunStats
+from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.trainer_options import TrainerOptions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Trainer:
 
     Args:
         model: the model to train.
-        optimizer: over `model.parameters()`.
+        optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
         loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
         train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
             replica's batches `(inputs, targets)`, see `OwnLoader`.
@@ -74,7 +74,8 @@ class Trainer:
         epoch, batch: the next batch.
 
     Raises:
-        ConfigError: see `TrainerOptions`, or `best` is not a value of the evaluation.
+        ConfigError: see `TrainerOptions`, `best` is not a value of the evaluation, or `optimizer`
+            is not one for the model's `shard`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
+        check_sharded(model, optimizer)
         self.model = model
         self.world = model.world
         self.optimizer = optimizer
@@ -155,6 +157,7 @@ class Trainer:
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
             DataError: in no step of the run a target counted for the loss.
         """
+        saving.check_directory(self.store, self.world)
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
@@ -226,7 +229,7 @@ class Trainer:
         return result
 
     def save(self, required: bool = True) -> None:
-        """Writes a checkpoint of this step on rank 0, unless this step was saved or resumed.
+        """Writes a checkpoint of this step, unless this step was saved or resumed.
 
         Args:
             required: a full disk is an error, not a warning.
@@ -424,7 +427,7 @@ class Trainer:
                 for out in outs:
                     self._stats.add(out.loss, out.count)
                 if self.options.clip_norm is not None:
-                    clip_grads_with_norm_(self.model.parameters(), self.options.clip_norm, norm)
+                    self.model.pipeline.clip_grads_with_norm_(self.options.clip_norm, norm)
                 activity.now(f"step {self.step + 1}: optimizer")
                 self.scaler.step(self.optimizer)
         finally:  # or the scaler would refuse the first step of another fit

@@ -92,6 +92,7 @@ class World:
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _saving_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
 
     @classmethod
@@ -257,6 +258,17 @@ class World:
         ranks = [self.rank_of(replica, owner) for replica in range(self.replicas)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
+    def saving_group(self) -> dist.ProcessGroup:
+        """Returns a group of all processes for saves, which may go on in a thread.
+
+        With gloo, and a long timeout. The first call is a collective one; only with several
+        processes.
+        """
+        self._check_open()
+        if self._saving_group is None:
+            self._saving_group = _new_group("gloo", _SETUP_TIMEOUT)
+        return self._saving_group
+
     def on_main(self, action: Callable[[], T]) -> T | None:
         """Runs `action` on rank 0 while the others wait; they get None.
 
@@ -354,9 +366,9 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True
-            self._object_group = self.pipeline_group = self.pipeline_object_group = (
-                None  # the last references to them
-            )
+            # the last references to them
+            self._object_group = self._saving_group = None
+            self.pipeline_group = self.pipeline_object_group = None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -81,7 +81,7 @@ def _choose(
         schedule=("1f1b", "gpipe") if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         checkpoint=[_priced_mode(pipeline.checkpoint)],
-        shard=[getattr(config.world, "shard", "none")],
+        shard=[config.world.shard],
     )
     costs = config.cluster.costs if config.cluster is not None else "measured"
     try:
@@ -101,7 +101,7 @@ def _choose(
     values = {key: getattr(best.layout, key) for key in keys}
     others = [one for one in plans.prices[1:] if one.step_ms > best.step_ms]
     _log.info(
-        "%s: %.1f ms a step, predicted from %s costs; bubble %.0f%%, %.2f GiB a device%s",
+        "%s: %.1f ms per step, predicted from %s costs; bubble %.0f%%, %.2f GiB per device%s",
         ", ".join(f"pipeline.{key}={value}" for key, value in values.items()),
         best.step_ms,
         plans.table.costs_from,

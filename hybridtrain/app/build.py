@@ -122,8 +122,12 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
-    background = getattr(config.checkpoint, "async")  # a keyword of Python
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, background)
+    store = CheckpointStore(
+        directory.checkpoints,
+        config.checkpoint.keep,
+        getattr(config.checkpoint, "async"),  # a keyword of Python
+        config.checkpoint.writers,
+    )
     if writes:
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
 from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
-from hybridtrain.app.optim import build_lr_schedule, build_optimizer
+from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
 from hybridtrain.app.pricing import plan_for_cluster
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.settings import Settings
@@ -39,7 +39,7 @@ def train(settings: Settings) -> Result:
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
     total_steps = options.total_steps(loader.batches_per_epoch)
-    optimizer = build_optimizer(config.optim, model.parameters(), config.allow_targets)
+    optimizer = build_model_optimizer(config.optim, model, config.allow_targets)
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets
     )

@@ -50,7 +50,7 @@ class PipelineConfig:
 
 @dataclass
 class WorldConfig:
-    """The processes and their devices. See `PipelineOptions` for the last two keys."""
+    """The processes and their devices. See `PipelineOptions` for the last three keys."""
 
     engine: str = "local"
     """`local`: the stages of a replica are threads of one process; `distributed`: processes,
@@ -70,6 +70,7 @@ class WorldConfig:
     others wait for; null: never. The first steps may take four times as long, a save ten times."""
     broadcast_buffers: bool = PipelineOptions.broadcast_buffers
     find_unused_parameters: bool = PipelineOptions.find_unused_parameters
+    shard: str = PipelineOptions.shard
 
 
 @dataclass
@@ -118,6 +119,9 @@ class CheckpointConfig:
     __annotations__["async"] = "bool"
     vars()["async"] = False
     """Write checkpoints in the background; a step waits for the copy to host memory only."""
+    writers: str = "auto"
+    """`all`: each process writes its share, into a directory that all see; `rank0`: rank 0 gathers
+    and writes everything; `auto`: rank 0 if it has everything, else all if they see it."""
 
     def __init__(self, **values: Any) -> None:
         for each in fields(self):

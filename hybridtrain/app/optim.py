@@ -15,8 +15,27 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, S
 
 from hybridtrain.app import instantiate
 from hybridtrain.errors import ConfigError
+from hybridtrain.model import HybridModel
+from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
+
+
+def build_model_optimizer(
+    config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
+) -> Optimizer:
+    """Returns the optimizer of `config` for `model`, as `world.shard` wants it.
+
+    Raises:
+        ConfigError: see `build_optimizer`.
+    """
+
+    def make(parameters: Iterable[Parameter]) -> Optimizer:
+        return build_optimizer(config, parameters, allow)
+
+    if model.options.shard == "optimizer":
+        return ShardedOptimizer(model, make)
+    return make(model.parameters())
 
 
 def build_optimizer(

@@ -97,8 +97,6 @@ def _fixed(settings: Settings) -> Choices:
     for key in ("engine", "shard"):
         if f"world.{key}" in given:
             values[key] = [getattr(settings.config.world, key)]
-    if not hasattr(settings.config.world, "shard"):
-        values["shard"] = ["none"]
     if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
         raise ConfigError(
             f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "

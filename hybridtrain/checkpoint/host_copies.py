@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ class HostCopies:
                 self._devices.add(tensor.device)
         # in the order of the names, which decides the name that a file has a tensor under
         return {name: copies[others.get(name, name)] for name in tensors}
+
+    def drop_others(self, groups: Container[str], kept: Container[tuple[str, str]]) -> None:
+        """Frees the copies of all tensors of `groups` but those `kept`, each by group and name."""
+        self._buffers = {
+            key: copy for key, copy in self._buffers.items() if key[0] not in groups or key in kept
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory that the copies hold."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def wait(self) -> None:
         """Returns when the copies are complete."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain.checkpoint.shared_files import same_files
+from hybridtrain.checkpoint.source import Source
 from hybridtrain.checkpoint.state import EXTRA_STATE, load_weights, read_weights, split_state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases
@@ -73,7 +75,8 @@ def init_from(
         model: whose parameters and buffers are overwritten.
         source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
             with `weights_only=True`); the directory of a checkpoint or of a run; or a folder as on
-            the Hugging Face Hub. Rank 0 alone reads it.
+            the Hugging Face Hub. Each process reads the tensors of its stages; if not all of them
+            see the same files as rank 0, it sends the tensors one by one.
         strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
             others are loaded, and the report is logged.
         best: of a run, the best checkpoint in place of the newest.
@@ -86,8 +89,13 @@ def init_from(
             not fit; or none of its names is one of the model.
     """
 
+    world = model.world
+    folder = world.broadcast(world.on_main(lambda: _locate(Path(source), best)))
+    assert folder is not None
+    values = Source(world, same_files(world, _files_of(folder)))
+
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
-        weights, extra = _read(Path(source), best)
+        weights, extra = _read(folder)
         # the parameters themselves: a tied one is known by being the same under all its names
         own = model.net.state_dict(keep_vars=True)
         chosen, report = _match(own, weights, str(source))
@@ -107,13 +115,13 @@ def init_from(
             )
         return chosen, extra, report
 
-    chosen, extra, report = model.world.on_main(read) or ({}, {}, None)
-    report = model.world.broadcast(report)
+    chosen, extra, report = values.read(read) or ({}, {}, None)
+    report = world.broadcast(report)
     own, own_extra = split_state(model.net.state_dict())
     known_extra = {name: value for name, value in extra.items() if name in own_extra}
-    load_weights(model, {**own, **chosen}, {**own_extra, **known_extra})
+    load_weights(model, values, {**own, **chosen}, {**own_extra, **known_extra})
     assert report is not None
-    if model.world.is_main:
+    if world.is_main:
         _log.log(logging.WARNING if report.problems() else logging.INFO, "%s", report)
     return report
 
@@ -166,13 +174,14 @@ def _plain(name: str) -> str:
     return name
 
 
-def _read(source: Path, best: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors at `source`, memory-mapped where possible, and other state."""
+def _locate(source: Path, best: bool) -> Path:
+    """Returns the file, the checkpoint or the folder of the Hub that `source` means.
+
+    A checkpoint is verified.
+    """
     if source.is_file():
-        if source.suffix == ".safetensors":
-            return open_tensors(source), {}
-        if source.suffix in _TORCH_FILES:
-            return _read_torch_file(source), {}
+        if source.suffix == ".safetensors" or source.suffix in _TORCH_FILES:
+            return source
         raise CheckpointError(
             f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
             f"{', '.join(_TORCH_FILES)}"
@@ -180,29 +189,57 @@ def _read(source: Path, best: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not source.is_dir():
         raise CheckpointError(f"init_from={source}: there is no such file or directory")
     if (source / MANIFEST).exists():
-        return read_weights(source, verify(source)["files"])
+        verify(source)
+        return source
     for root in (source / "checkpoints", source):
         store = CheckpointStore(root)
         if store.steps():
             path = store.best() if best else store.newest()
             if path is None:
                 raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
-            return read_weights(path, read_manifest(path)["files"])  # the store has verified it
-    for stem in ("model", "diffusion_pytorch_model", "adapter_model"):
-        if any(source.glob(f"{stem}.safetensors*")):
-            return read_tensors(source, stem), {}
+            return path  # the store has verified it
+    if _hub_stem(source) is not None:
+        return source
     files = sorted(
         file
         for file in source.iterdir()
         if file.is_file() and file.suffix in (".safetensors", *_TORCH_FILES)
     )
     if len(files) == 1:
-        return _read(files[0], best)
+        return files[0]
     found = ", ".join(file.name for file in files) or "none"
     raise CheckpointError(
         f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
         f"weights (found there: {found})"
     )
+
+
+def _hub_stem(folder: Path) -> str | None:
+    """Returns the beginning of the files' names in a folder as on the Hub; None if it is none."""
+    stems = ("model", "diffusion_pytorch_model", "adapter_model")
+    return next((stem for stem in stems if any(folder.glob(f"{stem}.safetensors*"))), None)
+
+
+def _files_of(located: Path) -> list[Path]:
+    """Returns the files that tell whether two nodes have the same weights."""
+    if not located.is_dir():
+        return [located]
+    if (located / MANIFEST).exists():
+        return [located / MANIFEST]
+    return sorted(located.glob(f"{_hub_stem(located)}*.safetensors*"))
+
+
+def _read(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors that `_locate` found, memory-mapped where possible, and other state."""
+    if located.is_dir():
+        if (located / MANIFEST).exists():
+            return read_weights(located, read_manifest(located)["files"])
+        stem = _hub_stem(located)
+        assert stem is not None
+        return read_tensors(located, stem), {}
+    if located.suffix == ".safetensors":
+        return open_tensors(located), {}
+    return _read_torch_file(located), {}
 
 
 def _read_torch_file(path: Path) -> dict[str, Tensor]:

@@ -40,8 +40,13 @@ def check_file_name(name: str) -> None:
         raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """Checks that every file in the manifest of a checkpoint equals what was saved.
+
+    Args:
+        path: its directory.
+        part: which part of the files is checked, of several processes that do it together.
+        parts: how many parts there are, of about as many bytes each.
 
     Returns:
         the manifest: `format`, `step`, and `files` by name.
@@ -56,7 +61,7 @@ def verify(path: Path) -> dict[str, Any]:
             f"{path} is named for step {int(named[1])} but holds step {manifest['step']}: "
             "rename it back"
         )
-    for name, expected in manifest["files"].items():
+    for name, expected in _part_of(manifest["files"], part, parts).items():
         file = path / name
         try:
             found = _fingerprint(file)
@@ -185,6 +190,20 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file} is damaged: {error}") from None
         if not isinstance(entry, dict) or {"size", "crc32"} - entry.keys():
             raise CheckpointError(f"{file} is damaged: {name} has no size and crc32")
+
+
+def _part_of(files: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """Returns the files of one of `parts`, the largest spread first."""
+    if parts == 1:
+        return dict(files)
+    bytes_of = [0] * parts
+    own = {}
+    for name in sorted(files, key=lambda name: (-int(files[name]["size"]), name)):
+        least = bytes_of.index(min(bytes_of))
+        bytes_of[least] += int(files[name]["size"])
+        if least == part:
+            own[name] = files[name]
+    return own
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

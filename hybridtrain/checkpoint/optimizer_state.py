@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey
 
-from hybridtrain.checkpoint.trees import broadcast_tree
+from hybridtrain.checkpoint.source import Source
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+from hybridtrain.sharded_optimizer import ShardedOptimizer
+from hybridtrain.sharded_tensors import is_sharded, load_
 
 
 def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
@@ -62,34 +64,40 @@ def check_groups(
 
 
 def load_optimizer_by_name(
-    model: HybridModel, optimizer: Optimizer, state: Mapping[str, Any]
+    model: HybridModel, optimizer: Optimizer, source: Source, state: Mapping[str, Any]
 ) -> None:
-    """Loads rank 0's `state`, from `optimizer_by_name`, on every rank; a collective call.
+    """Loads a `state`, from `optimizer_by_name`, on every rank; a collective call.
 
     The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
     present run's settings are what the user wants now.
     """
-    parameters = dict(model.named_parameters())
+    updated = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    own = {id(p) for group in updated.param_groups for p in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in own}
 
     def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
         if name not in parameters:
-            return torch.empty(0)  # another process has it
+            return torch.empty(0)  # another process has or updates it
         parameter = parameters[name]
         if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
             return value
-        if value.shape == parameter.shape and value.stride() != parameter.stride():
-            # in the parameter's memory format, as the optimizer had made it
-            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if value.shape == parameter.shape and (
+            is_sharded(parameter) or value.stride() != parameter.stride()
+        ):
+            # in the parameter's memory format or its parts, as the optimizer had made it
+            moment = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+            load_(moment, value)
+            return moment
         return value.to(parameter.device)
 
-    moments = broadcast_tree(model.world, state.get("state"), to_param_device)
+    moments = source.tree(state.get("state"), to_param_device)
     optimizer.load_state_dict(
         {
             "state": {
                 number: moments[name]
                 for number, name in enumerate(parameter_names(model, optimizer))
-                if name in moments
+                if name in moments and name in parameters
             },
             "param_groups": optimizer.state_dict()["param_groups"],
         }

@@ -9,9 +9,9 @@
         state.json              the progress of the run: step, epoch, sample, random state, scale
         manifest.json           sizes and checksums of the above (see `store`)
 
-Only rank 0 reads and writes. The other processes receive the state over the process group, so the
-file system need not be shared. A state is loaded tensor by tensor from a memory-mapped file, so
-there is never a second copy of the model or of the optimizer's state.
+Rank 0 writes all of it, or each process a share (`own_share`). A state is loaded tensor by tensor
+from memory-mapped files, by each process or by rank 0 for all (`source`), so there is never a
+second copy of the model or of the optimizer's state.
 
 Checkpoints of format 1 (`model.pt` and `optimizer.pt`, of `torch.save`) are read as well.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,27 +31,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.manifest import Writer, verify
+from hybridtrain.checkpoint.manifest import MANIFEST, Writer, read_manifest, verify
 from hybridtrain.checkpoint.optimizer_state import (
     check_groups,
     load_optimizer_by_name,
     optimizer_by_name,
 )
 from hybridtrain.checkpoint.progress import read_progress
+from hybridtrain.checkpoint.shared_files import on_each, same_files
+from hybridtrain.checkpoint.source import Source
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
     check_storable,
     read_tensors,
     tensor_writers,
 )
-from hybridtrain.checkpoint.trees import broadcast_tree, pack, unpack
+from hybridtrain.checkpoint.trees import pack, unpack
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+from hybridtrain.sharded_tensors import is_sharded, load_
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from hybridtrain.checkpoint.other_stages import OtherStages
+    from hybridtrain.checkpoint.gathered_save import GatheredState
 
 # the last part of the name that torch gives to get_extra_state()
 EXTRA_STATE = "_extra_state"
@@ -67,7 +71,7 @@ def writers(
     *,
     shard_bytes: int = SHARD_BYTES,
     copies: HostCopies | None = None,
-    others: OtherStages | None = None,
+    others: GatheredState | None = None,
 ) -> dict[str, Writer]:
     """Returns the names of a checkpoint's files, each with the function that writes it.
 
@@ -88,33 +92,17 @@ def writers(
         ValueError: two of `progress` use the same key, or a name in `states` cannot be that of a
             file.
     """
-    # `draws_step` is what the random numbers of layers such as dropout are drawn for
-    saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
-    for name, entry in progress.items():
-        own = entry.state_dict()
-        if own.keys() & saved.keys():
-            raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
-        saved |= own
-
     # the parameters themselves: a tied one is known by being the same under all its names
     weights, extra = split_state(model.net.state_dict(keep_vars=True))
-    extra = others.extra if others else extra
-    trees = {
-        **({"model_extra": extra} if extra else {}),
-        "optimizer": others.optimizer if others else optimizer_by_name(model, optimizer),
-        **states,
-    }
-    tensors: dict[str, dict[str, Tensor]] = {"model": weights}
-    documents: dict[str, Any] = {"state": saved}
-    for name, tree in trees.items():
-        if name in states and (name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name)):
-            raise ValueError(
-                f"states= has the name {name!r}: use letters, digits, - and _, and none of "
-                f"{', '.join(_OWN_FILES)}"
-            )
-        documents[name], tensors[name] = pack(name, tree)
+    documents, tensors = packed(
+        model,
+        progress,
+        others.table.extra if others else extra,
+        others.table.optimizer if others else optimizer_by_name(model, optimizer),
+        states,
+    )
     files: dict[str, Writer] = {}
-    for name, own_tensors in tensors.items():
+    for name, own_tensors in {"model": weights, **tensors}.items():
         of_others = others if name in ("model", "optimizer") else None
         if copies is not None:
             check_storable(own_tensors)
@@ -123,11 +111,49 @@ def writers(
             files |= tensor_writers(name, own_tensors, shard_bytes, of_others)
     if copies is not None:
         copies.wait()
-    for name, document in documents.items():
-        # rendered now: training goes on while it is written in the background
-        rendered = json.dumps(document, indent=1, allow_nan=name == "state").encode()
-        files[f"{name}.json"] = _writer_of(rendered)
-    return files
+    return {**files, **document_writers(documents)}
+
+
+def packed(
+    model: HybridModel,
+    progress: Mapping[str, Stateful],
+    extra: Mapping[str, Any],
+    optimizer_state: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Returns the content of the JSON files by name, and the tensors that belong to each."""
+    # `draws_step` is what the random numbers of layers such as dropout are drawn for
+    saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
+    for name, entry in progress.items():
+        own = entry.state_dict()
+        if own.keys() & saved.keys():
+            raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
+        saved |= own
+    trees = {
+        **({"model_extra": extra} if extra else {}),
+        "optimizer": optimizer_state,
+        **states,
+    }
+    documents: dict[str, Any] = {"state": saved}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, tree in trees.items():
+        if name in states and (name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name)):
+            raise ValueError(
+                f"states= has the name {name!r}: use letters, digits, - and _, and none of "
+                f"{', '.join(_OWN_FILES)}"
+            )
+        documents[name], tensors[name] = pack(name, tree)
+    return documents, tensors
+
+
+def document_writers(documents: Mapping[str, Any]) -> dict[str, Writer]:
+    """Returns the writers of JSON files; `documents` may change afterwards."""
+    return {
+        f"{name}.json": _writer_of(
+            json.dumps(document, indent=1, allow_nan=name == "state").encode()
+        )
+        for name, document in documents.items()
+    }
 
 
 def restore(
@@ -146,9 +172,11 @@ def restore(
         CheckpointError: it is missing or damaged, or is of another model; names the tensor.
     """
     world = model.world
+    path = world.broadcast(path)
+    source = Source(world, same_files(world, [path / MANIFEST]))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        manifest = verify(path)
+        manifest = read_manifest(path) if source.shared else verify(path)
         files = manifest["files"]
         weights, extra = read_weights(path, files)
         check_fits(path, weights | extra, model.net.state_dict())
@@ -163,22 +191,24 @@ def restore(
                     f"states=, or resume a checkpoint that has it"
                 )
             trees[name] = _read_tree(path, name, files)
-        if optimizer is not None:
+        if optimizer is not None and world.is_main:
             known = {f"{name}.json" for name in (*_OWN_FILES, *states)}
             for name in files:
                 if name.endswith(".json") and ".safetensors" not in name and name not in known:
                     _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
         return weights, extra, trees, read_progress(path, manifest)
 
-    weights, extra, trees, saved = world.on_main(read) or ({}, {}, {}, {})
+    if source.shared:  # each process a part of the files
+        on_each(world, lambda: verify(path, world.rank, world.size))
+    weights, extra, trees, saved = source.read(read) or ({}, {}, {}, {})
     saved = world.broadcast(saved)
     for entry in progress.values():  # first, because it refuses a run of another kind
         entry.load_state_dict(saved)
-    load_weights(model, weights, extra)
+    load_weights(model, source, weights, extra)
     if optimizer is not None:
-        load_optimizer_by_name(model, optimizer, trees.get("optimizer", {}))
+        load_optimizer_by_name(model, optimizer, source, trees.get("optimizer", {}))
     for name, entry in states.items():
-        entry.load_state_dict(broadcast_tree(world, trees.get(name), lambda _, value: value))
+        entry.load_state_dict(source.tree(trees.get(name)))
     model.rng.step = saved["draws_step"]
     return saved
 
@@ -256,30 +286,35 @@ def _mapped(path: Path) -> Any:
 
 @torch.no_grad()
 def load_weights(
-    model: HybridModel, weights: Mapping[str, Tensor], extra: Mapping[str, Any]
+    model: HybridModel, source: Source, weights: Mapping[str, Tensor], extra: Mapping[str, Any]
 ) -> None:
-    """Loads rank 0's `weights` and other state on every rank; a collective call."""
-    world = model.world
+    """Loads `weights` and other state on every rank; a collective call.
+
+    Args:
+        model: whose parameters and buffers are overwritten.
+        source: where each process has the values from.
+        weights: as `source.read` gave them; also those of the model's state that stay.
+        extra: likewise, what is not a tensor.
+    """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
     # copies, since a module may keep what it is given
-    received = broadcast_tree(world, {**extra, **others}, lambda _, value: value)
-    world.on_main(lambda: model.load_state_dict({**weights, **received}))
-    if world.size == 1:
-        return
-    # initial weights may be of a part of the model
-    names = world.broadcast({name for name, tensor in weights.items() if not tensor.is_meta})
+    received = source.tree({**extra, **others})
     state = model.net.state_dict()
-    for name, tensor in state.items():
-        if name in received or name not in names:
-            continue
-        if tensor.is_meta:  # of a stage in another process
-            sent = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if world.is_main:
-                sent.copy_(weights[name])
-        else:
-            sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
-        world.broadcast_tensor(sent)
-        if sent is not tensor and not world.is_main and not tensor.is_meta:
-            tensor.copy_(sent)
-    if not world.is_main:
-        model.load_state_dict({**state, **received})  # for modules with load hooks
+    given = {n: v for n, v in weights.items() if not (v.is_meta or is_sharded(v))}
+    if any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
+        for name, whole in source.tensors(given, state, received):
+            load_(state[name], whole)
+        with warnings.catch_warnings():  # of meta tensors, which are other processes'
+            warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
+            # the parts themselves, for modules with load hooks: nothing is put together for this
+            model.net.load_state_dict({**state, **received})
+        return
+    if source.shared or model.world.is_main:
+        model.load_state_dict({**weights, **received})
+        for _ in source.tensors(given, state, received):
+            pass  # rank 0 sends them, if need be
+        return
+    for name, whole in source.tensors(given, state, received):
+        if whole is not state[name]:
+            state[name].copy_(whole)
+    model.load_state_dict({**state, **received})  # for modules with load hooks

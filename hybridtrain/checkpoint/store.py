@@ -23,26 +23,25 @@ next begins. Readers never repair anything; the next save removes what a killed 
 `best.json` beside them names the best one, which stays whatever `keep` says. With `background`, a
 thread does all of this, one save at a time.
 
-One process at a time saves into a root (rank 0 of the run); any number may read.
+One run at a time saves into a root: its rank 0 alone, or all of its processes together, each its
+own files (`joint_save`). Any number of processes may read.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from hybridtrain.checkpoint.best import Best, read_best, write_best
 from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    PUBLISHED,
     Writer,
     check_file_name,
     read_manifest,
@@ -51,23 +50,31 @@ from hybridtrain.checkpoint.manifest import (
     verify,
     write_file,
 )
-from hybridtrain.errors import CheckpointError
+from hybridtrain.checkpoint.published import (
+    TEMPORARY,
+    generations,
+    path_of,
+    prune,
+    publish,
+    published,
+    remove,
+    settle,
+)
+from hybridtrain.checkpoint.save_errors import NoSpaceError, save_error
+from hybridtrain.errors import CheckpointError, check_choice
 from hybridtrain.files import make_directory, sync_directory
 from hybridtrain.launch.activity import activity
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.host_copies import HostCopies
+    from hybridtrain.checkpoint.joint_save import JointSave
 
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
-_TEMPORARY = ".tmp-"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WRITERS = ("auto", "rank0", "all")
+"""The choices of `CheckpointStore(writers=...)`."""
 
 _log = logging.getLogger(__name__)
-
-
-class NoSpaceError(CheckpointError):
-    """A checkpoint was not saved because the disk is full; a later save may succeed."""
 
 
 class CheckpointStore:
@@ -79,15 +86,30 @@ class CheckpointStore:
             for one more.
         background: `save` returns at once, and a thread writes the files. One save at a time: the
             next one waits for it, and so does `wait`.
+        writers: which processes of a run write, for `saving.save`. "all": each its share of the
+            state, into the same directory, which all must see. "rank0": rank 0 alone, which asks
+            the others for what it does not have, one tensor at a time. "auto": rank 0 if it has
+            everything, else all if they see the directory, else rank 0.
     """
 
-    def __init__(self, root: Path, keep: int | None = None, background: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int | None = None,
+        background: bool = False,
+        writers: str = "auto",
+    ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} must be at least 1, or None to keep all")
+        check_choice("writers", writers, WRITERS)
         self.root = root
         self.keep = keep
         self.background = background
-        self.host_copies: HostCopies | None = None  # of `state.save`, kept between two saves
+        self.writers = writers
+        # these are for `saving.save`
+        self.host_copies: HostCopies | None = None  # kept between two saves
+        self.seen_by_all: bool | None = None  # None: not tried yet
+        self.is_joint = False  # all processes have taken part in the last save
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed_step = -1
@@ -101,6 +123,7 @@ class CheckpointStore:
         *,
         prune: bool = True,
         background: bool | None = None,
+        joint: JointSave | None = None,
     ) -> Path:
         """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
 
@@ -114,6 +137,7 @@ class CheckpointStore:
                 background they run while training goes on, so that they must write copies.
             prune: False to remove no older checkpoint this time.
             background: in place of the store's own, for this save.
+            joint: the processes that save together, each with its own `writers`; all call this.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
@@ -128,14 +152,14 @@ class CheckpointStore:
         self.wait()
         if not (self.background if background is None else background):
             with activity.saving():
-                return self._save(step, writers, prune)
+                return self._save(step, writers, prune, joint)
         # not a daemon: the interpreter waits for it at exit
-        arguments = step, writers, prune
+        arguments = step, writers, prune, joint
         self._thread = threading.Thread(
             target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
         )
         self._thread.start()
-        return self._path(step)
+        return path_of(self.root, step)
 
     def wait(self) -> None:
         """Returns when no save is under way.
@@ -179,7 +203,7 @@ class CheckpointStore:
                 return
             self._unsaved_best = None
             try:
-                write_best(self.root, best, _TEMPORARY)
+                write_best(self.root, best, TEMPORARY)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot mark step {step} as the best in {self.root}: {error}"
@@ -204,19 +228,19 @@ class CheckpointStore:
             mark = read_best(self.root)
             if mark is None:
                 return None
-            generations = self._generations(mark.step)
-        path = generations[-1] if generations else self._path(mark.step)
+            found = generations(self.root, mark.step)
+        path = found[-1] if found else path_of(self.root, mark.step)
         verify(path)
         return path
 
     def newest_up_to(self, step: int) -> Path | None:
         """Returns the newest checkpoint that is not of a later step; it may be damaged."""
-        paths = [path for published_step, _, path in self._published() if published_step <= step]
+        paths = [path for other, _, path in published(self.root) if other <= step]
         return paths[-1] if paths else None
 
     def steps(self) -> list[int]:
         """Returns the steps of the published checkpoints, ascending; they may be damaged."""
-        return sorted({step for step, _, _ in self._published()})
+        return sorted({step for step, _, _ in published(self.root)})
 
     def newest(self) -> Path | None:
         """Returns the newest intact checkpoint, or None if there are no checkpoints.
@@ -226,93 +250,94 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged; starting from scratch is the user's decision.
         """
-        while published := self._published():
-            for _, _, path in reversed(published):
+        while found := published(self.root):
+            for _, _, path in reversed(found):
                 try:
                     verify(path)
                 except CheckpointError as error:
                     _log.warning("skipping a damaged checkpoint: %s", error)
                 else:
                     return path
-            if published == self._published():  # no run has replaced them meanwhile
-                names = ", ".join(path.name for _, _, path in published)
+            if found == published(self.root):  # no run has replaced them meanwhile
+                names = ", ".join(path.name for _, _, path in found)
                 raise CheckpointError(
                     f"none of the checkpoints in {self.root} is intact ({names}): restore one from "
                     "a copy, or start a new run in another directory"
                 )
         return None
 
-    def _save_in_background(self, step: int, writers: Mapping[str, Writer], prune: bool) -> None:
+    def begin(self, step: int) -> Path:
+        """Removes what earlier saves have left, and makes the directory for the files of `step`.
+
+        This, `write` and `publish` are the parts of a save, for `joint_save`.
+
+        Raises:
+            CheckpointError: as of `save`; so of `write` and `publish`.
+        """
+        temporary = self.root / f"{TEMPORARY}{step}-{uuid4().hex}"
+        with self._os_errors(step, temporary):
+            make_directory(self.root)
+            # first, because on a full disk this is the space that is missing
+            with self._lock:
+                remove(self.root, list(self.root.glob(f"{TEMPORARY}*")))
+            temporary.mkdir()
+        return temporary
+
+    def write(
+        self, step: int, temporary: Path, writers: Mapping[str, Writer]
+    ) -> dict[str, dict[str, Any]]:
+        """Writes files; they are on disk when this returns their entries of the manifest."""
+        with self._os_errors(step, temporary):
+            return {name: write_file(temporary / name, write) for name, write in writers.items()}
+
+    def publish(
+        self, step: int, temporary: Path, files: Mapping[str, dict[str, Any]], prunes: bool
+    ) -> Path:
+        """Gives the directory with all `files` its name; then marks the best, and prunes."""
+        with self._os_errors(step, temporary):
+            manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(files)})
+            write_file(temporary / MANIFEST, lambda file: file.write(manifest))
+            sync_directory(temporary)
+            with self._lock:
+                path = publish(self.root, temporary, step)
+
+        # the checkpoint is on disk: errors from here on must not look like a failed save
+        with self._lock:
+            try:
+                settle(self.root, step, path)
+                if (best := self._unsaved_best) is not None and best.step == step:
+                    self.mark_best(step, best.value, best.criterion)
+                if prunes:
+                    self._prune(step)
+            except (OSError, CheckpointError) as error:
+                _log.warning("%s is saved, but not all is tidy: %s", path, error)
+            return generations(self.root, step)[-1]
+
+    def _save_in_background(
+        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
+    ) -> None:
         try:
             with activity.saving():
-                self._save(step, writers, prune)
+                self._save(step, writers, prune, joint)
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
             self._failure, self._failed_step = error, step
 
-    def _save(self, step: int, writers: Mapping[str, Writer], prune: bool) -> Path:
-        temporary = self.root / f"{_TEMPORARY}{step}-{uuid4().hex}"
+    def _save(
+        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
+    ) -> Path:
+        if joint is not None:
+            return joint.run(self, step, writers, prune)
+        temporary = self.begin(step)
         try:
-            make_directory(self.root)
-            # first, because on a full disk this is the space that is missing
-            with self._lock:
-                self._remove(list(self.root.glob(f"{_TEMPORARY}*")))
-            temporary.mkdir()
-            files = {name: write_file(temporary / name, write) for name, write in writers.items()}
-            manifest = render_manifest({"format": FORMAT, "step": step, "files": files})
-            write_file(temporary / MANIFEST, lambda file: file.write(manifest))
-            sync_directory(temporary)
-            with self._lock:
-                published = self._publish(temporary, step)
-        except OSError as error:
-            raise self._failed(step, temporary, error) from error
+            return self.publish(step, temporary, self.write(step, temporary, writers), prune)
         finally:
             if temporary.is_dir():  # not published
                 shutil.rmtree(temporary, ignore_errors=True)
 
-        # the checkpoint is on disk: errors from here on must not look like a failed save
-        with self._lock:
-            try:
-                self._settle(step, published)
-                if (best := self._unsaved_best) is not None and best.step == step:
-                    self.mark_best(step, best.value, best.criterion)
-                if prune:
-                    self._prune(step)
-            except (OSError, CheckpointError) as error:
-                _log.warning("%s is saved, but not all is tidy: %s", published, error)
-            return self._generations(step)[-1]
-
-    def _published(self) -> list[tuple[int, int, Path]]:
-        """Returns every (step, generation, path), oldest first."""
-        if not self.root.is_dir():
-            return []
-        matches = ((PUBLISHED.fullmatch(path.name), path) for path in self.root.iterdir())
-        return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
-
-    def _generations(self, step: int) -> list[Path]:
-        return [path for published_step, _, path in self._published() if published_step == step]
-
-    def _path(self, step: int) -> Path:
-        return self.root / f"step_{step:08d}"
-
-    def _publish(self, temporary: Path, step: int) -> Path:
-        target = self._path(step)
-        if generations := [number for other, number, _ in self._published() if other == step]:
-            target = target.with_suffix(f".{generations[-1] + 1}")
-        os.rename(temporary, target)
-        sync_directory(self.root)
-        return target
-
-    def _settle(self, step: int, newest: Path) -> None:
-        """Retires the older generations of `step` and gives the newest the plain name."""
-        if retired := [self._retire(p) for p in self._generations(step) if p != newest]:
-            sync_directory(self.root)
-            os.rename(newest, self._path(step))
-            self._remove(retired)
-
-    def _prune(self, published: int) -> None:
-        """Removes the oldest checkpoints, so that `keep` of those up to `published` stay.
+    def _prune(self, last: int) -> None:
+        """Removes the oldest checkpoints, so that `keep` of those up to step `last` stay.
 
         Later steps stay: after a return to an earlier checkpoint, one of them may be the newest
         intact one. With a damaged mark nothing is removed, since the best is not known.
@@ -320,46 +345,21 @@ class CheckpointStore:
         if self.keep is None:
             return
         best = read_best(self.root)
-        surplus = [step for step in self.steps() if step <= published][: -self.keep]
+        surplus = [step for step in self.steps() if step <= last][: -self.keep]
         if best is not None and best.step in surplus:
             surplus.remove(best.step)
-        if retired := [self._retire(p) for step in surplus for p in self._generations(step)]:
-            self._remove(retired)
+        prune(self.root, surplus)
 
-    def _retire(self, path: Path) -> Path:
-        """Hides a checkpoint under a temporary name, so that it is never found half removed."""
-        hidden = self.root / f"{_TEMPORARY}{uuid4().hex}"
-        os.rename(path, hidden)
-        return hidden
-
-    def _remove(self, hidden: Iterable[Path]) -> None:
-        """Removes hidden directories; only warns about what cannot be removed."""
-        # a power cut must not bring back a name whose files are already removed
-        sync_directory(self.root)
-        for path in hidden:
-            try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            except OSError as error:
-                _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
-
-    def _failed(self, step: int, temporary: Path, error: OSError) -> CheckpointError:
-        message = f"cannot save the checkpoint of step {step} in {self.root}: {error}"
-        if error.errno not in _NO_SPACE:
-            return CheckpointError(message)
-        written = sum(file.stat().st_size for file in temporary.glob("*"))
-        existing = next(path for path in (self.root, *self.root.parents) if path.is_dir())
-        free = written + shutil.disk_usage(existing).free
+    @contextmanager
+    def _os_errors(self, step: int, temporary: Path) -> Iterator[None]:
+        """Raises an `OSError` of the block as the `CheckpointError` that says what to do."""
         try:
-            # the best guess: the checkpoints of a run have nearly the same size
-            files = read_manifest(self._published()[-1][2])["files"]
-            previous = sum(entry["size"] for entry in files.values())
-        except (CheckpointError, IndexError):
-            previous = 0
-        return NoSpaceError(
-            f"{message}. It needs {max(written, previous) / 1e6:,.1f} MB or more; the disk has "
-            f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
-            "some space or lower keep=; the older checkpoints are untouched"
-        )
+            yield
+        except OSError as error:
+            try:
+                # the best guess: the checkpoints of a run have nearly the same size
+                files = read_manifest(published(self.root)[-1][2])["files"]
+                previous = sum(entry["size"] for entry in files.values())
+            except (CheckpointError, IndexError):
+                previous = 0
+            raise save_error(temporary, step, error, previous) from error

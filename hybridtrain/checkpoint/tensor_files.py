@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hybridtrain.checkpoint.manifest import Writer
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
+from hybridtrain.sharded_tensors import is_sharded
 
 if TYPE_CHECKING:
-    from hybridtrain.checkpoint.other_stages import OtherStages
+    from hybridtrain.checkpoint.gathered_save import GatheredState
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
@@ -63,7 +64,7 @@ def tensor_writers(
     stem: str,
     tensors: Mapping[str, Tensor],
     shard_bytes: int = SHARD_BYTES,
-    others: OtherStages | None = None,
+    others: GatheredState | None = None,
 ) -> dict[str, Writer]:
     """Returns the files that hold `tensors`, each with the function that writes it.
 
@@ -76,26 +77,56 @@ def tensor_writers(
     """
     check_storable({n: t for n, t in tensors.items() if others is None or not others.has(stem, n)})
     kept, aliases = without_aliases(tensors)
-    shards = _shards(kept, shard_bytes)
+    shards = shards_of(kept, shard_bytes)
 
     def value(name: str, tensor: Tensor) -> Tensor:
         return tensor if others is None else others.value(stem, name, tensor)
 
-    if len(shards) == 1:
-        return {f"{stem}.safetensors": partial(_write, shards[0], aliases, value)}
-    named = {
-        f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors": shard
-        for number, shard in enumerate(shards, 1)
-    }
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
-        "weight_map": {key: file for file, shard in named.items() for key in shard},
-    }
-    rendered = (json.dumps(index, indent=2) + "\n").encode()
+    named = dict(zip(file_names(stem, len(shards)), shards, strict=True))
     files: dict[str, Writer] = {
         file: partial(_write, shard, aliases, value) for file, shard in named.items()
     }
-    return {**files, f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
+    return {**files, **index_writers(stem, named)}
+
+
+def share_writers(
+    tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, str]
+) -> dict[str, Writer]:
+    """Returns the writers of some of the files of a state.
+
+    Args:
+        tensors: by file name, the tensors in it.
+        aliases: further names of a tensor, and the one that it is stored under.
+    """
+    return {
+        file: partial(_write, shard, aliases, lambda _, tensor: tensor)
+        for file, shard in tensors.items()
+    }
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Returns the names of `count` files that hold the tensors of `stem` together."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_writers(stem: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Writer]:
+    """Returns the index of several files, as on the Hub; nothing for one file.
+
+    Args:
+        stem: the beginning of their names.
+        files: the tensors of each; meta tensors are enough.
+    """
+    if len(files) <= 1:
+        return {}
+    total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {key: file for file, shard in files.items() for key in shard},
+    }
+    rendered = (json.dumps(index, indent=2) + "\n").encode()
+    return {f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -188,7 +219,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     kept, others = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
-        if tensor.numel() > 0 and not tensor.is_meta:
+        if tensor.numel() > 0 and not tensor.is_meta and not is_sharded(tensor):
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
@@ -206,6 +237,8 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         problem = None
+        if is_sharded(tensor):  # put together when it is written
+            continue
         if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             problem = "has no values yet (device meta, or a lazy module): give it its values first"
         elif tensor.layout != torch.strided:
@@ -220,8 +253,8 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Fills shards in the order of the names."""
+def shards_of(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Returns `tensors` in the shards of a file each, filled in the order of the names."""
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, tensor in tensors.items():

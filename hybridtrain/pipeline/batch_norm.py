@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.pipeline.activation_checkpoint import is_recomputing
+from hybridtrain.world import World
 
 
 class DeferredBatchNormStats:
@@ -108,3 +110,22 @@ class _Collector:
             self._squares += variance * count + delta**2 * (self._count * count / total)
             self._mean += delta * (count / total)
             self._count = total
+
+
+def with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
+    """Returns `net` with SyncBatchNorms in the place of its batch norms.
+
+    Raises:
+        ConfigError: they are for GPUs, one for each stage.
+    """
+    if world.replicas == 1:
+        return net
+    if world.devices[0].type != "cuda":
+        raise ConfigError("sync_batch_norm=true requires CUDA devices")
+    if len(set(world.devices)) < len(world.devices):
+        raise ConfigError(
+            "sync_batch_norm=true needs a GPU for every stage: NCCL's collectives of two stages on "
+            "one GPU may wait for one another"
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    return converted

@@ -10,6 +10,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from hybridtrain.sharded_tensors import is_sharded, whole_gradient
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the L2 norm of each gradient.
+
+    One of which each replica has a part is gathered first, as the norm of the parts would have
+    other last bits: this takes the memory of one gradient at a time, and a collective call.
+    """
+    if not any(map(is_sharded, gradients)):
+        return list(torch._foreach_norm(list(gradients)))
+    return [torch._foreach_norm([whole_gradient(gradient)])[0] for gradient in gradients]
+
+
+def norm_of_parts(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the L2 norm of all gradients, on `device`; a collective call of the replicas."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch.stack([norm.to(gradients[0].device) for norm in norms_of(gradients)])
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
 
 def norm_over_processes(
     parameters: Sequence[Parameter],
@@ -34,8 +56,8 @@ def norm_over_processes(
     norms = torch.zeros(len(parameters), dtype=dtype, device=wire_device)
     there = torch.zeros(len(parameters))
     if own:
-        found = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-        norms[own] = torch.stack(list(found)).to(dtype).to(wire_device)
+        found = norms_of([p.grad for p in parameters if p.grad is not None])
+        norms[own] = torch.stack(found).to(dtype).to(wire_device)
         there[own] = 1
     dist.all_reduce(norms, group=group)
     dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU

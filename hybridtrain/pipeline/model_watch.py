@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.sharded_tensors import is_sharded, own_part
+
 _requires_grad = attrgetter("requires_grad")
 _Place = tuple[str, str]  # the name of a module, and of what it holds
 
@@ -43,7 +45,11 @@ class Change(NamedTuple):
 
 
 class ModelWatch:
-    """Compares `net` with what it was at the last `look`."""
+    """Compares `net` with what it was at the last `look`.
+
+    Attributes:
+        objects: the modules and parameters that there were; another list after each look.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
@@ -88,10 +94,11 @@ class ModelWatch:
         self._held = self._held_by(modules)
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
         self._values = [table.values() for table in tables]
-        self._objects = list(chain.from_iterable(self._values))
+        self.objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = list(map(_requires_grad, self._parameters))
-        self._memory = list(map(Tensor.data_ptr, self._parameters))
+        self._memory_of = _own_memory if any(map(is_sharded, self._parameters)) else Tensor.data_ptr
+        self._memory = list(map(self._memory_of, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
 
     def _plain_modules(self) -> dict[str, nn.Module]:
@@ -110,9 +117,13 @@ class ModelWatch:
     def _is_as_before(self) -> bool:
         return (
             list(map(_requires_grad, self._parameters)) == self._flags
-            and list(map(Tensor.data_ptr, self._parameters)) == self._memory
-            and _identical(self._objects, list(chain.from_iterable(self._values)))
+            and list(map(self._memory_of, self._parameters)) == self._memory
+            and self.has_same_objects()
         )
+
+    def has_same_objects(self) -> bool:
+        """Returns whether the modules and parameters are those of the last look."""
+        return _identical(self.objects, list(chain.from_iterable(self._values)))
 
 
 def _has_memory(parameter: Tensor) -> bool:
@@ -121,6 +132,10 @@ def _has_memory(parameter: Tensor) -> bool:
         return not is_lazy(parameter) and parameter.data_ptr() >= 0
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def _own_memory(parameter: Tensor) -> int:
+    return own_part(parameter).data_ptr()
 
 
 def _identical(some: Collection[Any], others: Collection[Any]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engines import ENGINES
-from hybridtrain.pipeline.grad_norm import norm_over_processes
+from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
@@ -34,6 +34,7 @@ from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
+from hybridtrain.sharded_tensors import gathered, own_parameters
 from hybridtrain.world import World
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Pipeline:
         self.stages = build_stages(
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
-        self._ties = ties_of(self.stages, planned.stages, uses, world)
+        self._ties = ties_of(self.stages, uses, world)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
@@ -108,6 +109,8 @@ class Pipeline:
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
         self._is_first_step = True
+        self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
+        self._is_whole = False  # the weights, for a step or longer
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
@@ -131,15 +134,17 @@ class Pipeline:
 
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
         """
+        if self._is_whole and self.shards_weights:
+            raise UserError("train_step cannot run inside whole_weights(): leave its block before")
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
-        values = self._run(
-            Step(schedule, source, head, checkpointed, reduce, timeline, training), trains=True
-        )
-        for tie in self._ties:
-            tie.accumulate_into_owner()
+        step = Step(schedule, source, head, checkpointed, reduce, timeline, training)
+        with self._step(trains=True):
+            values = self._run(step, trains=True)
+            for tie in self._ties:
+                tie.accumulate_into_owner()
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
@@ -147,7 +152,7 @@ class Pipeline:
 
     def change(self) -> Change | None:
         """Returns what has changed in the model since the stages were made; see `ModelWatch`."""
-        return self._watch.change()
+        return None if self._is_whole else self._watch.change()
 
     def follow_requires_grad(self) -> None:
         """Trains those parameters that now require a gradient; a collective call."""
@@ -158,6 +163,13 @@ class Pipeline:
                 stage.reducer.build()
         self._engine.forget()
         self._watch.look()
+
+    def unshard(self) -> None:
+        """Gives the model whole parameters again, for good; a collective call."""
+        if self.shards_weights:
+            for stage in self.stages:
+                if stage.reducer is not None:
+                    stage.reducer.close()
 
     def close(self) -> None:
         """Takes what it has hung onto the model off again, for a pipeline in its place."""
@@ -170,7 +182,35 @@ class Pipeline:
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         training = self._net.training
-        return self._run(Step(schedule, source, head, training=training), trains=training)
+        with self.whole_weights():
+            return self._run(Step(schedule, source, head, training=training), trains=training)
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if each replica has a part of the weights."""
+        return self._options.shard == "full" and self._world.replicas > 1
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Keeps the weights whole for the block; see `HybridModel.whole_weights`."""
+        if self._is_whole:
+            yield
+            return
+        with self._step(trains=False):
+            yield
+
+    @contextmanager
+    def _step(self, trains: bool) -> Iterator[None]:
+        reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
+        try:
+            for reducer in reducers:
+                reducer.begin_step(trains)
+            self._is_whole = True
+            yield
+        finally:
+            self._is_whole = False
+            for reducer in reducers:
+                reducer.end_step()
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
@@ -187,13 +227,19 @@ class Pipeline:
         return values
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the model that this process has, under their names."""
-        return {
+        objects = self._watch.objects
+        if self._named is not None and self._named[0] is objects and self._watch.has_same_objects():
+            return self._named[1]
+        named = {
             name: p
             for name, p in self._net.named_parameters()
             if not p.is_meta and id(p) not in self._of_others
         }
+        if self._watch.has_same_objects():  # not in the middle of a change, or of a step
+            self._named = objects, named
+        return named
 
     def own_state(self) -> dict[str, Any]:
         """Returns the entries of the model's state that this process answers for.
@@ -230,10 +276,10 @@ class Pipeline:
         """Returns the state of the whole model; see `HybridModel.state_dict`."""
         if self._world.pipeline_group is None:
             state: dict[str, Any] = self._net.state_dict()
-            return state
+            return _gathered(state) if self.shards_weights else state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in self.own_state().items()
+            for name, value in _gathered(self.own_state()).items()
         }
         found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor
@@ -246,6 +292,18 @@ class Pipeline:
             name: found[name] if name in found else found[first[id(value)]]
             for name, value in objects.items()
         }
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Lets a state of whole tensors be loaded into the model; not a collective call."""
+        reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
+        for reducer in reducers:
+            reducer.begin_load()
+        try:
+            yield
+        finally:
+            for reducer in reducers:
+                reducer.end_load()
 
     def any_process(self, flag: bool) -> bool:
         """Returns whether `flag` is true in any process of the pipeline; a collective call."""
@@ -307,6 +365,8 @@ class Pipeline:
                 world.wire_device,
             )
         gradients = [p.grad for p in self._net.parameters() if p.grad is not None]
+        if self.shards_weights:
+            return norm_of_parts(gradients, self.output_device)
         if len(self._gradient_devices) > 1 or not gradients:
             return get_total_norm(gradients)
         # the same operations without sorting by device, which takes longer than they do
@@ -315,11 +375,16 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
-        if self._world.pipeline_group is None:
-            return clip_grad_norm_(self._net.parameters(), max_norm)
         norm = self.grad_norm()
-        clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        self.clip_grads_with_norm_(max_norm, norm)
         return norm
+
+    def clip_grads_with_norm_(self, max_norm: float, norm: Tensor) -> None:
+        """Scales the gradients, whose norm is `norm`, down to `max_norm`."""
+        parameters = list(self.parameters.values())
+        if self.shards_weights:
+            parameters = own_parameters(parameters)
+        clip_grads_with_norm_(parameters, max_norm, norm)
 
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.
@@ -344,7 +409,7 @@ class Pipeline:
             {
                 "index": stage.index,
                 "layers": [layer.name for layer in stage.layers],
-                "parameters": stage.count_parameters(),
+                "parameters": stage.parameter_count,
                 # on a GPU the allocator has counted the optimizer's state already
                 "peak_memory_bytes": memory
                 + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
@@ -361,3 +426,12 @@ class Pipeline:
         parts: list[Any] = [None] * self._world.processes_per_replica
         dist.all_gather_object(parts, own, group=self._world.pipeline_group)
         return list(chain.from_iterable(parts))
+
+
+def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state with whole tensors; a tied one is gathered once."""
+    whole: dict[int, Any] = {}
+    for value in state.values():
+        if isinstance(value, Tensor) and id(value) not in whole:
+            whole[id(value)] = gathered(value.detach())
+    return {name: whole.get(id(value), value) for name, value in state.items()}

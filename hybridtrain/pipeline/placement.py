@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import Parameter
 
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.options import PipelineOptions
@@ -15,6 +16,7 @@ from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.stage_shards import StageShards
 from hybridtrain.pipeline.ties import (
     AliasElsewhere,
     OwnerElsewhere,
@@ -42,7 +44,9 @@ def build_stages(
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
+    tied = frozenset(id(use.parameter) for stage_uses in uses for use in stage_uses)
     stages: list[Stage] = []
+    own: list[dict[str, Parameter]] = []
     first = 0
     for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
         if index in owned:
@@ -65,37 +69,39 @@ def build_stages(
                 # DDP looks for unused parameters from the tensors
                 hold_edges=crosses and not (options.find_unused_parameters and group),
             )
-            if group is not None:
-                aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
-                own = {
+            aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
+            own.append(
+                {
                     names[id(p)]: aliases.get(id(p), p)
                     for p in module.parameters()
                     if id(p) in names  # an alias has no name
                 }
-                stage.reducer = StageReducer(module, own, group, options.find_unused_parameters)
+            )
             stages.append(stage)
         first += len(part)
+    # when all are placed, since a reducer may put others in the place of parameters
+    for stage, named in zip(stages, own, strict=True):
+        group = groups[stage.index]
+        unused = options.find_unused_parameters
+        if group is None:
+            continue
+        if options.shard == "full":
+            layers = [layer.module for layer in stage.layers]
+            stage.reducer = StageShards(net, layers, stage.module, named, tied, group, unused)
+        else:
+            stage.reducer = StageReducer(stage.module, named, group, unused)
     return stages
 
 
-def ties_of(
-    stages: Sequence[Stage],
-    parts: Sequence[Sequence[Layer]],
-    uses: Sequence[Sequence[TiedUse]],
-    world: World,
-) -> list[Tie]:
+def ties_of(stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World) -> list[Tie]:
     """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
     here, process_of = world.pipeline_rank, world.cluster.process_of
     own = {stage.index: stage for stage in stages}
-    owner: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        for parameter in (p for layer in part for p in layer.module.parameters()):
-            owner.setdefault(id(parameter), index)
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):
         user = process_of(index)
         for use in {id(use.parameter): use for use in stage_uses}.values():
-            home = process_of(owner[id(use.parameter)])
+            home = process_of(use.owner)
             if user == here:
                 alias = next(a for a in own[index].aliases if a.parameter is use.parameter)
                 if home == here:

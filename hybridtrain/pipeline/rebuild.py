@@ -46,7 +46,13 @@ def follow(
     if change.kind is Kind.FROZEN:
         pipeline.follow_requires_grad()
         return pipeline
+    if change.kind is Kind.MOVED and pipeline.shards_weights:
+        raise ConfigError(
+            f"{change.text}: with shard=full a model cannot be converted or moved after it was "
+            f"wrapped. Convert it before, or set precision="
+        )
     plan, planned = pipeline.plan, pipeline.planned
+    pipeline.unshard()
     remove_aliases(net)
     if change.kind is Kind.REPLACED:
         plan, planned = _planned(change, plan, net, options, example_inputs, world)

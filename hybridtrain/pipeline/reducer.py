@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,40 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain import _torch_private as private
 from hybridtrain.errors import UserError
+
+
+class Reducer(Protocol):
+    """Keeps a stage's replicas equal; all of them call the same methods in the same order."""
+
+    def build(self) -> None:
+        """Averages the gradients of those parameters that require one now; a collective call."""
+
+    def close(self) -> None:
+        """Leaves the parameters as they were before, for another reducer; a collective call."""
+
+    def sync_buffers(self) -> None:
+        """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
+
+    def begin_step(self, trains: bool) -> None:
+        """Makes the weights whole; a collective call."""
+
+    def end_step(self) -> None:
+        """Gives up what only a step needs."""
+
+    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
+        """Has the next backward, which starts at `roots`, reduce the gradients."""
+
+    def reset(self) -> None:
+        """Forgets a prepared backward that failed, so that the next step can begin."""
+
+    def check_reduced(self) -> None:
+        """Makes sure that the prepared backward has reduced every gradient."""
+
+    def begin_load(self) -> None:
+        """Shows whole parameters, which a state may be loaded into, on this replica alone."""
+
+    def end_load(self) -> None:
+        """Keeps what was loaded."""
 
 
 class StageReducer:
@@ -48,9 +82,7 @@ class StageReducer:
         self._module = module
         self._find_unused = find_unused_parameters
         self._ddp: DistributedDataParallel | None = None
-        for part in module.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                part.process_group = group  # the stage's, so that no other thread uses it
+        use_in_sync_batch_norms(module, group)
         self.build()
 
     def build(self) -> None:
@@ -61,7 +93,7 @@ class StageReducer:
         self._tables = [part._buffers.values() for part in parts if part._buffers]
         self._buffers = list(chain.from_iterable(self._tables))
         if not any(parameter.requires_grad for parameter in names.values()):
-            self._broadcast([*names.values(), *module.buffers()])
+            broadcast([*names.values(), *module.buffers()], self._group)
             return
         own = {id(parameter) for parameter in names.values()}
         tied = [
@@ -86,13 +118,25 @@ class StageReducer:
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
         if self._ddp is None:
-            self._broadcast(list(self._module.buffers()))
+            broadcast(list(self._module.buffers()), self._group)
             return
         now = list(chain.from_iterable(self._tables))
         if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
             self._buffers = now  # a forward has put others in their place
             private.ddp_find_buffers(self._ddp)
         private.ddp_sync_buffers(self._ddp)
+
+    def begin_step(self, trains: bool) -> None:
+        """Nothing to do: the weights are always whole."""
+
+    def end_step(self) -> None:
+        """Nothing to do."""
+
+    def begin_load(self) -> None:
+        """Nothing to do."""
+
+    def end_load(self) -> None:
+        """Nothing to do."""
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
@@ -120,13 +164,27 @@ class StageReducer:
                 for name, parameter in self._names.items()
                 if parameter.requires_grad and parameter.grad is None
             ]
-            raise UserError(
-                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
-                f"replicas cannot average it: remove the unused parameters, freeze them, or set "
-                f"find_unused_parameters=true"
-            ) from error
+            raise no_gradient(without) from error
 
-    @torch.no_grad()
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+
+def no_gradient(names: Sequence[str]) -> UserError:
+    """Returns the error for parameters that got no gradient in a step."""
+    return UserError(
+        f"no gradient was computed for {', '.join(names) or 'some parameters'}, so the replicas "
+        f"cannot average it: remove the unused parameters, freeze them, or set "
+        f"find_unused_parameters=true"
+    )
+
+
+def use_in_sync_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Has the SyncBatchNorms of a stage use its own group, which no other thread uses."""
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            part.process_group = group
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Copies replica 0's `tensors` to all replicas; a collective call."""
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=0)

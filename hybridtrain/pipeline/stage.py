@@ -29,7 +29,7 @@ from hybridtrain.pipeline.boundary import (
 )
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import StageReducer
+from hybridtrain.pipeline.reducer import Reducer
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
@@ -60,6 +60,7 @@ class Stage:
         module: its layers under one root.
         aliases: stand-ins for parameters that an earlier stage owns.
         reducer: averages its gradients over the replicas; None where there is one replica.
+        parameter_count: the elements of the parameters that it owns, without its aliases.
         saved_bytes: bytes that autograd keeps of one micro-batch; None before the first.
     """
 
@@ -82,8 +83,10 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.aliases = list(aliases)
-        self.reducer: StageReducer | None = None
+        self.reducer: Reducer | None = None
         self.saved_bytes: int | None = None
+        tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
+        self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
         self._runner = runner
         self._input = InputBoundary(self.incoming, device, works_in_place(module))
         self._output = OutputBoundary(
@@ -193,8 +196,3 @@ class Stage:
             alias.alias.grad = None
         if self.reducer is not None:
             self.reducer.reset()
-
-    def count_parameters(self) -> int:
-        """Returns the elements of the parameters that this stage owns, without its aliases."""
-        tied = {id(p) for alias in self.aliases for p in (alias.parameter, alias.alias)}
-        return sum(p.numel() for p in self.module.parameters() if id(p) not in tied)

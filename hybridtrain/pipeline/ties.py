@@ -27,11 +27,12 @@ from hybridtrain.world import World
 
 @dataclass(frozen=True)
 class TiedUse:
-    """A use, by a later stage, of a parameter that an earlier stage owns."""
+    """A use, by a later stage, of a parameter that the stage `owner` owns."""
 
     module: nn.Module
     name: str
     parameter: Parameter
+    owner: int
 
 
 class Tie(Protocol):
@@ -59,16 +60,11 @@ class Alias:
 
     def accumulate_into_owner(self) -> None:
         """Adds the alias's gradient to the parameter's and drops it."""
-        gradient = self.alias.grad
-        if gradient is None:
-            return
-        with torch.no_grad():
-            moved = gradient.to(self.parameter.device, non_blocking=True)
-            if self.parameter.grad is None:
-                self.parameter.grad = moved.clone()
-            else:
-                self.parameter.grad += moved
-        self.alias.grad = None
+        gradient, self.alias.grad = self.alias.grad, None
+        if gradient is not None:
+            # DDP's alias keeps the memory of its gradient
+            own = gradient.to(self.parameter.device, non_blocking=True)
+            _add_gradient(self.parameter, own.clone() if own is gradient else own)
 
 
 @dataclass(frozen=True)
@@ -101,12 +97,7 @@ class AliasElsewhere:
             parameter.shape, dtype=parameter.dtype, device=self.world.wire_device
         )
         dist.recv(gradient, group=self.world.pipeline_group, group_src=self.peer)
-        gradient = gradient.to(parameter.device)
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+        _add_gradient(parameter, gradient.to(parameter.device))
 
 
 @dataclass(frozen=True)
@@ -140,6 +131,15 @@ class OwnerElsewhere:
             dist.send(gradient, group=self.world.pipeline_group, group_dst=self.peer)
 
 
+@torch.no_grad()
+def _add_gradient(parameter: Parameter, gradient: torch.Tensor) -> None:
+    """Adds `gradient`, whose memory may be kept, to that of `parameter`."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
 def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
     """Returns for each stage its uses of parameters that earlier stages own."""
     owner: dict[int, int] = {}
@@ -147,8 +147,11 @@ def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
     for index, layers in enumerate(stages):
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
             for name, parameter in module._parameters.items():
-                if parameter is not None and owner.setdefault(id(parameter), index) != index:
-                    uses[index].append(TiedUse(module, name, parameter))
+                if parameter is None:
+                    continue
+                first = owner.setdefault(id(parameter), index)
+                if first != index:
+                    uses[index].append(TiedUse(module, name, parameter, first))
     return uses
 
 

@@ -49,7 +49,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Work:
-    """What a forward or a backward does.
+    """The work of a forward or a backward.
 
     Attributes:
         flops: of matrix products, convolutions and attention.

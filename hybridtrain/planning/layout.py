@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
+from hybridtrain.options import SHARD_MODES
 
-SHARDS = ("none", "optimizer", "full")
 ENGINES = ("local", "distributed")
 
 
@@ -61,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search may choose from; None: everything that the machine and the job allow.
+    """The values that a search may choose from; None: everything that the machine and the job allow.
 
     A single value fixes it.
     """
@@ -72,7 +72,7 @@ class Choices:
     schedule: Sequence[str] = ("1f1b", "gpipe")
     stages_per_device: Sequence[int] = (1, 2, 4)
     checkpoint: Sequence[str] = ("never", "always")
-    shard: Sequence[str] = SHARDS
+    shard: Sequence[str] = SHARD_MODES
 
 
 def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:

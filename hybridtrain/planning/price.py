@@ -34,10 +34,10 @@ class DeviceMemory:
     """The bytes that a device holds at its peak.
 
     Attributes:
-        weights: parameters and buffers, whole, as they are inside a step.
+        weights: parameters and buffers, whole inside a step.
         gradients: which are the buckets of the all-reduce too.
         state: of the optimizer.
-        shards: with `shard=full`, the parts of weights and gradients that stay between steps.
+        shards: with `shard=full`, the parts of the weights that stay between steps.
         activations: of all micro-batches in flight.
         boundaries: what has come from other stages, for all micro-batches in flight.
     """
@@ -57,7 +57,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Price:
-    """What one optimizer step takes.
+    """The price of one optimizer step.
 
     Attributes:
         layout: what is priced.
@@ -255,7 +255,7 @@ def device_memory(
 ) -> list[DeviceMemory]:
     """Returns the memory of each device at its peak.
 
-    A gradient is a view of a bucket of the all-reduce, which thus needs no memory of its own.
+    A gradient is a view of a bucket of the all-reduce, which thus needs no more memory.
     """
     costs = table.costs_at(layout.samples(job))
     in_flight = most_in_flight(layout)
@@ -355,8 +355,8 @@ def _exchange_ms(
         begin, finish = spread.last_backward[stage]
         device = stage % layout.nb_part
         one_way = machine.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
-        # a reduce-scatter, and an all-gather of the gradients unless only shards are needed
-        reduce = one_way if layout.shard == "full" else 2 * one_way
+        # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
+        reduce = 2 * one_way
         last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained[stage]))
         begin = max(begin, done[device])
         done[device] = max(begin + reduce, finish + last_bucket)
@@ -426,7 +426,7 @@ def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> Devic
         weights=sum(size.weights for size in sizes),
         gradients=trained,
         state=state if layout.shard == "none" else -(-state // layout.replicas),
-        shards=-(-2 * trained // layout.replicas) if layout.shard == "full" else 0,
+        shards=-(-trained // layout.replicas) if layout.shard == "full" else 0,
     )
 
 

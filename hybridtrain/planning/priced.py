@@ -160,4 +160,4 @@ def in_words(price: Price) -> str:
         "data, in the background": price.data_ms,
     }
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
-    return f"{price.step_ms:.1f} ms a step: {told}; bubble {price.bubble:.0%}"
+    return f"{price.step_ms:.1f} ms per step: {told}; bubble {price.bubble:.0%}"

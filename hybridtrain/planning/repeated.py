@@ -33,7 +33,7 @@ class _First(NamedTuple):
 
 
 class RunOnce:
-    """Runs the first of equal layers, and gives the others its run with tensors of their own.
+    """Runs the first of equal layers, and gives the others its run with new tensors.
 
     Attributes:
         first: for each layer that came, the number of the one whose run it has; counted from 0.

@@ -18,9 +18,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
     overrides = shlex.split(told.rsplit("to train with it: ", 1)[1].splitlines()[0])
-    trained = succeed(
-        capfd, "train", *SMALL, *overrides, "world.devices=cpu", "run_name=run"
-    )
+    trained = succeed(capfd, "train", *SMALL, *overrides, "world.devices=cpu", "run_name=run")
     assert "done: " in trained
     cut = yaml.safe_load((tmp_path / "outputs/priced/plan.yaml").read_text())
     run = yaml.safe_load((tmp_path / "outputs/run/plan.yaml").read_text())
@@ -33,7 +31,7 @@ def test_auto_says_what_was_chosen_and_why(tmp_path, monkeypatch, capfd):
     told = succeed(capfd, "train", *SMALL, *keys, "world.devices=cpu")
     (line,) = [line for line in told.splitlines() if "pipeline.chunks=" in line]
     assert "pipeline.schedule=" in line
-    assert "ms a step, predicted from measured costs" in line
+    assert "ms per step, predicted from measured costs" in line
     chosen = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
     assert f"pipeline.chunks={chosen['chunks']}," in line
     assert type(chosen["chunks"]) is int

@@ -5,7 +5,9 @@ import functools
 import pytest
 from support.launch import Results, worker_module
 
-WORKERS = ["gradients", "state", "shared_values", "loss_scaling", "traced", "matrix_cells"]
+WORKERS = [
+    "gradients", "state", "shared_values", "loss_scaling", "traced", "matrix_cells", "sharded",
+]  # fmt: skip
 CELLS = [(worker, cell) for worker in WORKERS for cell in worker_module(worker).cells.cells]
 
 

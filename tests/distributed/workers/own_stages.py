@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.saving import save
+from hybridtrain.checkpoint.saving import finishing, save
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.gpt import gpt
@@ -254,15 +254,26 @@ def _init_from(world):
         assert torch.equal(state[name], value), name
 
 
-@cells.add("a save in the background copies no stage of another process")
-def _background(world):
+for _writers in ("rank0", "all"):
+
+    @cells.add(f"a save in the background copies no stage of another process, {_writers}")
+    def _(world, writers=_writers):
+        saved_in_background(world, writers)
+
+
+def saved_in_background(world, writers):
     model, _ = constructed(build_gpt, split=[2, 4])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with tempfile.TemporaryDirectory() as folder:
         path = world.broadcast(Path(folder))
-        store = CheckpointStore(path, background=True)
-        saved = save(store, 1, model, optimizer, {})
-        assert store.host_copies is None
+        store = CheckpointStore(path, background=True, writers=writers)
+        with finishing(store, world):
+            saved = save(store, 1, model, optimizer, {})
+        if writers == "rank0":  # it is written at once
+            assert store.host_copies is None
+        else:
+            own = sum(p.nbytes for p in model.parameters())
+            assert store.host_copies.nbytes == own
         expected = model.state_dict()
         with torch.no_grad():
             for parameter in model.parameters():

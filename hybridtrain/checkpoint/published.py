@@ -1,0 +1,81 @@
+"""The names in a directory of checkpoints, and the renames between them; see `store`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from uuid import uuid4
+
+from hybridtrain.checkpoint.manifest import PUBLISHED
+from hybridtrain.files import sync_directory
+
+TEMPORARY = ".tmp-"
+"""The beginning of the names in a root that the next save removes."""
+
+_log = logging.getLogger(__name__)
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Returns the directory of the checkpoint of `step`, while there is one generation of it."""
+    return root / f"step_{step:08d}"
+
+
+def published(root: Path) -> list[tuple[int, int, Path]]:
+    """Returns every (step, generation, path), oldest first; they may be damaged."""
+    if not root.is_dir():
+        return []
+    matches = ((PUBLISHED.fullmatch(path.name), path) for path in root.iterdir())
+    return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
+
+
+def generations(root: Path, step: int) -> list[Path]:
+    """Returns the checkpoints of `step`, oldest first."""
+    return [path for published_step, _, path in published(root) if published_step == step]
+
+
+def publish(root: Path, temporary: Path, step: int) -> Path:
+    """Renames a complete checkpoint, beside older generations of `step`; returns its path."""
+    target = path_of(root, step)
+    if numbers := [number for other, number, _ in published(root) if other == step]:
+        target = target.with_suffix(f".{numbers[-1] + 1}")
+    os.rename(temporary, target)
+    sync_directory(root)
+    return target
+
+
+def settle(root: Path, step: int, newest: Path) -> None:
+    """Removes the older generations of `step` and gives the newest the plain name."""
+    if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
+        sync_directory(root)
+        os.rename(newest, path_of(root, step))
+        remove(root, retired)
+
+
+def prune(root: Path, steps: Collection[int]) -> None:
+    """Removes the checkpoints of `steps`."""
+    if retired := [_retire(root, path) for step in steps for path in generations(root, step)]:
+        remove(root, retired)
+
+
+def remove(root: Path, hidden: Iterable[Path]) -> None:
+    """Removes hidden directories; only warns about what cannot be removed."""
+    # a power cut must not bring back a name whose files are already removed
+    sync_directory(root)
+    for path in hidden:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
+
+
+def _retire(root: Path, path: Path) -> Path:
+    """Hides a checkpoint under a temporary name, so that it is never found half removed."""
+    hidden = root / f"{TEMPORARY}{uuid4().hex}"
+    os.rename(path, hidden)
+    return hidden

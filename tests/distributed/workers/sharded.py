@@ -1,0 +1,504 @@
+"""Two replicas of one process each: `shard` changes where tensors are, and no number."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from support.compare import assert_same
+from support.engine import Overflow
+from support.launch import Cells
+from support.nets import CASES, VOCABULARY, token_loss, tokens
+from support.sharded import OPTIMIZERS, check_same, make_optimizer, values
+from support.training import Recorder, data, rich_net
+
+from hybridtrain import HybridModel, ShardedOptimizer, Trainer, World
+from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.sharded_tensors import gathered, is_sharded, own_part
+
+torch.set_num_threads(1)
+cells = Cells()
+
+
+class Traced(torch.nn.Module):
+    """Its forward reads a parameter of the root, uses a module twice and one value far later."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 8)
+        self.position = torch.nn.Parameter(torch.randn(1, 1, 8))
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.first = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.second = torch.nn.Linear(8, 5)
+        self.last = torch.nn.Linear(5, VOCABULARY)
+
+    def forward(self, inputs):
+        start = self.embedding(inputs) + self.position
+        value = self.norm(torch.tanh(self.first(start)))
+        value = self.dropout(self.first(value)) * self.scale + start
+        if self.training:
+            value = value + 0.1
+        return self.last(torch.tanh(self.second(value)))
+
+
+def world_of(nb_part):
+    return World.from_env(nb_part, devices="cpu", timeout_s=30)
+
+
+def add_case(shard, name, nb_part=1, optimizer="adamw", **options):
+    more = "".join(f", {key}={value}" for key, value in options.items())
+
+    @cells.add(f"shard={shard} is exact: {name}, {nb_part} stages, {optimizer}{more}")
+    def _(world):
+        case = CASES[name]
+        check_same(
+            case.net(),
+            world_of(nb_part),
+            shard,
+            batch=case.batch,
+            loss=case.loss,
+            optimizer=optimizer,
+            **options,
+        )
+
+
+for _optimizer in OPTIMIZERS:
+    add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer)
+add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
+add_case("optimizer", "tied_gpt", nb_part=2, checkpoint="always")
+add_case("optimizer", "dropout", accumulate=2, stages_per_device=2)
+
+FULL = [
+    ("linear", 1, {"optimizer": "momentum"}),
+    ("linear", 2, {"clip": 0.1}),
+    ("conv", 2, {"optimizer": "momentum"}),
+    ("tied_gpt", 2, {"stages_per_device": 2, "checkpoint": "always"}),
+    ("transformer", 2, {"checkpoint": "except_last", "clip": 0.1}),
+    ("dropout", 1, {"accumulate": 2, "checkpoint": {"every": 2}}),
+    ("stateful", 1, {}),
+    ("u_net", 2, {"chunks": 7}),
+]
+for _name, _nb_part, _options in FULL:
+    add_case("full", _name, nb_part=_nb_part, **_options)
+
+
+@cells.add("a traced model with a parameter of its own, in both modes and graphs")
+def _(world):
+    torch.manual_seed(0)
+    check_same(Traced(), world_of(2), "full", batch=tokens, loss=token_loss, clip=0.1)
+
+
+def freeze_and_free(step, model, optimizer):
+    """Freezes two parameters in the second step, and frees them in the third."""
+    for number in (0, 3):
+        list(model.net.parameters())[number].requires_grad_(step != 1)
+
+
+def zero_in_the_middle(step, model, optimizer):
+    """Drops gradients that were not averaged."""
+    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.replica)
+    model.train_step(inputs, targets, CASES["linear"].loss, sync=False)
+    optimizer.zero_grad(set_to_none=step != 1)
+
+
+def keep_gradients(step, model, optimizer):
+    """Has the step add to gradients that were averaged already."""
+    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.replica)
+    model.train_step(inputs, targets, CASES["linear"].loss)
+
+
+for _before in (freeze_and_free, zero_in_the_middle, keep_gradients):
+
+    @cells.add(f"shard=full is exact: {_before.__doc__}")
+    def _(world, before=_before):
+        case = CASES["linear"]
+        check_same(
+            case.net(),
+            world_of(2),
+            "full",
+            batch=case.batch,
+            loss=case.loss,
+            before_step=before,
+            optimizer="momentum",
+        )
+
+
+def tower():
+    """Five parameters of different sizes."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8),
+        torch.nn.Tanh(),
+        torch.nn.Linear(8, 4),
+        torch.nn.Linear(4, 3, bias=False),
+    )
+
+
+def step_of(model, optimizer, seed=0):
+    inputs, targets = CASES["linear"].batch(6, 10 * seed + model.world.replica)
+    model.train_step(inputs, targets, CASES["linear"].loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_groups(params):
+    params = list(params)
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.5}]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+@cells.add("each replica keeps the state of its parameters alone, about half of the bytes")
+def _(world):
+    model = HybridModel(tower(), world_of(1), shard="optimizer")
+    optimizer = ShardedOptimizer(model, with_groups)
+    step_of(model, optimizer)
+    numbers = world.gather(sorted(optimizer.state_dict()["state"]))
+    assert sorted(numbers[0] + numbers[1]) == list(range(5)), numbers
+    moments = sum(e["exp_avg"].nbytes for e in optimizer.state.values())
+    whole = sum(p.nbytes for p in model.parameters())
+    assert 0.45 * whole < moments < 0.55 * whole
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+    groups = optimizer.state_dict()["param_groups"]
+    assert [group["params"] for group in groups] == [[0, 1], [2, 3, 4]]
+
+
+@cells.add("groups, their hyperparameters and a schedule count as without shards")
+def _(world):
+    weights = []
+    for shard in ("none", "optimizer"):
+        model = HybridModel(tower(), world_of(1), shard=shard)
+        if shard == "none":
+            optimizer = with_groups(model.parameters())
+        else:
+            optimizer = ShardedOptimizer(model, with_groups)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            step_of(model, optimizer, step)
+            schedule.step()
+            optimizer.param_groups[1]["weight_decay"] = 0.1
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same(weights[1], weights[0])
+
+
+@cells.add("the state is loaded from that of all parameters, and from this replica's")
+def _(world):
+    model = HybridModel(tower(), world_of(1), shard="optimizer")
+    optimizer = ShardedOptimizer(model, with_groups)
+    step_of(model, optimizer)
+    own = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    everything = {"param_groups": own["param_groups"], "state": {}}
+    for state in world.gather(own["state"]):
+        everything["state"] |= state
+    step_of(model, optimizer, 1)
+    expected = copy.deepcopy(model.state_dict())
+    for state in (own, everything):
+        model.load_state_dict(weights)
+        again = ShardedOptimizer(model, with_groups)
+        again.param_groups[0]["lr"] = 5.0  # the state's counts
+        again.load_state_dict(state)
+        assert again.state_dict()["state"].keys() == own["state"].keys()
+        step_of(model, again, 1)
+        assert_same(model.state_dict(), expected)
+    with pytest.raises(ValueError, match="parameter group"):
+        again.load_state_dict({"state": {}, "param_groups": own["param_groups"][:1]})
+
+
+@cells.add("a group that is added later is trained, and leaves the state where it was")
+def _(world):
+    weights = []
+    for shard in ("none", "optimizer"):
+        model = HybridModel(tower(), world_of(1), shard=shard)
+        first, rest = list(model.parameters())[:3], list(model.parameters())[3:]
+        if shard == "none":
+            optimizer = torch.optim.AdamW(first, lr=0.02)
+        else:
+            optimizer = ShardedOptimizer(model, lambda p: torch.optim.AdamW(p, lr=0.02), first)
+        step_of(model, optimizer)
+        optimizer.add_param_group({"params": rest, "lr": 0.1})
+        step_of(model, optimizer, 1)
+        step_of(model, optimizer, 2)
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same(weights[1], weights[0])
+
+
+@cells.add("an optimizer that does not fit shard= is refused in one line")
+def _(world):
+    sharded = HybridModel(tower(), world_of(1), shard="optimizer")
+    plain = HybridModel(tower(), world_of(1))
+    adam = torch.optim.Adam(sharded.parameters())
+    with pytest.raises(ConfigError, match=r"ShardedOptimizer\(model, lambda params: Adam"):
+        Trainer(sharded, adam, CASES["linear"].loss, [], steps=1)
+    with pytest.raises(ConfigError, match="is for shard=optimizer"):
+        ShardedOptimizer(plain, torch.optim.Adam)
+    with pytest.raises(ConfigError, match="no closure"):
+        ShardedOptimizer(sharded, torch.optim.Adam).step(lambda: 0.0)
+
+
+def full_model(net=None, nb_part=1, **options):
+    return HybridModel(net or tower(), world_of(nb_part), shard="full", chunks=4, **options)
+
+
+def momentum(model):
+    return make_optimizer(model, "momentum")
+
+
+@cells.add("outside a step a replica has half of the weights, gradients and state, and no more")
+def _(world):
+    model = full_model()
+    wholes = {id(shard.whole): shard.whole for shard in model.stages[0].reducer.shards()}
+    assert len(wholes) == 5
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = CASES["linear"].batch(6, world.rank)
+    for _ in range(2):
+        model.train_step(inputs, targets, CASES["linear"].loss)
+        grads = [p.grad for p in model.parameters()]
+        optimizer.step()
+        moments = [entry["exp_avg"] for entry in optimizer.state.values()]
+        for tensors in (list(model.parameters()), grads, moments):
+            whole = sum(t.nbytes for t in tensors)
+            own = sum(own_part(t).nbytes for t in tensors)
+            assert 0.4 * whole < own < 0.6 * whole, (own, whole)
+        assert all(whole.untyped_storage().nbytes() == 0 for whole in wholes.values())
+        assert all(whole.grad is None for whole in wholes.values())
+        optimizer.zero_grad()
+    summary = model.stage_summaries(optimizer)[0]
+    assert summary["parameters"] == sum(p.numel() for p in tower().parameters())
+    assert summary["peak_memory_bytes"] > 0
+
+
+@cells.add("the state is whole and plain, and a whole one is loaded")
+def _(world):
+    torch.manual_seed(world.rank)
+    model = full_model(CASES["conv"].net(), nb_part=2)
+    state = model.state_dict()
+    plain = CASES["conv"].net()
+    plain.load_state_dict(state)
+    assert not any(map(is_sharded, state.values()))
+    assert [p.shape for p in plain.parameters()] == [p.shape for p in model.parameters()]
+    changed = {name: value + 1 for name, value in state.items()}
+    model.load_state_dict(changed)
+    assert_same(model.state_dict(), changed)
+    one = next(iter(changed))
+    assert model.load_state_dict({one: state[one]}, strict=False).missing_keys
+    assert_same(model.state_dict(), {**changed, one: state[one]})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**state, one: torch.zeros(1)})
+    step_of_conv(model)
+
+
+def step_of_conv(model):
+    inputs, targets = CASES["conv"].batch(8, model.world.replica)
+    model.train_step(inputs, targets, CASES["conv"].loss)
+
+
+@cells.add("inside whole_weights() each replica calls the model as often as it likes")
+def _(world):
+    model = full_model(nb_part=2)
+    plain = tower()
+    model.eval()
+    with model.whole_weights():
+        for seed in range(1 + 2 * world.rank):
+            inputs, targets = CASES["linear"].batch(5, seed)
+            assert_same({"out": model(inputs)}, {"out": plain(inputs)}, rtol=1e-5, atol=1e-6)
+        assert not any(map(is_sharded, model.net.parameters()))
+        model.train()
+        with pytest.raises(UserError, match="train_step cannot run inside whole_weights"):
+            model.train_step(inputs, targets, CASES["linear"].loss)
+    assert all(map(is_sharded, model.net.parameters()))
+    step_of(model, momentum(model))
+
+
+class Trouble(torch.nn.Linear):
+    """Raises in the last micro-batch of the second step."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        Trouble.calls += 1
+        if Trouble.calls == 8:
+            raise ArithmeticError("boom")
+        return super().forward(inputs)
+
+
+@cells.add("after a step that failed on all replicas the next one is exact")
+def _(world):
+    found = []
+    for shard in ("none", "full"):
+        Trouble.calls = 0
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 8), Trouble(8, 4), torch.nn.Linear(4, 3))
+        model = HybridModel(net, world_of(1), shard=shard, chunks=4)
+        optimizer = momentum(model)
+        step_of(model, optimizer)
+        with pytest.raises(ArithmeticError, match="boom"):
+            step_of(model, optimizer, 1)
+        optimizer.zero_grad()
+        step_of(model, optimizer, 2)
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same(found[1], found[0])
+
+
+@cells.add("the stages follow a module that was replaced, and an optimizer goes on")
+def _(world):
+    found = []
+    for shard in ("none", "full"):
+        torch.manual_seed(0)
+        model = HybridModel(tower(), world_of(2), shard=shard, chunks=4)
+        optimizer = momentum(model)
+        step_of(model, optimizer)
+        model.net[2] = torch.nn.Linear(8, 4)
+        step_of(model, optimizer, 1)
+        optimizer.add_param_group({"params": list(model.net[2].parameters())})
+        step_of(model, optimizer, 2)
+        assert model.changes == 1
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same(found[1], found[0])
+
+
+@cells.add("a model that was converted after wrapping is refused in one line")
+def _(world):
+    model = full_model()
+    model.net.double()
+    with pytest.raises(ConfigError, match=r"is now float64 on cpu.*shard=full"):
+        step_of(model, momentum(model))
+
+
+class Branches(torch.nn.Module):
+    """Uses one of two layers, and never a third; `which` is another one on each replica."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.which = which
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, inputs):
+        return self.layers[self.which](inputs)
+
+
+@cells.add("parameters that some replicas, or none, use are averaged with find_unused_parameters")
+def _(world):
+    for which in (0, world.rank):
+        found = []
+        for shard in ("none", "full"):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(6, 6), Branches(which))
+            model = HybridModel(
+                net, world_of(1), shard=shard, find_unused_parameters=True, split=[2]
+            )
+            inputs, targets = CASES["linear"].batch(6, world.rank)
+            model.train_step(inputs, targets, CASES["linear"].loss)
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            found.append({n: g if g is None else gathered(g) for n, g in gradients.items()})
+        assert {n for n, g in found[1].items() if g is None} == {
+            n for n, g in found[0].items() if g is None
+        }
+        assert_same(values(found[1].items()), values(found[0].items()))
+
+
+@cells.add("a parameter without a gradient is named")
+def _(world):
+    model = full_model(torch.nn.Sequential(torch.nn.Linear(6, 6), Branches(0)), split=[2])
+    inputs, targets = CASES["linear"].batch(6, world.rank)
+    with pytest.raises(UserError, match=r"no gradient.*1\.layers\.1\.weight"):
+        model.train_step(inputs, targets, CASES["linear"].loss)
+
+
+@cells.add("what cannot be sharded is refused in one line")
+def _(world):
+    scripted = torch.jit.script(torch.nn.Linear(6, 6))
+    with pytest.raises(ConfigError, match="TorchScript"):
+        full_model(torch.nn.Sequential(scripted, torch.nn.Linear(6, 3)))
+    sparse = torch.nn.Sequential(torch.nn.Embedding(9, 6, sparse=True), torch.nn.Linear(6, 3))
+    with pytest.raises(ConfigError, match="sparse"):
+        full_model(sparse)
+    model = full_model()
+    with pytest.raises(ConfigError, match="sharded already"):
+        HybridModel(model.net, world_of(1))
+
+
+def run_of(world, shard, net, steps=6, at=(), **options):
+    """The history of a Trainer's run, with evaluation, and its weights."""
+    model = HybridModel(
+        copy.deepcopy(net),
+        world_of(2),
+        shard=shard,
+        chunks=2,
+        precision=options.pop("precision", "fp32"),
+    )
+    optimizer = make_optimizer(model, "adamw")
+    ours = Trainer(
+        model,
+        optimizer,
+        cross_entropy,
+        TrainLoader(data(), 10, model.world, seed=1),
+        lr_schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        evaluation=EvalLoader(data(11, seed=9), 4, model.world),
+        metrics={"accuracy": accuracy()},
+        monitor=Recorder(),
+        log_every=1,
+        eval_every=2,
+        steps=steps,
+        **options,
+    )
+    step = ours.monitor.step
+
+    def count(number, samples):
+        step(number, samples)
+        for part in model.modules():
+            if isinstance(part, Overflow):
+                part.step = number + 1
+                part.at = at
+
+    ours.monitor.step = count
+    summary = ours.fit()
+    names = ("train_loss", "skipped_steps", "overflow_steps", "eval")
+    values = {**ours.monitor.reproducible(), **{name: summary[name] for name in names}}
+    values["parameters"] = [stage["parameters"] for stage in summary["stages"]]
+    values = {name: str(value) for name, value in values.items()}  # NaN is no number
+    return values, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@cells.add("a run of a Trainer is the same: accumulation, clipping, evaluation")
+def _(world):
+    expected, weights = run_of(world, "none", rich_net(), accumulate=2, clip_norm=0.5)
+    for shard in ("optimizer", "full"):
+        found, ours = run_of(world, shard, rich_net(), accumulate=2, clip_norm=0.5)
+        assert_same(found, expected, shard)
+        assert_same(ours, weights, shard)
+
+
+@cells.add("a step that overflows on one replica is skipped in all, and the scale follows")
+def _(world):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Overflow(), torch.nn.Tanh(), Overflow(), torch.nn.Linear(6, 3))
+    at = (3,) if world.rank else ()
+    runs = []
+    for shard in ("none", "optimizer", "full"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        runs.append(run_of(world, shard, net, at=at, precision="fp16", scaler=scaler))
+        assert runs[-1][0]["overflow_steps"] == "1"
+        assert world.gather(scaler.get_scale()) == [512.0] * 2
+        assert_same(runs[-1][0], runs[0][0], shard)
+        assert_same(runs[-1][1], runs[0][1], shard)
+
+
+@cells.add("a step with NaN on one replica is skipped in all, and its place is named")
+def _(world):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Overflow(), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    at = (3,) if world.rank else ()
+    expected = run_of(world, "none", net, at=at, clip_norm=1.0)
+    assert expected[0]["skipped_steps"] == "1"
+    for shard in ("optimizer", "full"):
+        found = run_of(world, shard, net, at=at, clip_norm=1.0)
+        assert_same(found[0], expected[0], shard)
+        assert_same(found[1], expected[1], shard)
+
+
+if __name__ == "__main__":
+    cells.main(sys.argv[1])
