@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def chosen(
 
 def _choose(
     keys: list[str], config: Config, data: DataSplits, world: World, tensors: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     pipeline = config.pipeline
     share = -(-config.data["batch_size"] // world.replicas)
     choices = Choices(

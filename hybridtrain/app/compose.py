@@ -118,7 +118,8 @@ def compose_settings(
             tree["recipe"] = recipe or tree.get("recipe")
             tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
             config = to_config(tree)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # OmegaConf asserts that a group which gets a value is not null
+        except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
             raise ConfigError(explain(error, wanted)) from error
     if config.allow_targets and "allow_targets" not in given_keys(overrides):
         raise ConfigError(

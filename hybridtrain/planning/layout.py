@@ -61,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that a search may choose from; None: everything that the machine and the job allow.
+    """The values that a search may choose from; None: all that the machine and the job allow.
 
     A single value fixes it.
     """

@@ -158,7 +158,7 @@ class _Search:
 
     def why_nothing_fits(self, every: Sequence[Layout]) -> str:
         """Returns what is missing where the least is."""
-        found: list[tuple[float, int, Layout]] = []
+        found: list[tuple[int, int, Layout]] = []
         for layout in sorted(every, key=self._least_bytes)[:_CLOSE]:
             try:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)

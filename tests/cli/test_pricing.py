@@ -14,7 +14,7 @@ from hybridtrain.app.config import ClusterConfig
 def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     keys = ["cluster=h100", "cluster.nodes=1", "cluster.devices_per_node=2", "run_name=priced"]
-    told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2")
+    told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
     overrides = shlex.split(told.rsplit("to train with it: ", 1)[1].splitlines()[0])
