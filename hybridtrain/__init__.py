@@ -7,24 +7,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridtrain.callbacks.base import Callback
     from hybridtrain.cluster import Cluster
+    from hybridtrain.data.epochs import Loader
+    from hybridtrain.data.loader import EvalLoader
+    from hybridtrain.launch.notebook import notebook_launcher
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning.marks import partition, set_partition
+    from hybridtrain.session import Session
     from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.world import World
 
 __all__ = [
+    "Callback",
     "Cluster",
+    "EvalLoader",
     "HybridModel",
+    "Loader",
     "PipelineOptions",
+    "Session",
     "ShardedOptimizer",
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
     "World",
+    "notebook_launcher",
     "partition",
     "pop",
     "set_partition",
@@ -34,6 +44,10 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _MODULE_OF = {
+    "Callback": "hybridtrain.callbacks.base",
+    "EvalLoader": "hybridtrain.data.loader",
+    "Loader": "hybridtrain.data.epochs",
+    "Session": "hybridtrain.session",
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
     "PipelineOptions": "hybridtrain.options",
@@ -42,6 +56,7 @@ _MODULE_OF = {
     "Trainer": "hybridtrain.trainer",
     "TrainerOptions": "hybridtrain.trainer",
     "World": "hybridtrain.world",
+    "notebook_launcher": "hybridtrain.launch.notebook",
     "partition": "hybridtrain.planning.marks",
     "set_partition": "hybridtrain.planning.marks",
     "pop": "hybridtrain.skip",

@@ -38,6 +38,10 @@ class Rank0Error(RuntimeError):
     """An error of rank 0, as the other processes are told of it."""
 
 
+class ProcessFailedError(RuntimeError):
+    """A process that `notebook_launcher` has started has failed; the message has its traceback."""
+
+
 class SplitError(UserError):
     """The model cannot be cut into the stages asked for."""
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.launch.activity import activity, kind_of
 from hybridtrain.loss_counts import checked_loss
 from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
-from hybridtrain.microbatch import batch_size, chunk_sizes
+from hybridtrain.microbatch import batch_size, chunk_sizes, merge
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
@@ -116,6 +117,40 @@ def evaluate(
             result["loss"],
         )
     return result
+
+
+@_phase()
+def predict(model: HybridModel, data: EvalLoader) -> Any:
+    """Returns the model's outputs for all samples of `data`, on the CPU; a collective call.
+
+    Every process gets all of them, so they must fit into its memory.
+
+    Args:
+        model: its modules are left in the modes (train or eval) that they were in.
+        data: of which each replica takes a stretch; the targets are not used.
+
+    Returns:
+        a pytree as the model returns it, with the samples in dim 0: in the order of a map-style
+        data set, and replica after replica for an iterable one. None if there are no samples.
+    """
+    modes = [(module, module.training) for module in model.net.modules()]
+    model.eval()
+    model.sync_buffers()
+    outputs = []
+    try:
+        for inputs, _ in data:
+            outputs += [
+                tree_map_only(Tensor, Tensor.cpu, output)
+                for output in model.map_outputs(inputs, None, lambda output, _: output)
+            ]
+    finally:
+        for module, training in modes:
+            module.training = training
+        model.rng.redetect()
+    own = merge(outputs) if outputs else None
+    found = model.world.gather((model.world.replica, own) if outputs else None)
+    parts = sorted((each for each in found if each is not None), key=lambda each: each[0])
+    return merge([part for _, part in parts]) if parts else None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ tensors are cut along dim 0; every micro-batch gets the same 0-dim tensors and o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,13 @@ from torch.utils._pytree import (
 )
 
 from hybridtrain.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Inputs of one micro-batch, in place of a batch's: they are not cut any more."""
+
+    inputs: Any
 
 
 def batch_size(*batches: Any) -> int:

@@ -31,7 +31,7 @@ from hybridtrain.pipeline.own_stages import construct_own_stages
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.same_batch import BatchCheck
-from hybridtrain.pipeline.step import HeadOutput
+from hybridtrain.pipeline.step import Head, HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
@@ -368,6 +368,45 @@ class HybridModel:
         schedule = forward_only(self.world.nb_part, len(sizes), self.options.stages_per_device)
         with torch.no_grad(), self.autocast():
             values = self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
+        self._batch_check.finish()
+        return values
+
+    def run_microbatches(
+        self,
+        inputs: Sequence[Any],
+        head: Head,
+        *,
+        trains: bool,
+        sync: bool = True,
+        compared: Any = None,
+    ) -> list[Any]:
+        """Runs a step over micro-batches that the caller has cut, with a head of the caller's.
+
+        Args:
+            inputs: the model's inputs of each micro-batch.
+            head: ends each forward, at the last stage; see `pipeline.step`.
+            trains: run the backward too, from the root that the head returns; gradients are added
+                to `parameter.grad`. Otherwise the caller turns gradients off.
+            sync: as of `train_step`.
+            compared: what else the processes of a pipeline must be given alike.
+
+        Returns:
+            the head's values by micro-batch; an empty list in a process without the last stage.
+        """
+        self._follow_changes(trains)
+        self._batch_check.begin(inputs, compared)
+        if trains:
+            check_grad_mode()
+            schedule = self.schedule(len(inputs))
+            with self.autocast():
+                values = self.pipeline.run_train_step(
+                    schedule, inputs.__getitem__, head, reduce=sync
+                )
+        else:
+            per_device = self.options.stages_per_device
+            schedule = forward_only(self.world.nb_part, len(inputs), per_device)
+            with self.autocast():
+                values = self.pipeline.run_forward(schedule, inputs.__getitem__, head)
         self._batch_check.finish()
         return values
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.best_checkpoint import BestCheckpoint
+from hybridtrain.callbacks.base import Callback
+from hybridtrain.callbacks.states import CallbackStates
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
@@ -23,12 +25,13 @@ from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
-from hybridtrain.evaluation import evaluate
+from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.finite_check import FiniteCheck
 from hybridtrain.interruption import Interruptions
 from hybridtrain.launch.activity import activity
+from hybridtrain.loss_weights import StepWeights
 from hybridtrain.losses import LossFn
-from hybridtrain.model import HybridModel
+from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
@@ -52,7 +55,8 @@ class Trainer:
     Args:
         model: the model to train.
         optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
-        loss_fn: as in `HybridModel.train_step`. A step in which nothing counts is skipped.
+        loss_fn: as in `HybridModel.train_step`; None: `compute_loss` of a subclass. A step in which
+            nothing counts is skipped.
         train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
             replica's batches `(inputs, targets)`, see `OwnLoader`.
         options: see `TrainerOptions`.
@@ -65,24 +69,29 @@ class Trainer:
         states: what else is saved and restored, by name: anything with `state_dict` and
             `load_state_dict` of tensors and plain values, such as a moving average of the weights.
             Rank 0's state counts; every process calls `state_dict`, so that one may gather.
-        monitor: receives what is logged.
+        monitor: receives what is logged; one more callback, after all others.
+        callbacks: follow the run; see `Callback`. Every process has them, with their states in the
+            checkpoint; those that are `main_only` run on rank 0.
+        training_step: in place of the method of that name, with this trainer as first argument.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
     Attributes:
         step: optimizer steps done.
         samples: samples trained on so far, over all replicas.
         epoch, batch: the next batch.
+        logging: whether the step in progress will be logged.
+        texts: those of `fit`.
 
     Raises:
-        ConfigError: see `TrainerOptions`, `best` is not a value of the evaluation, or `optimizer`
-            is not one for the model's `shard`.
+        ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
+            not one for the model's `shard`; there is no loss; or a callback does not fit.
     """
 
     def __init__(
         self,
         model: HybridModel,
         optimizer: Optimizer,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         train: BatchSource | Iterable[Any],
         options: TrainerOptions | None = None,
         *,
@@ -93,6 +102,8 @@ class Trainer:
         store: CheckpointStore | None = None,
         states: Mapping[str, Stateful] | None = None,
         monitor: Monitor | None = None,
+        callbacks: Iterable[Callback] = (),
+        training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
@@ -101,7 +112,8 @@ class Trainer:
         self.world = model.world
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
-        self.loss_fn = loss_fn
+        self.loss_fn = self._chosen_loss(loss_fn)
+        self._training_step = training_step or type(self).training_step
         self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
@@ -112,6 +124,14 @@ class Trainer:
         if getattr(self.train, "has_state", False):
             self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
+        self.callbacks = sorted(
+            (each for each in callbacks if self.world.is_main or not each.main_only),
+            key=lambda each: each.main_only,
+        )
+        self.texts: Mapping[str, str] = {}
+        self.logging = False
+        if callback_states := CallbackStates(self, self.callbacks):
+            self.states["callbacks"] = callback_states
         self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
@@ -131,6 +151,15 @@ class Trainer:
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
         self._checkpoint: tuple[int, Path | None] = -1, None
         self._resumed_from: Path | None = None
+        self._tell("on_init")
+
+    def _chosen_loss(self, loss_fn: LossFn | None) -> LossFn:
+        overridden = type(self).compute_loss is not Trainer.compute_loss
+        if (loss_fn is None) is not overridden:
+            raise ConfigError(
+                "give a loss once: pass loss_fn=, or override compute_loss and pass loss_fn=None"
+            )
+        return loss_fn if loss_fn is not None else self.compute_loss
 
     def __repr__(self) -> str:
         return (
@@ -160,7 +189,8 @@ class Trainer:
         saving.check_directory(self.store, self.world)
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
-        self.monitor.start(total_steps=self.total_steps, first_step=self.step, texts=texts or {})
+        self.texts = texts or {}
+        self._tell("on_start")
         self.model.zero_grad()  # of a fit before that has ended in the middle of a step
         self.optimizer.zero_grad()
         stream = self.train.stream(self.epoch, self.batch)
@@ -177,6 +207,50 @@ class Trainer:
             raise
         return self.summary()
 
+    def compute_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Returns the loss of one micro-batch, a mean over its samples; for subclasses.
+
+        It runs where the last stage is. A mean over something else than samples is a `SumLoss` or a
+        `MeanLoss`, which are passed as `loss_fn`.
+        """
+        raise NotImplementedError
+
+    def training_step(
+        self, batches: Sequence[Batch], weights: StepWeights, timeline: bool
+    ) -> list[TrainStepResult]:
+        """Runs forward, loss and backward of the batches of a step; for subclasses.
+
+        Whether the optimizer may step, clipping, the loss scale and the schedule stay the
+        trainer's. What this draws must follow from `self.step`, or a resumed run differs.
+
+        Args:
+            batches: this replica's, `accumulate` of them or fewer.
+            weights: of each batch in the step; see `HybridModel.step_weights`.
+            timeline: whether to record the last batch.
+
+        Returns:
+            the result of each batch. The gradients are in `parameter.grad`, averaged over the
+            replicas.
+        """
+        last = len(batches) - 1
+        return [
+            self.model.train_step(
+                batch.inputs,
+                batch.targets,
+                self.loss_fn,
+                weight=weights[index],
+                sync=index == last,
+                scale_loss=self.scaler.scale,
+                timeline=timeline and index == last,
+            )
+            for index, batch in enumerate(batches)
+        ]
+
+    def _tell(self, hook: str, *args: object) -> None:
+        """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
+        for callback in (*self.callbacks, self.monitor):
+            getattr(callback, hook)(self, *args)
+
     @contextmanager
     def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
         """Closes what a run has open; no process leaves an interrupted one before the others.
@@ -186,22 +260,25 @@ class Trainer:
         phase_before, interrupted = activity.phase, False
         try:
             yield
-        except Interrupted:
-            interrupted = True
+        except BaseException as error:
+            interrupted = isinstance(error, Interrupted)
+            self._tell("on_exception", error)
             raise
         finally:
             activity.now(phase_before)
             stream.close()
-            self.monitor.close()
+            with ExitStack() as ends:  # all of them, even if one fails
+                for callback in reversed((*self.callbacks, self.monitor)):
+                    ends.callback(callback.on_end, self)
             if interrupted:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
         if self.step > 0:
             self._evaluate_and_save_if_due()  # what an interruption has kept it from
-        while self.step < self.total_steps:
+        while not self._ended:
             self._interruptions.begin_step()
-            log_due = self._is_due(self.options.log_every, self.step + 1)
+            log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
             activity.now(f"step {self.step + 1}: data")
             batches = take(stream, self.options.accumulate)
@@ -212,21 +289,38 @@ class Trainer:
             if log_due:
                 self._log(lr, norm)
             if timeline_due:
-                self.monitor.timeline(self.step, *self._stats.timelines())
+                self._tell("on_timeline", *self._stats.timelines())
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
                 self._stop()
-            if self.step == self.total_steps:
+            if self._ended:
                 self._finite.check_not_all_empty(self.step)
             self._evaluate_and_save_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the model with its present weights; see `evaluate`."""
+        """Evaluates the model with its present weights, or their average; see `evaluate`."""
         if self.evaluation is None:
             raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
-        result = evaluate(self.model, self.evaluation, self.loss_fn, self.metrics)
+        result = self.test(self.evaluation)
         self._evaluated = self.step, result
         return result
+
+    def test(self, data: EvalLoader) -> dict[str, float]:
+        """Evaluates on `data`, which the run does not know; see `evaluate`."""
+        with self._evaluation_context():
+            return evaluate(self.model, data, self.loss_fn, self.metrics)
+
+    def predict(self, data: EvalLoader) -> Any:
+        """Returns the model's outputs for all samples of `data`; see `evaluation.predict`."""
+        with self._evaluation_context():
+            return predict(self.model, data)
+
+    @contextmanager
+    def _evaluation_context(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for callback in self.callbacks:
+                contexts.enter_context(callback.evaluation_context(self))
+            yield
 
     def save(self, required: bool = True) -> None:
         """Writes a checkpoint of this step, unless this step was saved or resumed.
@@ -261,6 +355,7 @@ class Trainer:
                 self._best.mark(self.step, self.store, self.world, saved=False)
                 return
             self._checkpoint = self.step, path
+            self._tell("on_save", path)
         self._best.mark(self.step, self.store, self.world)
         self._interruptions.saved()
 
@@ -372,7 +467,12 @@ class Trainer:
     def finished(self) -> bool:
         """True if all steps are done, and the evaluation after the last one too."""
         evaluated = self.evaluation is None or self._evaluated[0] == self.step
-        return self.step >= self.total_steps and evaluated
+        return self._ended and evaluated
+
+    @property
+    def _ended(self) -> bool:
+        """True if no step is left, or a callback has ended the run."""
+        return self.step >= self.total_steps or any(each.stops for each in self.callbacks)
 
     @property
     def skipped_steps(self) -> int:
@@ -389,7 +489,8 @@ class Trainer:
 
     def _is_due(self, every: int | None, step: int) -> bool:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
-        return step == self.total_steps or (every is not None and step % every == 0)
+        last = step == self.total_steps or (step == self.step and self._ended)
+        return last or (every is not None and step % every == 0)
 
     def _train_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
@@ -401,22 +502,11 @@ class Trainer:
             total=total,
         )
         self._finite.begin_step()
-        outs = []
-        for index, batch in enumerate(batches):
-            last = index + 1 == len(batches)
-            out = self.model.train_step(
-                batch.inputs,
-                batch.targets,
-                self.loss_fn,
-                weight=weights[index],
-                sync=last,
-                scale_loss=self.scaler.scale,
-                timeline=timeline and last,
-            )
-            outs.append(out)
-        self._stats.record(out.timeline)
+        outs = self._training_step(self, batches, weights, timeline)
+        self._stats.record(outs[-1].timeline)
         self._optimizer_check.drop_gradients_left_out()
         self.model.unscale_(self.scaler, self.optimizer)
+        self._tell("on_gradients")
         norm = self.model.grad_norm()
         try:
             if not weights.total:  # no target of any replica counts
@@ -441,7 +531,7 @@ class Trainer:
         if batches[-1].last:
             self.epoch, self.batch = self.epoch + 1, 0
         self.throughput.tick(total)
-        self.monitor.step(self.step, total)
+        self._tell("on_step", total)
         return norm
 
     def _log(self, lr: float, norm: torch.Tensor) -> None:
@@ -460,10 +550,10 @@ class Trainer:
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read_stages(self.optimizer)
-        self.monitor.scalars(self.step, values)
+        self._tell("on_log", values)
 
     def _evaluate_and_save_if_due(self, save: bool = False) -> None:
-        options, last = self.options, self.step == self.total_steps
+        options, last = self.options, self._ended
         if self.evaluation is not None and (
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
@@ -472,6 +562,7 @@ class Trainer:
                 activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
                     save |= self._evaluate_in_run()
+        last = self._ended  # which an evaluation may decide
         save |= self._is_due(options.checkpoint_every, self.step)
         save |= self._ends_epoch(options.checkpoint_every_epochs)
         # nothing is saved on the way until a step succeeds
@@ -484,23 +575,24 @@ class Trainer:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
         share = getattr(self.evaluation, "samples", None)
-        result = evaluate(
-            self.model,
-            self.evaluation,
-            self.loss_fn,
-            self.metrics,
-            stop=self._interruptions.watch_for_stop(),
-            on_batch=lambda done: self.monitor.evaluating(done, share),
-        )
-        # the same on all ranks to the last bit: all must agree on whether it is the best
-        result = self.world.broadcast(result)
-        self._interruptions.begin_step()
-        wanted = self._interruptions.end_step()
+        with self._evaluation_context():
+            result = evaluate(
+                self.model,
+                self.evaluation,
+                self.loss_fn,
+                self.metrics,
+                stop=self._interruptions.watch_for_stop(),
+                on_batch=lambda done: self._tell("on_evaluation_batch", done, share),
+            )
+            # the same on all ranks to the last bit: all must agree on whether it is the best
+            result = self.world.broadcast(result)
+            self._interruptions.begin_step()
+            wanted = self._interruptions.end_step()
+            if "stop" not in wanted:  # else the result may be of a part of the samples
+                self._evaluated = self.step, result
+                self._tell("on_evaluate", result)
         if "stop" in wanted:
-            self._stop()  # the result may be of a part of the samples
-        self._evaluated = self.step, result
-        values = {f"eval/{name}": x for name, x in result.items() if name != "samples"}
-        self.monitor.scalars(self.step, values)
+            self._stop()
         return self._best.improves(self.step, result) or "save" in wanted
 
     def _stop(self) -> NoReturn:

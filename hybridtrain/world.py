@@ -98,7 +98,7 @@ class World:
     @classmethod
     def from_env(
         cls,
-        nb_part: int = 1,
+        nb_part: int | None = None,
         devices: DeviceSpec = None,
         backend: str | None = None,
         timeout_s: float = 600.0,
@@ -111,7 +111,8 @@ class World:
         The environment is only read, never written.
 
         Args:
-            nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`).
+            nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`); None:
+                the environment variable HYBRIDTRAIN_NB_PART, or 1.
             devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without;
                 `"auto"` for the GPUs if there are enough of them, else the CPU; `"cpu"`; `"cuda"`;
                 or a list: `nb_part` devices that every process uses, or those of all local
@@ -130,6 +131,8 @@ class World:
         launch = detect(os.environ)
         if launch.problem is not None:
             raise WorldError(launch.problem)
+        if nb_part is None:
+            nb_part = launch.nb_part
         check_nb_part(nb_part)
         per_replica = nb_part if engine == "distributed" else 1
         _check_shape(launch.size, per_replica, inner)
@@ -195,6 +198,12 @@ class World:
             self.watchdog.start()
             activity.now("setup")
             early_signals.catch()
+
+    def say_stages(self, stages: Sequence[int]) -> None:
+        """Tells the others which stages this process has, for the reports of failures."""
+        if self.watchdog is not None and self.processes_per_replica > 1:
+            several = "s" * (len(stages) > 1)
+            self.watchdog.job.say_place(f"stage{several} {', '.join(map(str, stages))}")
 
     @property
     def nb_part(self) -> int:

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+source scripts/slurm.sh
 
 ensure_environment "text,dev"
 echo "== ruff check"
@@ -15,6 +16,8 @@ echo "== words"
 python scripts/words.py
 echo "== mypy"
 mypy
+echo "== Slurm, for tests/cluster"
+why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
 echo "== pytest"
 # two at a time, a file in one process: its launches are shared by its tests
 python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -15,8 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.auto import chosen, without_auto
-from hybridtrain.app.config import LOADER_KEYS, LOADER_OPTIONS, Config, check, checkpoint_options
+from hybridtrain.app.callbacks import build_callbacks
+from hybridtrain.app.config import LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.load_data import load_data
 from hybridtrain.app.loss import build_loss
 from hybridtrain.app.optim import optimizer_tensors_per_param
 from hybridtrain.app.run_directory import RunDirectory
@@ -30,7 +31,7 @@ from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
-from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
+from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
@@ -74,21 +75,40 @@ class RunContext:
         batch_size = self.config.data["batch_size"]
         return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Makes the run directory, and keeps it from other writers until the end of the block.
 
-        Raises:
-            ConfigError: it cannot be written to.
-            UserError: another process writes to it.
-        """
-        self.directory.create()
-        lock = RunLock(self.directory.path)
-        self.world.on_main(lock.acquire)
-        try:
-            yield
-        finally:
-            lock.release()
+@dataclass(frozen=True)
+class Setup:
+    """The objects of a run before its model; `build()` makes the model."""
+
+    config: Config
+    directory: RunDirectory
+    store: CheckpointStore
+    world: World
+    data: DataSplits
+    build: Callable[[], nn.Module]
+    example_inputs: Any
+    pipeline_options: PipelineOptions
+    trainer_options: TrainerOptions
+    loader_options: LoaderOptions
+    loss_fn: LossFn
+    metrics: dict[str, Any]
+
+
+@contextmanager
+def writing(directory: RunDirectory, world: World) -> Iterator[None]:
+    """Makes the run directory, and keeps it from other writers until the end of the block.
+
+    Raises:
+        ConfigError: it cannot be written to.
+        UserError: another process writes to it.
+    """
+    directory.create()
+    lock = RunLock(directory.path)
+    world.on_main(lock.acquire)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = True) -> RunContext:
@@ -98,16 +118,41 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
 
     Args:
         settings: the settings of the command.
-        writes: the command is going to write to the run directory (`RunContext.writing`).
+        writes: the command is going to write to the run directory (`writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    config = without_auto(settings)
-    leave_out_leftovers(settings)
-    options = checked_options(config)
-    world = World.from_env(
+    setup = set_up(settings, join, writes)
+    world, options = setup.world, setup.pipeline_options
+    if reuse_plan:
+        split: Any = world.on_main(lambda: _split_or_plan(settings, setup.directory, setup.store))
+        options = replace(options, split=world.broadcast(split))
+    model = HybridModel.construct(setup.build, world, options, example_inputs=setup.example_inputs)
+    loss_fn = setup.loss_fn
+    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
+        model.with_count(loss_fn)  # refuses what cannot be weighted
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.to(model.pipeline.output_device)
+    return RunContext(
+        settings,
+        setup.config,
+        setup.directory,
+        setup.store,
+        world,
+        setup.data,
+        model,
+        setup.trainer_options,
+        setup.loader_options,
+        loss_fn,
+        setup.metrics,
+    )
+
+
+def join(config: Config) -> World:
+    """Joins the other processes, those that the launcher has announced."""
+    return World.from_env(
         config.pipeline.nb_part,
         config.world.devices,
         config.world.backend,
@@ -116,6 +161,18 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         config.world.stall_s or 0,
         config.world.inner,
     )
+
+
+def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
+    """Checks the config, joins the other processes by `world_of`, and loads the data.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    config = without_auto(settings)
+    leave_out_leftovers(settings)
+    options = checked_options(config)
+    world = world_of(config)
     if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
         options = checked_options(config)
@@ -142,9 +199,6 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.manual_seed(config.seed)
-    if reuse_plan:
-        split: Any = world.on_main(lambda: _split_or_plan(settings, directory, store))
-        pipeline_options = replace(pipeline_options, split=world.broadcast(split))
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:
         _log.warning(
@@ -163,22 +217,17 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
             "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
         )
 
-    model = HybridModel.construct(build, world, pipeline_options, example_inputs=example[0])
-    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.with_count(loss_fn)  # refuses what cannot be weighted
-    if isinstance(loss_fn, nn.Module):
-        loss_fn.to(model.pipeline.output_device)
-    loader_options = replace(loader_options, collate=data.collate)
-    return RunContext(
-        settings,
+    return Setup(
         config,
         directory,
         store,
         world,
         data,
-        model,
+        build,
+        example[0],
+        pipeline_options,
         trainer_options,
-        loader_options,
+        replace(loader_options, collate=data.collate),
         loss_fn,
         metrics,
     )
@@ -194,6 +243,7 @@ def checked_options(
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
     metrics = _metrics(config, loss_fn)
+    build_callbacks(config, RunDirectory(config))  # refuses what does not fit
     pipeline_options = _options(
         PipelineOptions,
         {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},
@@ -273,46 +323,3 @@ def _split_or_plan(settings: Settings, directory: RunDirectory, store: Checkpoin
             return split
     _log.info("cut as in %s", directory.plan)
     return str(directory.plan)
-
-
-def check_tokenizer(config: Config) -> None:
-    """Refuses a tokenizer that is the path of a function which may not be called."""
-    tokenizer = str(config.data.get("tokenizer", ""))
-    if "." in tokenizer or ":" in tokenizer:  # not one of torchtext's names
-        instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
-
-
-def load_data(config: Config, world: World) -> DataSplits:
-    """Loads the data set, first on rank 0, then on the others.
-
-    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
-    is not there, since nodes may have their own disks.
-
-    Raises:
-        DataError: a process cannot load it; names rank and host.
-    """
-
-    def load(download: bool) -> DataSplits:
-        settings = dict(config.data)
-        if "download" in settings:
-            settings["download"] = download
-        check_tokenizer(config)
-        return instantiate.build(
-            "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
-        )
-
-    download = bool(config.data.get("download"))
-    data = world.on_main(lambda: load(download))
-    first_of_node = world.local_rank == 0
-    for first in (True, False) if download else (None,):
-        failure = None
-        if not world.is_main and first in (None, first_of_node):
-            try:
-                data = load(download and first_of_node)
-            except UserError as error:
-                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
-        for failed in world.gather(failure):
-            if failed is not None:
-                raise DataError(failed)
-    assert data is not None
-    return data

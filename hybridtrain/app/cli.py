@@ -1,4 +1,4 @@
-"""The command line: `python -m hybridtrain [train|plan|evaluate|export|submit] [overrides...]`.
+"""The command line: `python -m hybridtrain [command] [overrides...]`.
 
 The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
 through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
@@ -29,7 +29,16 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
-COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results", "measure-machine")
+COMMANDS = (
+    "train",
+    "plan",
+    "evaluate",
+    "export",
+    "submit",
+    "results",
+    "smp-config",
+    "measure-machine",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +66,10 @@ def _dispatch(arguments: list[str]) -> int:
         from hybridtrain.app.results import results
 
         return results(arguments[1:])
+    if arguments[:1] == ["smp-config"]:
+        from hybridtrain.app.smp_config import smp_config
+
+        return smp_config(arguments[1:])
     if arguments[:1] == ["measure-machine"]:
         from hybridtrain.app.measure_machine import measure_machine
 
@@ -73,10 +86,12 @@ def _dispatch(arguments: list[str]) -> int:
     _refuse_what_has_no_effect(parsed, overrides)
     if dry_run and command != "submit":
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
-    if command == "measure-machine":
-        raise ConfigError("measure-machine comes first and takes no overrides")
     if command == "results":
         raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
+    if command == "measure-machine":
+        raise ConfigError("measure-machine comes first and takes no overrides")
+    if command == "smp-config":
+        raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
     if command == "submit" and not parsed.cfg:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run
+from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
+from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
+from hybridtrain.app.plan_alone import other_processes_are_missing, plan_alone
 from hybridtrain.app.pricing import plan_for_cluster
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
+from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.settings import Settings
 from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.init_from import init_from, parse_init_from
+from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.evaluation import evaluate as evaluate_model
@@ -55,8 +59,9 @@ def train(settings: Settings) -> Result:
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
         monitor=build_monitor(config, context.directory) if world.is_main else None,
+        callbacks=build_callbacks(config, context.directory),
     )
-    with context.writing():
+    with writing(context.directory, world):
         return _train(context, trainer)
 
 
@@ -103,20 +108,33 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 
 
 def plan(settings: Settings) -> Result:
-    """Cuts the model as a run would, shows the plan and writes it; prices one for a `cluster`."""
+    """Cuts the model as a run would, shows the plan and writes it.
+
+    A pipeline over several processes can be planned by one. For a `cluster` it is priced.
+    """
     if settings.config.cluster is not None:
         return plan_for_cluster(settings)
+    if other_processes_are_missing(settings.config):
+        alone = plan_alone(settings)
+        setup, plan, devices = alone.setup, alone.plan, alone.cluster.devices
+        processes = [("not started", [device]) for device in devices]
+        _log.info("%s", _layout(plan, processes, "planned by one process"))
+        _write_plan(plan, setup.directory, setup.store, setup.world)
+        return {}
     context = setup_run(settings, writes=True, reuse_plan=False)
-    plan = context.model.plan
-    _log.info("%s", _placement(plan, context.world))
-    with context.writing():
-        if context.world.is_main:
-            # A run that has begun keeps the plan that it is cut by.
-            path = context.directory.plan.with_stem("plan.new" if context.store.steps() else "plan")
-            plan.write(path)
-            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+    _log.info("%s", _placement(context.model.plan, context.world))
+    _write_plan(context.model.plan, context.directory, context.store, context.world)
     context.world.close()
     return {}
+
+
+def _write_plan(plan: Plan, directory: RunDirectory, store: CheckpointStore, world: World) -> None:
+    with writing(directory, world):
+        if world.is_main:
+            # A run that has begun keeps the plan that it is cut by.
+            path = directory.plan.with_stem("plan.new" if store.steps() else "plan")
+            plan.write(path)
+            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
 
 
 def evaluate(settings: Settings) -> Result:
@@ -191,11 +209,16 @@ def _values(evaluation: Mapping[str, float] | None) -> str:
 def _placement(plan: Plan, world: World) -> str:
     """Returns tables of the stages and of the devices of all processes; a collective call."""
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
+    return _layout(plan, hosts, f"started by {world.launcher}, {world.backend}")
+
+
+def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str:
+    """Returns tables of the stages, and of the hosts and devices of the processes."""
     parameters = sum(cost.parameters for cost in plan.costs)
     head = (
-        f"{_count(world.size, 'process', 'es')} x {_count(len(plan.stages), 'stage')}, "
+        f"{_count(len(hosts), 'process', 'es')} x {_count(len(plan.stages), 'stage')}, "
         f"{plan.schedule}, {_count(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
-        f"started by {world.launcher}, {world.backend}"
+        f"{how}"
     )
     processes = [("rank", "host", "devices, by stage")]
     processes += [

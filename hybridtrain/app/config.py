@@ -23,6 +23,9 @@ LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
 """The groups whose keys are the arguments of a `_target_`."""
 
+GROUP_KEYS = ("groups", "layer_decay")
+"""The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
+
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
 
@@ -244,6 +247,8 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    callbacks: Any = None
+    """Names of callbacks, or a mapping of names to their arguments; with a `_target_` any name."""
     submit: SubmitConfig = field(default_factory=SubmitConfig)
     cluster: ClusterConfig | None = None
     """The machine that `plan` prices the run for; null: none."""

@@ -20,7 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.errors import (
+    DataError,
+    Interrupted,
+    Rank0Error,
+    Rank0UserError,
+    UserError,
+    WorldError,
+)
 from hybridtrain.launch import early_signals
 from hybridtrain.launch.environment import Launch, detect
 
@@ -94,7 +101,12 @@ def report(error: BaseException) -> int:
 
     watchdog.exit_code = code
     _write_to_log(error)
-    own = Failure(rank, line if isinstance(error, UserError) else f"rank {rank}: {line}", code)
+    name = f"rank {rank}"
+    with suppress(RuntimeError):  # the store has ended
+        name = watchdog.short_name(watchdog.job, rank)
+    if isinstance(error, DataError):  # a file may be missing on one node alone
+        text, line = f"{text}, on {name}", f"{line}, on {name}"
+    own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
         first = _cause(error, own, watchdog) or watchdog.job.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
@@ -105,7 +117,7 @@ def report(error: BaseException) -> int:
             text = f"error: {watchdog.main_gone()}"
             own = first = replace(own, line=watchdog.main_gone())
     if first is own or first == own:
-        _say(text, own.line, own.time, on=f"on rank {rank}")
+        _say(text, own.line, own.time, on=f"on {name}")
     elif first.rank == rank:  # found out by this process, of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:

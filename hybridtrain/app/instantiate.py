@@ -26,6 +26,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "lr_schedule": ("torch.optim.lr_scheduler",),
     "trainer.metrics": ("torchmetrics",),
     "trainer.loss": ("torch.nn", "hybridtrain.losses"),
+    "callbacks": ("hybridtrain.callbacks", "hybridtrain.monitor"),
     "data.tokenizer": ("torchtext.data",),
 }
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from hybridtrain.app.config import SubmitConfig
 from hybridtrain.app.job_layout import Container, JobLayout, container_of, slurm_time
 from hybridtrain.errors import ConfigError, Interrupted
@@ -33,6 +35,9 @@ class JobRun:
         config_dir: a folder with more groups and options.
         array: for a sweep, which lines of its file to train, as `1-4,7`.
         sweep_file: for a sweep, the file whose lines are the overrides.
+
+    Raises:
+        ConfigError: the name has a line break, and would end a comment.
     """
 
     name: str
@@ -41,6 +46,10 @@ class JobRun:
     config_dir: str | None = None
     array: str | None = None
     sweep_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.name.splitlines()) > 1:
+            raise ConfigError(f"run_name={self.name!r} has a line break: set another one")
 
 
 SLURM = """\
@@ -111,7 +120,8 @@ def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     Raises:
         ConfigError: a value has a line break.
     """
-    python = "python" if submit.container is not None else Path(sys.executable).name
+    # the one name that every image has
+    python = "python3" if submit.container is not None else Path(sys.executable).name
     words = ["srun --kill-on-bad-exit=1"]
     if submit.cpus_per_task is not None:  # which srun does not take over from sbatch
         words.append(f"--cpus-per-task={submit.cpus_per_task}")
@@ -160,9 +170,9 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
         "--node-rank=$(JOB_COMPLETION_INDEX)",
     ]
     words += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}", "-m", "hybridtrain"]
-    words += ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
+    own = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
     # Kubernetes replaces $(NAME), and $$ by $
-    words += [override.replace("$", "$$") for override in run.overrides]
+    words += [word.replace("$", "$$") for word in (*own, *run.overrides)]
     if submit.setup:
         script = "\n".join([*submit.setup, 'exec "$@"']).replace("$", "$$")
         words = ["bash", "-c", script, "bash", *words]
@@ -179,8 +189,8 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
     )
     for number, mount in enumerate(container.mounts):
         claim, _, folder = mount.partition(":")
-        mounts.append(f"{{name: mount-{number}, mountPath: {json.dumps(folder)}}}")
-        claimed = f"persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}"
+        mounts.append(f"{{name: mount-{number}, mountPath: {_yaml(folder)}}}")
+        claimed = f"persistentVolumeClaim: {{claimName: {_yaml(claim)}}}"
         volumes.append(f"{{name: mount-{number}, {claimed}}}")
     deadline = "" if layout.time_s is None else f"  activeDeadlineSeconds: {layout.time_s}\n"
     return KUBERNETES.format(
@@ -191,12 +201,18 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
         backoff=submit.max_requeues * layout.nodes,
         deadline=deadline,
         grace=submit.signal_s,
-        image=json.dumps(container.image),
-        command="\n".join(f"            - {json.dumps(word)}" for word in words),
+        image=_yaml(container.image),
+        command="\n".join(f"            - {_yaml(word)}" for word in words),
         limits=json.dumps(limits),
         mounts="\n".join(f"            - {mount}" for mount in mounts),
         volumes="\n".join(f"        - {volume}" for volume in volumes),
     )
+
+
+def _yaml(text: str) -> str:
+    """Returns a text as YAML reads it back on one line; JSON differs beyond 16 bits."""
+    quoted: str = yaml.safe_dump(text, default_style='"', width=float("inf"))
+    return quoted.rstrip("\n")
 
 
 def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterator[str]:
@@ -244,7 +260,10 @@ def _overrides(run: JobRun) -> str:
     if run.sweep_file is not None:
         file = shlex.quote(str(run.sweep_file))
         line = f'line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {file})'
-        return f'{line}\neval "overrides=($line)"'
+        # without its overrides a run would train with other settings
+        missing = f'echo "error: no line $SLURM_ARRAY_TASK_ID in" {file} >&2'
+        check = f'if [ -z "$line" ]; then {missing}; exit 2; fi'
+        return f'{line}\n{check}\neval "overrides=($line)"'
     return "\n".join(["overrides=(", *(f"    {shlex.quote(o)}" for o in run.overrides), ")"])
 
 

@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.config import GROUP_KEYS
+from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
+from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
@@ -24,36 +27,110 @@ _log = logging.getLogger(__name__)
 def build_model_optimizer(
     config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
 ) -> Optimizer:
-    """Returns the optimizer of `config` for `model`, as `world.shard` wants it.
+    """Returns the optimizer of `model` that `config` describes, with its parameter groups.
+
+    It is one for the model's `shard`.
+
+    Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
+    a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
+    `parameter_groups`.
 
     Raises:
-        ConfigError: see `build_optimizer`.
+        ConfigError: a target is not an optimizer, a key does not fit it, or a pattern matches no
+            parameter.
     """
+    plain = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+    rules, decay = config.get("groups") or [], config.get("layer_decay")
+    if isinstance(rules, Mapping):
+        rules = list(rules.values())
+    sharded = model.options.shard == "optimizer"
 
-    def make(parameters: Iterable[Parameter]) -> Optimizer:
-        return build_optimizer(config, parameters, allow)
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return build_optimizer(plain, parameters, allow)
 
-    if model.options.shard == "optimizer":
-        return ShardedOptimizer(model, make)
-    return make(model.parameters())
+    if not rules and decay is None:
+        return ShardedOptimizer(model, make) if sharded else make(model.parameters())
+    _check_rules(plain, rules, allow)
+    passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
+    apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
+    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    with errors_with_config_keys(
+        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
+    ):
+        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+    rest: list[dict[str, Any]] = []
+    alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
+    for group in split:
+        number = group.pop("rule", None)
+        settings = {} if number is None else dict(passed[number])
+        settings.pop("match", None)
+        if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
+            settings["lr"] *= group["lr"] / plain["lr"]
+        alone.get(number, rest).append({**group, **settings})
+    if sharded and apart:
+        raise ConfigError(
+            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
+            "spreads one: leave it out, or set shard=none"
+        )
+    if sharded:
+        return ShardedOptimizer(model, make, rest)
+    made = [make(rest)] if rest else []
+    for number in apart:
+        settings = {key: v for key, v in rules[number].items() if key != "match"}
+        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
+    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+
+def _check_rules(
+    config: Mapping[str, Any], rules: Sequence[Mapping[str, Any]], allow: Sequence[str]
+) -> None:
+    """Checks the keys of groups that are not an optimizer by themselves.
+
+    Raises:
+        ConfigError: the optimizer has no such setting for a group.
+    """
+    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    for number, rule in enumerate(rules):
+        if not isinstance(rule, Mapping) or "match" not in rule:
+            raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
+        for key in rule:
+            if "_target_" not in rule and key not in ("match", "name", *known):
+                raise ConfigError(
+                    instantiate.unknown_key(
+                        f"optim.groups.{number}.{key}",
+                        [f"optim.groups.{number}.{name}" for name in known],
+                    )
+                )
 
 
 def build_optimizer(
-    config: Mapping[str, Any], parameters: Iterable[Parameter], allow: Sequence[str] = ()
+    config: Mapping[str, Any],
+    parameters: Iterable[Any],
+    allow: Sequence[str] = (),
+    *,
+    key: str = "optim",
 ) -> Optimizer:
     """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
+
+    Args:
+        config: its keys but those of `GROUP_KEYS` are the optimizer's arguments.
+        parameters: or parameter groups, of which none is left out.
+        allow: see `instantiate.build`.
+        key: of `config`, for messages.
 
     Raises:
         ConfigError: the target is not an optimizer, or a key does not fit it.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
     # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
     trained = trained or [Parameter(torch.empty(0))]
-    optimizer = instantiate.build("optim", config, Optimizer, allow, positional=[trained])
+    optimizer = instantiate.build(
+        key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
+    )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"optim._target_={config['_target_']}: its step computes the loss several times, which "
+            f"{key}._target_={config['_target_']}: its step computes the loss several times, which "
             f"a pipeline does not do; choose another optimizer"
         )
     return optimizer

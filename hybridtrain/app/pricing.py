@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridtrain.app.auto import without_auto
-from hybridtrain.app.build import checked_options, load_data
+from hybridtrain.app.build import checked_options
 from hybridtrain.app.compose import given_keys
+from hybridtrain.app.load_data import load_data
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_prices import machine_of, price_run

@@ -119,6 +119,8 @@ def _runs_of_sweep(
 
 def _run_name(overrides: Sequence[str]) -> str:
     names = [o for o in parse_overrides(overrides) if o.key_or_group == "run_name"]
+    if not names:
+        raise ConfigError(f"a line of {SWEEP_FILE} has no run_name=: {' '.join(overrides)}")
     return str(names[-1].value())
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import LOADER_KEYS, Config
+from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config
 from hybridtrain.app.settings import Settings
 from hybridtrain.errors import ConfigError
 from hybridtrain.world import World
@@ -21,7 +21,8 @@ def leave_out_leftovers(settings: Settings) -> None:
     allow = settings.config.allow_targets
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
-        names = [name for name in leftovers if name not in (*LOADER_KEYS, "warmup_steps")]
+        kept = (*LOADER_KEYS, *GROUP_KEYS, "warmup_steps")
+        names = [name for name in leftovers if name not in kept]
         for name in instantiate.not_taken(group, values, names, allow):
             if (value := values.pop(name, None)) is not None:
                 settings.notes.append(

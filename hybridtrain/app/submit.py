@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.build import check_tokenizer, checked_options
+from hybridtrain.app.build import checked_options
 from hybridtrain.app.compose import given_keys
 from hybridtrain.app.config import LOADER_KEYS, SubmitConfig
 from hybridtrain.app.job_files import JobRun, batch_script, kubernetes_manifest, torchrun_lines
 from hybridtrain.app.job_layout import JobLayout, layout_of
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.load_data import check_tokenizer
 from hybridtrain.app.optim import build_lr_schedule, build_optimizer
 from hybridtrain.app.results import SWEEP_FILE, read_sweep
 from hybridtrain.app.run_directory import RunDirectory

@@ -186,6 +186,8 @@ def restore(
             check_groups(path, model, optimizer, trees["optimizer"])
         for name in states:
             if f"{name}.json" not in files:
+                if getattr(states[name], "optional", False):  # it is loaded from None
+                    continue
                 raise CheckpointError(
                     f"{path} has no state {name!r}: it was saved without it. Leave {name!r} out of "
                     f"states=, or resume a checkpoint that has it"

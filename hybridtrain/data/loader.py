@@ -32,6 +32,7 @@ class TrainLoader:
         dataset: map-style; items are `(inputs, target)`.
         batch_size: samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
+        shuffle: False for the order of the data set.
         seed: the order is drawn from it.
         options: how batches are loaded.
 
@@ -45,6 +46,7 @@ class TrainLoader:
         batch_size: int,
         world: World,
         *,
+        shuffle: bool = True,
         seed: int = 0,
         options: LoaderOptions | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class TrainLoader:
         self.batch_size = batch_size
         self.samples = len(dataset)
         self._world = world
+        self._shuffle = shuffle
         self._seed = seed
         self._options = options or LoaderOptions()
         full, rest = divmod(self.samples, batch_size)
@@ -93,7 +96,9 @@ class TrainLoader:
     def _indices(self, epoch: int, batch: int) -> Iterator[list[int]]:
         """Yields the sample indices of this replica's batches."""
         for number in itertools.count(epoch):
-            order = permutation(self.samples, self._seed, number)
+            order = torch.arange(self.samples)
+            if self._shuffle:
+                order = permutation(self.samples, self._seed, number)
             for start in self._starts(batch if number == epoch else 0):
                 share, total = self._share(start)
                 indices = order[start : start + total][share]

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from hybridtrain.data.agreement import Piece, agreed, digest_of
 from hybridtrain.data.batch import Batch, BatchSource, length_of
+from hybridtrain.data.epochs import Loader
 from hybridtrain.data.faults import check_pair, name_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch.activity import activity
@@ -147,6 +148,8 @@ class OwnLoader:
 
 def as_source(train: BatchSource | Iterable[Any], world: World) -> BatchSource:
     """Returns what a trainer trains on: `train`, or the batches of a loader of the user's own."""
+    if isinstance(train, Loader):
+        return train.source
     if hasattr(train, "stream"):
         return cast(BatchSource, train)
     return OwnLoader(train, world)

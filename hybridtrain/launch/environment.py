@@ -22,6 +22,7 @@ class Launch:
         master: host and port of the processes' store; None for a single process.
         node_gpus: the GPUs that Slurm gives to all processes on the node; 0: not known.
         run: the run that this process is of, where others could have the same `master`.
+        nb_part: the stages that a script is given which does not say how many.
         problem: why the other processes will not come, if that is known.
     """
 
@@ -33,6 +34,7 @@ class Launch:
     master: tuple[str, int] | None
     node_gpus: int = 0
     run: str = ""
+    nb_part: int = 1
     problem: str | None = None
 
 
@@ -51,6 +53,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
             local_rank=_number(environ, "LOCAL_RANK", "0"),
             local_size=_number(environ, "LOCAL_WORLD_SIZE", str(size)),
             master=_torchrun_master(environ) if size > 1 else None,
+            nb_part=_nb_part(environ),
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         size = _number(environ, "SLURM_NTASKS")
@@ -64,9 +67,17 @@ def detect(environ: Mapping[str, str]) -> Launch:
             master=_slurm_master(environ, job, step) if size > 1 else None,
             node_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
             run=f"Slurm job {job}, step {step}, attempt {environ.get('SLURM_RESTART_COUNT', 0)}",
+            nb_part=_nb_part(environ),
             problem=_not_started_by_srun(environ, size),
         )
-    return Launch("single", rank=0, size=1, local_rank=0, local_size=1, master=None)
+    return Launch(
+        "single", rank=0, size=1, local_rank=0, local_size=1, master=None,
+        nb_part=_nb_part(environ),
+    )  # fmt: skip
+
+
+def _nb_part(environ: Mapping[str, str]) -> int:
+    return _number(environ, "HYBRIDTRAIN_NB_PART", "1")
 
 
 def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -86,6 +86,15 @@ class Job:
             for rank, process in enumerate(processes)
         ]
 
+    def say_place(self, place: str) -> None:
+        """Says which part of the model this process has, as `stage 1`."""
+        self._store.set(f"place/{self.rank}", place)
+
+    def place(self, rank: int) -> str:
+        """Returns what that process has said of its part; "" if it has the whole model."""
+        key = f"place/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def leave(self) -> None:
         """Says that this process ends as it should."""
         self._store.set(f"left/{self.rank}", "")

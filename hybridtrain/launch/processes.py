@@ -83,13 +83,13 @@ def kill(process: ProcessId) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def end_with_parent() -> None:
+def end_with_parent(always: bool = False) -> None:
     """Asks the system for a SIGTERM when the process that started this one dies.
 
-    torchrun cannot end its workers when it is killed by SIGKILL. Does nothing without torchrun, and
-    where the system cannot do it.
+    torchrun cannot end its workers when it is killed by SIGKILL. Does nothing without torchrun,
+    unless `always`, and where the system cannot do it.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux" and (always or "TORCHELASTIC_RUN_ID" in os.environ):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)

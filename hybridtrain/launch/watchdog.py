@@ -123,8 +123,8 @@ class Watchdog:
             last = self._last_seen(job, rank)
             return Failure(
                 job.rank,
-                f"rank {rank} (pid {process.pid} on {process.host}) has ended without a message"
-                f"{last}: it was killed (by the system if memory ran out), has crashed or has "
+                f"{self.name(job, rank)} has ended without a message{last}: it was killed (by the "
+                f"system if memory ran out), has crashed or has "
                 f"called exit; the launcher's report has its signal or exit code",
                 1,
                 time.time() + 2,  # after what the launcher says of that process
@@ -137,10 +137,9 @@ class Watchdog:
         if found is None:
             return None
         rank, seconds = found
-        process = self._processes[rank]
         return Failure(
             self._job.rank,
-            f"rank {rank} (pid {process.pid} on {process.host}) has given no sign of life for "
+            f"{self.name(self._job, rank)} has given no sign of life for "
             f"{seconds:.0f} s{self._last_seen(self._job, rank)}: its host, or the network to it, "
             f"is gone, or the process is stopped (the limit is timeout_s, and at least 20 s)",
             1,
@@ -154,11 +153,11 @@ class Watchdog:
         job = self.job
         before = [job.beats(rank) for rank in range(job.size)]
         time.sleep(max(seconds, 2.5 * BEAT_S))
-        for rank, process in enumerate(self._processes):
+        for rank in range(job.size):
             if rank != job.rank and job.beats(rank) == before[rank] and not job.has_left(rank):
                 return Failure(
                     job.rank,
-                    f"rank {rank} (pid {process.pid} on {process.host}) is gone: its connection "
+                    f"{self.name(job, rank)} is gone: its connection "
                     f"broke, and it gives no sign of life{self._last_seen(job, rank)}; see what "
                     f"its own output says, and the launcher's report",
                     1,
@@ -213,12 +212,13 @@ class Watchdog:
             culprit, process = silent[0], self._processes[silent[0]]
             state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
             line = (
-                f"rank {culprit} does not answer (pid {process.pid} on {process.host}, {state})"
+                f"{self.name(job, culprit)} does not answer ({state})"
                 f"{self._last_seen(job, culprit)}; nothing has moved for {seconds:.0f} s"
             )
         else:
             culprit = min(ranks, key=lambda rank: (-said[rank].blame, said[rank].progress, rank))
-            line = f"rank {culprit} has stood still for {seconds:.0f} s {said[culprit].what}"
+            name = self.short_name(job, culprit)
+            line = f"{name} has stood still for {seconds:.0f} s {said[culprit].what}"
         return Failure(
             job.rank,
             f"{line}; the stacks of all ranks are in {self.stacks_folder} (the limit, "
@@ -226,6 +226,19 @@ class Watchdog:
             EXIT_STALLED,
             unresponsive=tuple(self._processes[rank] for rank in silent),
         )
+
+    def name(self, job: Job, rank: int) -> str:
+        """Returns a process as messages name it when it has ended: `rank 3 (stage 1, pid 7 on n2)`.
+
+        The stage is there if its pipeline is over several processes.
+        """
+        process, place = self._processes[rank], job.place(rank)
+        return f"rank {rank} ({place and place + ', '}pid {process.pid} on {process.host})"
+
+    def short_name(self, job: Job, rank: int) -> str:
+        """Returns a process as messages name it that it prints itself: `rank 3 (stage 1, n2)`."""
+        place = job.place(rank)
+        return f"rank {rank}" + (f" ({place}, {self._processes[rank].host})" if place else "")
 
     def _last_seen(self, job: Job, rank: int) -> str:
         """Returns where a process was that cannot say it: on this host exactly, else about so."""

@@ -1,12 +1,18 @@
 """The base class of monitors, which the training loop reports to, and several as one."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from hybridtrain.callbacks.base import Callback
 from hybridtrain.schedule import Spans
+
+if TYPE_CHECKING:
+    from hybridtrain.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +44,12 @@ def never_fatal(method: Method) -> Method:
     return cast(Method, call)
 
 
-class Monitor:
+class Monitor(Callback):
     """Receives the progress of a run from rank 0's training loop; the defaults do nothing.
 
-    The loop calls `start` once, `step` after every optimizer step, `scalars` on the steps that
-    are logged or evaluated, and `close` at the end, also after an exception.
+    It is a callback that needs nothing of the trainer but numbers and texts. The loop calls `start`
+    once, `step` after every optimizer step, `scalars` on the steps that are logged or evaluated,
+    and `close` at the end, also after an exception.
 
     The tags of `scalars` are `<group>/<name>`: `train/loss`, `train/lr`, `train/grad_norm`,
     `train/samples_per_second`, `train/step_ms`, `stage0/forward_ms`, `stage0/memory_bytes`,
@@ -55,6 +62,7 @@ class Monitor:
         broken: a `never_fatal` method has failed.
     """
 
+    main_only = True
     broken = False
 
     def abandon(self) -> None:
@@ -90,6 +98,35 @@ class Monitor:
 
     def close(self) -> None:
         """Writes out what is pending; may be called twice, or without `start`."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Calls `start`."""
+        self.start(total_steps=trainer.total_steps, first_step=trainer.step, texts=trainer.texts)
+
+    def on_step(self, trainer: Trainer, samples: int) -> None:
+        """Calls `step`."""
+        self.step(trainer.step, samples)
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Calls `scalars`."""
+        self.scalars(trainer.step, values)
+
+    def on_evaluation_batch(self, trainer: Trainer, done: int, total: int | None) -> None:
+        """Calls `evaluating`."""
+        self.evaluating(done, total)
+
+    def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Calls `scalars`."""
+        shown = {f"eval/{name}": x for name, x in values.items() if name != "samples"}
+        self.scalars(trainer.step, shown)
+
+    def on_timeline(self, trainer: Trainer, predicted: Spans, measured: Spans) -> None:
+        """Calls `timeline`."""
+        self.timeline(trainer.step, predicted, measured)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Calls `close`."""
+        self.close()
 
 
 class Monitors(Monitor):

@@ -52,7 +52,7 @@ def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointP
 
     Args:
         spec: as in `PipelineOptions`; a name in a list stands for a layer, or for a group of layers
-            (`blocks` for `blocks.0`, ...).
+            (`blocks` for `blocks.0`, ...), or for the layer around it (`blocks.0.attention`).
         names: the names of the model's layers.
 
     Raises:
@@ -65,6 +65,8 @@ def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointP
     chosen: set[int] = set()
     for wanted in spec:
         found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
+        # or the layer that it is a part of
+        found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
         if not found:
             hint = did_you_mean(str(wanted), names, "layers")
             raise ConfigError(f"checkpoint={list(spec)}: there is no layer {wanted!r}; {hint}")

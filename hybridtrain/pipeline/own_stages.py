@@ -74,7 +74,7 @@ def construct_own_stages(
     make_planner = partial(
         Planner, options=options, example_inputs=example_inputs, cluster=world.cluster
     )
-    plan = world.broadcast(world.on_main(lambda: _plan(build, options, make_planner)))
+    plan = world.broadcast(world.on_main(lambda: plan_without_values(build, options, make_planner)))
     assert plan is not None
     rewind(draws)
     own, problem = None, ""
@@ -92,12 +92,21 @@ def construct_own_stages(
     return own
 
 
-def _plan(
+def plan_without_values(
     build: Callable[[], nn.Module],
     options: PipelineOptions,
     make_planner: Callable[[nn.Module], Planner],
 ) -> Plan:
-    """Returns the plan for a model of which as little is built as the split allows."""
+    """Returns the plan for a model of which as little is built as the split allows.
+
+    Args:
+        build: see `construct_own_stages`.
+        options: how the model is divided.
+        make_planner: makes a planner for a model.
+
+    Raises:
+        SplitError, ConfigError: the model cannot be divided like this.
+    """
     draws = default_generators()
     for make in _ways(build, options):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
+from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, default_generator_states
@@ -31,7 +33,7 @@ from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
-from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.pipeline.timeline import LanePeers, Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.schedule import Schedule
 from hybridtrain.sharded_tensors import gathered, own_parameters
@@ -105,6 +107,7 @@ class Pipeline:
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
+        world.say_stages(owned)
         self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
@@ -324,7 +327,8 @@ class Pipeline:
         if world.pipeline_group is None:
             return Timeline(schedule, world.devices)
         devices = list(world.devices) * world.processes_per_replica
-        return Timeline(schedule, devices, self.gather, world.pipeline_rank)
+        peers = LanePeers(world.pipeline_rank, self.gather, partial(seconds_ahead, world))
+        return Timeline(schedule, devices, peers)
 
     @property
     def output_device(self) -> torch.device:

@@ -93,8 +93,8 @@ class ShardUnit:
         self._replicas = group.size()
         self._rank = group.rank()
         sizes = [-(-len(p) // self._replicas) * (p.numel() // len(p)) for _, p in named]
-        first = named[0][1]
-        self._own = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        one = named[0][1]
+        self._own = torch.zeros(sum(sizes), dtype=one.dtype, device=one.device)
         self.shards: list[Shard] = []
         start = 0
         for (name, parameter), chunk in zip(named, sizes, strict=True):

@@ -62,9 +62,10 @@ class Alias:
         """Adds the alias's gradient to the parameter's and drops it."""
         gradient, self.alias.grad = self.alias.grad, None
         if gradient is not None:
-            # DDP's alias keeps the memory of its gradient
-            own = gradient.to(self.parameter.device, non_blocking=True)
-            _add_gradient(self.parameter, own.clone() if own is gradient else own)
+            here = gradient.to(self.parameter.device, non_blocking=True)
+            if here is gradient and self.parameter.grad is None:
+                here = gradient.clone()  # DDP keeps the memory of a gradient
+            _add_gradient(self.parameter, here)
 
 
 @dataclass(frozen=True)

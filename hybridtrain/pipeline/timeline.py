@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from hybridtrain.pipeline.clocks import clock_name, now
 from hybridtrain.schedule import Action, Schedule, Span, mean_costs
 
 
@@ -22,8 +21,7 @@ class Timeline:
     Args:
         schedule: the schedule of the step.
         devices: of its lanes.
-        gather: where lanes are in several processes, returns the lists of all of them as one.
-        own_lane: the lane that is in this process then.
+        peers: the processes that have the other lanes, if there are several.
 
     Attributes:
         schedule: the schedule of the step.
@@ -33,16 +31,14 @@ class Timeline:
         self,
         schedule: Schedule,
         devices: Sequence[torch.device],
-        gather: Callable[[list[_Lane]], list[_Lane]] | None = None,
-        own_lane: int = 0,
+        peers: LanePeers | None = None,
     ) -> None:
         self.schedule = schedule
         self._devices = devices
-        self._gather = gather
-        self._own_lane = own_lane
+        self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
         self._zero = [mark(device) for device in devices]
-        self._began = time.perf_counter()
+        self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
 
     def record(self, lane: int, action: Action, start: Mark, end: Mark) -> None:
@@ -52,15 +48,30 @@ class Timeline:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of each lane, in seconds since the start of the step.
 
-        The first call is a collective one where lanes are in several processes. Processes of a node
-        have one clock; on other nodes the step is taken to have begun at the same time.
+        The first call is a collective one where lanes are in several processes. All count from the
+        start of the process that began first. On other nodes that is known to half the time of a
+        message, see `clocks`.
         """
         if self._spans is None:
             self._spans = self._own_spans()
-            if self._gather is not None:
-                lane = _Lane(socket.gethostname(), self._began, self._spans[self._own_lane])
-                self._spans = _aligned(self._gather([lane]))
+            if self._peers is not None:
+                self._spans = self._spans_of_all(self._peers)
         return self._spans
+
+    def _spans_of_all(self, peers: LanePeers) -> tuple[tuple[Span, ...], ...]:
+        assert self._spans is not None
+        lanes = peers.gather([_Lane(clock_name(), self._began, self._spans[peers.own_lane])])
+        ahead = [0.0] * len(lanes)
+        if len({lane.clock for lane in lanes}) > 1:
+            ahead = peers.gather([peers.seconds_ahead()])
+        began = [lane.began - seconds for lane, seconds in zip(lanes, ahead, strict=True)]
+        return tuple(
+            tuple(
+                Span(Action(*action), start + own - min(began), end + own - min(began))
+                for action, start, end in lane.spans
+            )
+            for lane, own in zip(lanes, began, strict=True)
+        )
 
     def _own_spans(self) -> tuple[tuple[Span, ...], ...]:
         lanes = []
@@ -76,27 +87,24 @@ class Timeline:
 class _Lane(NamedTuple):
     """The spans of a lane in another process, and what they count from."""
 
-    host: str
+    clock: str
     began: float
     spans: tuple[Span, ...]
 
 
-def _aligned(lanes: Sequence[_Lane]) -> tuple[tuple[Span, ...], ...]:
-    """Returns the spans of all lanes, counted from the first process that began, of each node."""
-    first: dict[str, float] = {}
-    for lane in lanes:
-        first[lane.host] = min(lane.began, first.get(lane.host, lane.began))
-    return tuple(
-        tuple(
-            Span(
-                Action(*action),
-                start + lane.began - first[lane.host],
-                end + lane.began - first[lane.host],
-            )
-            for action, start, end in lane.spans
-        )
-        for lane in lanes
-    )
+@dataclass(frozen=True)
+class LanePeers:
+    """The processes of a pipeline with a lane each; all call its functions together.
+
+    Attributes:
+        own_lane: the lane that is in this process.
+        gather: returns the lists of all processes as one.
+        seconds_ahead: how far this process's clock is ahead of the first process's.
+    """
+
+    own_lane: int
+    gather: Callable[[list[Any]], list[Any]]
+    seconds_ahead: Callable[[], float]
 
 
 Mark = float | torch.cuda.Event
@@ -105,7 +113,7 @@ Mark = float | torch.cuda.Event
 def mark(device: torch.device) -> Mark:
     """Returns the present time on `device`."""
     if device.type != "cuda":
-        return time.perf_counter()
+        return now()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

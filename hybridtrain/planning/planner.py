@@ -21,7 +21,7 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
 from hybridtrain.graph.trace_guards import TraceGuards
-from hybridtrain.microbatch import batch_size, chunk_sizes
+from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
@@ -52,8 +52,8 @@ def plan(
     Args:
         net: any module, also on the meta device unless its layers are to be measured.
         options: the split, the schedule and what else the stages depend on.
-        example_inputs: the inputs of one batch, of which the first micro-batch is used. Needed for
-            a split by costs, and for a model that torch.fx cannot trace.
+        example_inputs: the inputs of one batch, of which the first micro-batch is used, or a
+            `Microbatch`. Needed for a split by costs, and for a model that torch.fx cannot trace.
         cluster: the devices of the pipeline; None: one CPU.
         costs: where a split by `time`, `memory` or `balanced` takes them from: `measured` runs each
             layer on the first device, and may leave it there; `estimated` counts FLOPs and bytes
@@ -114,7 +114,9 @@ class Planner:
                 f"split={options.split!r} weighs what layers cost for a micro-batch: pass "
                 f"example_inputs=<the inputs of a batch>"
             )
-        if example_inputs is not None:
+        if isinstance(example_inputs, Microbatch):
+            example_inputs = example_inputs.inputs
+        elif example_inputs is not None:
             sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
             example_inputs = split_batch(example_inputs, sizes)[0]
         self._microbatch = example_inputs

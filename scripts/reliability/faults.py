@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from hybridtrain.data.splits import DataSplits
 
 # In which call of its phase a fault happens: in the first step (the data of one is read ahead), or
-# in the fourth, since a run that stands still in its first steps is given more time.
+# in the fourth, since a run that stands still in its first steps is given more time, and a signal
+# ends a process at once that has not begun to train.
 _FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 3}
 _LATER = {"setup": 1, "save": 1, "data": 56, "forward": 14, "backward": 14, "optimizer": 4}
 
@@ -34,7 +35,7 @@ def fault(phase: str) -> None:
     CALLS[phase] = CALLS.get(phase, 0) + 1
     if phase != PHASE or os.environ.get("RANK", "0") != RANK:
         return
-    if CALLS[phase] != (_LATER if KIND in ("sleep", "stop") else _FIRST).get(phase, 4):
+    if CALLS[phase] != (_LATER if KIND in ("sleep", "stop", "interrupt") else _FIRST).get(phase, 4):
         return
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     if KIND == "exception":
@@ -50,6 +51,9 @@ def fault(phase: str) -> None:
         time.sleep(1)
     if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if KIND == "interrupt":
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1)
     if KIND == "segfault":
         ctypes.string_at(0)
     if KIND == "sleep":
@@ -79,7 +83,18 @@ class Faulty(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`."""
         fault("forward" if self.training else "evaluate")
+        if KIND == "nan" and CALLS["forward"] >= _FIRST["forward"] and self.training:
+            x = x * float("nan")
         return _Backward.apply(x)
+
+
+class FaultyLoss(nn.CrossEntropyLoss):
+    """Cross entropy, with the fault of a loss."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Returns the loss."""
+        fault("loss")
+        return super().forward(input, target)
 
 
 class FaultySGD(SGD):

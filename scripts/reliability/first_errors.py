@@ -44,7 +44,12 @@ class Outcome:
 
 
 def run(
-    fault: str, folder: Path, *overrides: str, restarts: int = 0, limit_s: float = LIMIT_S
+    fault: str,
+    folder: Path,
+    *overrides: str,
+    restarts: int = 0,
+    limit_s: float = LIMIT_S,
+    processes: int = 2,
 ) -> Outcome:
     """Runs the training with a fault `kind:phase:rank` under torchrun."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +64,8 @@ def run(
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        f"--nproc-per-node={processes}",
         *(f"--max-restarts={restarts}", "-m", "hybridtrain"),
         *("allow_targets=[faults]", f"output_dir={folder}", "run_name=run"),
         *("model._target_=faults.model", "data._target_=faults.data", "data.batch_size=16"),
@@ -111,7 +117,9 @@ def judge(fault: str, output: str) -> tuple[bool, str]:
             right &= bool(re.search(f"{action} of micro-batch \\d on stage 1", line))
         return right, line
     after = ours[ours.rindex(line) :]
-    expected = {"exception": f"boom in {phase}", "memory": "memory", "disk": "checkpoint"}[kind]
+    expected = {"exception": f"boom in {phase}", "memory": "memory", "disk": "checkpoint"}.get(
+        kind, ""
+    )
     right &= expected in after and (f"on rank {rank}" in after or line.startswith("error: "))
     if phase in ("forward", "evaluate"):
         right &= "in layer '3'" in after and "of micro-batch" in after and "on stage 1" in after

@@ -83,6 +83,19 @@ def test_a_plan_is_shown_and_written_and_a_run_is_cut_by_it(
     assert re.search(r"plan has 2 stages, and 3 are asked for.*: set pipeline\.nb_part=2 ", message)
 
 
+def test_one_process_plans_a_pipeline_over_several(capfd: pytest.CaptureFixture[str]) -> None:
+    across = ["world.engine=distributed", "pipeline.nb_part=4"]
+    said = succeed(capfd, "plan", *SMALL, *across, "run_name=planned")
+    assert "4 processes x 4 stages, 1f1b" in said
+    assert "planned by one process" in said
+    plan = OmegaConf.load("outputs/planned/plan.yaml")
+    assert [stage.process for stage in plan.stages] == [0, 1, 2, 3]
+    assert len(re.findall(r"^ +\d  not started  cpu$", said, re.M)) == 4
+    # training still needs the processes
+    message = fail(capfd, *SMALL, *across, "run_name=planned")
+    assert "1 process cannot be shared by pipelines of pipeline.nb_part=4 processes" in message
+
+
 def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

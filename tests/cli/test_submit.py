@@ -4,6 +4,7 @@ The scripts run in bash with commands of Slurm's that only record how they were 
 """
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
@@ -171,7 +172,7 @@ def test_a_container_is_started_by_srun_in_the_same_folder(
     assert run_script(script, {"SLURM_JOB_ID": 17}) == 0
     (call,) = slurm("srun")
     inner = begin.format(Path.cwd(), f"--container-workdir={Path.cwd()}|--x").split("|")
-    train = ["python", "-m", "hybridtrain", "train", *TYPED]
+    train = ["python3", "-m", "hybridtrain", "train", *TYPED]
     assert call == ["--kill-on-bad-exit=1", *inner, *train]
 
 
@@ -341,6 +342,19 @@ def test_a_line_break_in_a_directive_is_an_error() -> None:
         script_of(SubmitConfig(account="a\nb"), DIGITS)
 
 
+@pytest.mark.parametrize("break_", ["\n", "\r", "\x85", "\u2028"])
+def test_a_line_break_in_a_name_is_an_error(break_: str) -> None:
+    with pytest.raises(ConfigError, match="has a line break: set another one"):
+        JobRun(f"a{break_}rm -rf", Path("outputs"), [])
+
+
+def test_a_task_of_an_array_whose_line_is_missing_does_not_train(slurm: Calls) -> None:
+    script = script_of(SubmitConfig(), DIGITS, array=True)
+    array = {"SLURM_JOB_ID": 17, "SLURM_ARRAY_JOB_ID": 17, "SLURM_ARRAY_TASK_ID": 99}
+    assert run_script(script, array) == 2
+    assert slurm("srun") == []
+
+
 def test_dry_run_prints_the_script_and_leaves_nothing(
     slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,6 +451,27 @@ def test_the_manifest_for_kubernetes_is_an_indexed_job_with_a_headless_service(
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "64G"}
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/dev/shm", "/data"]
     assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "my-claim"}
+
+
+def test_the_manifest_has_the_overrides_whatever_is_in_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    odd = "output_dir='outputs/\U0001f600 \u2028 : # {a} $(HOME)'"
+    image = "submit.container={image: x}"
+    manifest, _ = submit(capfd, *DIGITS, odd, "submit.to=kubernetes", image)
+    _, job = yaml.safe_load_all(manifest)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert odd.replace("$", "$$") in container["command"]
+
+
+def test_both_recipes_for_a_container_begin_alike() -> None:
+    folder = Path(__file__).parents[2] / "container"
+    bases = [
+        re.findall(r"BASE=(docker\.io\S+)$", (folder / name).read_text(), re.MULTILINE)
+        for name in ("Containerfile", "hybridtrain.def")
+    ]
+    assert bases[0] == bases[1]
+    assert len(bases[0]) == 1
 
 
 def test_results_of_a_sweep_are_one_table(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +17,12 @@ import pytest
 from support.launch import environment
 
 SCRIPT = Path(__file__).with_name("slurm.sh")
-PROGRAMS = ("slurmctld", "slurmd", "srun", "ip", "nsenter", "unshare")
-HYBRIDTRAIN = [sys.executable, "-m", "hybridtrain"]
+PROGRAMS = ("slurmctld", "slurmd", "srun", "ip", "nsenter", "unshare", "setpriv")
+_START_S = 60.0
+
+
+class NoClusterError(Exception):
+    """The cluster cannot be started on this machine."""
 
 
 def what_is_missing() -> str | None:
@@ -39,34 +45,69 @@ class Slurm:
         work: the working directory of all commands.
     """
 
-    def __init__(self, folder: Path, nodes: int = 3) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, spare: int = 0) -> None:
+        """Starts it.
+
+        Args:
+            folder: of its files.
+            nodes: `n1`, `n2`, ..., of Slurm.
+            spare: nodes after these, which have a network alone.
+
+        Raises:
+            NoClusterError: the system does not allow it.
+        """
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
-        # its standard input ends with this process, however that ends, and the cluster with it
-        self._holder = subprocess.Popen(
-            [str(SCRIPT), "hold", str(folder), str(nodes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        errors = folder / "hold.log"
+        with errors.open("w") as said:
+            # its standard input ends with this process, however that ends, and the cluster with it
+            self._holder = subprocess.Popen(
+                [str(SCRIPT), "hold", str(folder), str(nodes), str(spare)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+            )
         assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "ready\n":
-            pytest.fail("Slurm did not come up", pytrace=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._holder.stdout, selectors.EVENT_READ)
+            ready = selector.select(_START_S) and self._holder.stdout.readline() == "ready\n"
+        if not ready:
+            os.killpg(self._holder.pid, signal.SIGKILL)
+            self._holder.wait(30)
+            logs = [errors, *sorted((folder / "log").glob("*.log"))]
+            lines = [line for log in logs if log.exists() for line in _last_lines(log)]
+            raise NoClusterError(f"Slurm does not start here: {' | '.join(lines) or 'it hangs'}")
         self.init = int((folder / "init.pid").read_text())
 
     def down(self) -> None:
         """Ends the cluster and all that runs on it."""
         assert self._holder.stdin is not None
         self._holder.stdin.close()
-        self._holder.wait(30)
+        try:
+            self._holder.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._holder.pid, signal.SIGKILL)
+            self._holder.wait(30)
 
     def popen(
-        self, *command: str, env: Mapping[str, str] | None = None, output: str | None = None
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        output: str | None = None,
+        node: str | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a command beside the controller; `output` is a file in `work` for what it says."""
+        """Starts a command beside the controller, or beside Slurm on a `node`.
+
+        `output` is a file in `work` for what it says.
+        """
         inside = ["nsenter", "-t", str(self.init), "-m", "-u", "-i", "-n", "-p"]
+        if node is not None:  # its number is one of the controller's namespace
+            pid = (self.folder / f"{node}.pid").read_text().strip()
+            inside += ["--", "nsenter", "-t", pid, "-m", "-u", "-i", "-n", "-p"]
+            inside += ["-T"] * self.has_clocks
         out = open(self.work / output, "w") if output else subprocess.PIPE  # noqa: SIM115
         try:
             return subprocess.Popen(
@@ -86,7 +127,7 @@ class Slurm:
         self,
         *command: str,
         env: Mapping[str, str] | None = None,
-        timeout: float = 150,
+        timeout: float = 250,
         code: int | None = 0,
     ) -> str:
         """Runs a command beside the controller; returns what it printed.
@@ -106,20 +147,26 @@ class Slurm:
 
     def submit(self, script: str, *args: str) -> str:
         """Submits a batch script; returns the id of the job."""
-        path = self.work / "job.sh"
-        path.write_text(script)
-        return self.run("sbatch", "--parsable", *args, str(path)).strip()
+        with tempfile.NamedTemporaryFile("w", suffix=".sh", dir=self.work, delete=False) as file:
+            file.write(script)
+        return self.run("sbatch", "--parsable", *args, file.name).strip()
 
     def state(self, job: str) -> str:
         """Returns the state of a job, as Slurm calls it."""
         shown = self.run("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
-    def wait_for(self, file: str, text: str, seconds: float = 120) -> str:
+    @property
+    def has_clocks(self) -> bool:
+        """Whether each node has a monotonic clock of its own."""
+        return "clocks" in (self.folder / "log" / "init.log").read_text()
+
+    def wait_for(self, file: str, text: str, seconds: float = 200) -> str:
         """Returns the content of a file in `work` once it has `text`; fails after so long."""
         path = self.work / file
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        content = ""
+        while time.monotonic() < deadline and self._holder.poll() is None:
             content = path.read_text() if path.exists() else ""
             if text in content:
                 return content
@@ -134,10 +181,16 @@ class Slurm:
         """Plugs the network cable of a node in again."""
         self.run("ip", "link", "set", f"to-{node}", "up")
 
-    def wait_until_gone(self, job: str, seconds: float = 90) -> None:
+    def wait_until_gone(self, job: str, seconds: float = 200) -> None:
         """Returns when a job has ended; fails after so long."""
         deadline = time.monotonic() + seconds
         while self.run("squeue", "-h", "-j", job, code=None).strip():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._holder.poll() is not None:
                 pytest.fail(f"job {job} does not end", pytrace=False)
             time.sleep(0.5)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Returns the end of a log, without what does not say why."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    return [line for line in lines if line and not line.startswith("==>")][-2:]

@@ -73,6 +73,10 @@ def test_a_run_goes_on_exactly_with_the_other_engine(in_folder):
     ended = torchrun(2, [*QUICK, ACROSS, "run_name=across"])
     assert ended.returncode == 0, ended.stderr
     assert "2 processes x 2 stages, 1f1b" in ended.stderr
+    # one process makes the plan that they have made
+    assert main(["plan", *QUICK, ACROSS, "run_name=alone"]) == 0
+    plans = [Path(f"outputs/{run}/plan.yaml").read_text() for run in ("across", "alone")]
+    assert plans[0] == plans[1]
     assert metrics("across") == metrics("local")
     assert weights("across") == weights("local")
 

@@ -6,7 +6,8 @@ import pytest
 from support.launch import Results, worker_module
 
 WORKERS = [
-    "gradients", "state", "shared_values", "loss_scaling", "traced", "matrix_cells", "sharded",
+    "gradients", "heights", "loss_scaling", "matrix_cells", "shared_values", "sharded", "state",
+    "traced",
 ]  # fmt: skip
 CELLS = [(worker, cell) for worker in WORKERS for cell in worker_module(worker).cells.cells]
 

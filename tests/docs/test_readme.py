@@ -22,7 +22,8 @@ def commands(text: str) -> list[list[str]]:
     lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
     starts = [words for words in lines if words and words[0] in ("hybridtrain", "torchrun", "srun")]
     found = [words[words.index("hybridtrain") + 1 :] for words in starts if "hybridtrain" in words]
-    found = [words for words in found if words[:1] != ["results"]]  # which takes no overrides
+    # which take no overrides
+    found = [words for words in found if words[:1] not in (["results"], ["smp-config"])]
     return [words[1:] if words and words[0] in COMMANDS else words for words in found]
 
 

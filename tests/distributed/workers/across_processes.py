@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, World
+from hybridtrain._torch_private import get_default_store
 from hybridtrain.checkpoint.saving import save
 from hybridtrain.checkpoint.state import restore
 from hybridtrain.checkpoint.store import CheckpointStore
@@ -41,6 +43,7 @@ from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
 from hybridtrain.non_finite import find_origin
+from hybridtrain.pipeline import clocks, timeline
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -231,6 +234,33 @@ def _timeline(world):
             assert start >= ends[action._replace(stage=0)]
         if action.kind == "B" and action.stage == 0:
             assert start >= ends[action._replace(stage=1)]
+
+
+@cells.add("lanes of processes with different clocks count from one start")
+def _clocks(world):
+    """As on two nodes: rank 1's clock is ahead, and it begins the step after rank 0 has."""
+    ours, _ = both(lambda: nn.Sequential(*[TanhLinear() for _ in range(4)]), chunks=4)
+    inputs, _ = classification(8)
+    loss = lambda output, _: output.square().mean()  # noqa: E731
+    ours.train_step(inputs, None, loss)
+    store, key = get_default_store(), "clocks: rank 0 runs"
+    handles = []
+    if world.rank == 0:
+        handles.append(ours.net[0].register_forward_pre_hook(lambda *_: store.set(key, "")))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (clocks, timeline):
+            own_now = lambda ahead=1000.0 * world.rank: time.perf_counter() + ahead  # noqa: E731
+            patch.setattr(module, "now", own_now)
+        patch.setattr(timeline, "clock_name", lambda: f"clock {world.rank}")
+        if world.rank == 1:
+            store.wait([key])
+            time.sleep(1)
+        lanes = ours.train_step(inputs, None, loss, timeline=True).timeline.spans()
+    for handle in handles:
+        handle.remove()
+    (first, *_), (second, *_) = lanes
+    assert 0 <= first.start < 100
+    assert first.start + 0.5 < second.start < 100
 
 
 @cells.add("an overflow in one stage skips the step in both processes")

@@ -1,0 +1,54 @@
+"""The tutorial's network with its own loop: `World`, `HybridModel`, `train_step`.
+
+python examples/heights/own_loop.py
+HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/own_loop.py
+"""
+
+import torch
+import torch.nn.functional as F
+from common import BasicNet, datasets
+from torch import optim
+
+from hybridtrain import EvalLoader, HybridModel, Loader, World
+
+
+def main(epochs: int = 1) -> list[float]:
+    """Trains, prints the mean loss of each epoch and the accuracy; returns the losses of steps."""
+    world = World.from_env()
+    torch.manual_seed(0)
+    train_dset, test_dset, image_size = datasets()
+    train_loader = Loader(train_dset, batch_size=64, world=world)
+    test_loader = EvalLoader(test_dset, batch_size=64, world=world)
+    model = HybridModel(BasicNet(image_size), world, chunks=4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+
+    for epoch in range(epochs):
+        model.train()
+        for data, target in train_loader:
+            weight = train_loader.weight(model, F.nll_loss)
+            out = model.train_step(data, target, F.nll_loss, weight=weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            # the mean over all replicas, for the record
+            sums = torch.tensor([float(out.loss) * out.count, out.count], dtype=torch.float64)
+            total, count = model.reduce_loss(sums).tolist()
+            losses.append(total / count)
+        if world.is_main:
+            print(f"epoch {epoch + 1}  loss of the last step {losses[-1]:.6f}")
+
+    model.eval()
+    correct = torch.zeros((), dtype=torch.float64)
+    for data, target in test_loader:
+        output = model(data)
+        if model.owns_output:
+            correct += (output.argmax(dim=1).cpu() == target).sum()
+    correct = model.reduce_loss(correct)
+    if world.is_main:
+        print(f"Accuracy: {100.0 * float(correct) / len(test_dset):.2f}")
+    world.close()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Callbacks of a `Trainer`, and the names that a config has for them.
+
+The monitors of `hybridtrain.monitor` (progress bar, TensorBoard, metrics file, timeline) are
+callbacks too.
+"""
+
+from hybridtrain.callbacks.base import Callback
+from hybridtrain.callbacks.best_weights import BestWeights
+from hybridtrain.callbacks.early_stopping import EarlyStopping
+from hybridtrain.callbacks.ema import EMA
+from hybridtrain.callbacks.freeze import Freeze
+from hybridtrain.callbacks.gradient_norms import GradientNorms
+from hybridtrain.callbacks.learning_rates import LearningRates
+
+__all__ = [
+    "CALLBACKS",
+    "EMA",
+    "BestWeights",
+    "Callback",
+    "EarlyStopping",
+    "Freeze",
+    "GradientNorms",
+    "LearningRates",
+]
+
+CALLBACKS: dict[str, type[Callback]] = {
+    "best_weights": BestWeights,
+    "early_stopping": EarlyStopping,
+    "ema": EMA,
+    "freeze": Freeze,
+    "gradient_norms": GradientNorms,
+    "learning_rates": LearningRates,
+}
+"""The callbacks that a config can name without a `_target_`."""

@@ -1,0 +1,111 @@
+"""The base class of callbacks: the moments of a run at which a `Trainer` calls them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.schedule import Spans
+
+if TYPE_CHECKING:
+    from hybridtrain.trainer import Trainer
+
+
+def check_whole_parameters(trainer: Trainer, what: str) -> None:
+    """Refuses a model of which each replica has a part of the parameters only.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if trainer.model.options.shard == "full" and trainer.world.replicas > 1:
+        raise ConfigError(
+            f"{what} needs whole parameters, and with shard=full each replica has a part of them: "
+            f"leave it out, or set shard=optimizer"
+        )
+
+
+class Callback:
+    """Follows the run of a `Trainer`; the defaults do nothing.
+
+    Every process calls every hook at the same place of the loop, in the order of `callbacks=`, with
+    those that are `main_only` last. So a hook may communicate, and must do so on all processes or
+    on none. An exception of a hook ends the run.
+
+    What a callback keeps from step to step, and a resumed run needs, is its `state_dict`, which
+    goes into the checkpoint under `state_name`. A checkpoint without it is resumed with a warning:
+    the callback begins anew with what `on_init` makes of the resumed weights.
+
+    Attributes:
+        main_only: True to run on rank 0 alone, as what writes files does; it has no state then.
+        stops: set it to True, on all processes in the same step, to end the run after this step.
+            The run then evaluates and saves as at its last step.
+    """
+
+    main_only = False
+    stops: bool = False
+
+    @property
+    def state_name(self) -> str:
+        """The key of its state in a checkpoint: the name of the class, in snake case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def on_init(self, trainer: Trainer) -> None:
+        """Runs when the trainer is made; a checkpoint may be resumed after this."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Runs when `fit` begins, at `trainer.step`: 0, or that of the checkpoint resumed from."""
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Runs when the gradients of a step are complete: averaged, unscaled, not clipped yet.
+
+        `trainer.step` is still the number of steps before.
+        """
+
+    def on_step(self, trainer: Trainer, samples: int) -> None:
+        """Runs after step `trainer.step`, on `samples` samples; the optimizer may have skipped it.
+
+        Called in the hot loop: it should wait for nothing.
+        """
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Takes the values of a logged step, by tag; what it adds to them is logged as well."""
+
+    def evaluation_context(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Returns a context that an evaluation runs in, such as one with other weights."""
+        return nullcontext()
+
+    def on_evaluation_batch(self, trainer: Trainer, done: int, total: int | None) -> None:
+        """Runs after each batch of an evaluation, `done` of `total` samples (None: not known).
+
+        Both are this process's. Processes may have different numbers of batches: do not
+        communicate here.
+        """
+
+    def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Takes the values of an evaluation during `fit`, equal on all processes.
+
+        The weights are those that were evaluated (see `evaluation_context`): do not save here.
+        """
+
+    def on_timeline(self, trainer: Trainer, predicted: Spans, measured: Spans) -> None:
+        """Takes the predicted and the measured spans of step `trainer.step`, in seconds."""
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        """Runs after a save to `path`; in the background it may still be written."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Runs when `fit` ends with `error`. Other processes may be gone: do not communicate."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Runs when `fit` ends, in whatever way; do not communicate here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and plain values to save; every process calls it, rank 0's counts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`, the same on every process; the weights are loaded by then."""

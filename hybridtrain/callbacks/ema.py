@@ -1,0 +1,110 @@
+"""A moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.callbacks.base import Callback, check_whole_parameters
+from hybridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtrain.model import HybridModel
+    from hybridtrain.trainer import Trainer
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the parameters, and evaluates with it.
+
+    After each step, average = decay * average + (1 - decay) * parameters. Buffers, such as running
+    statistics, are the model's. `trainer.evaluate`, `predict` and `test` use the average as well;
+    a checkpoint has both.
+
+    Args:
+        decay: between 0 and 1.
+        evaluates: False to evaluate with the parameters themselves.
+
+    Raises:
+        ConfigError: `decay` is out of its range.
+
+    Source: B. Polyak and A. Juditsky, 1992; with the exponential weights of A. Tarvainen and
+    H. Valpola, *Mean teachers are better role models*, 2017.
+    """
+
+    def __init__(self, decay: float = 0.999, evaluates: bool = True) -> None:
+        if not 0 < decay < 1:
+            raise ConfigError(f"decay={decay} must be between 0 and 1")
+        self._decay = decay
+        self._evaluates = evaluates
+        self._model: HybridModel | None = None
+        self._average: dict[str, Tensor] = {}
+
+    def on_init(self, trainer: Trainer) -> None:
+        """Begins with the weights."""
+        check_whole_parameters(trainer, "EMA")
+        self._model = trainer.model
+        self._average = {}
+        self._pairs()
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begins with the weights of a new run, which may have been loaded by now."""
+        if trainer.step == 0:
+            self.on_init(trainer)
+
+    def on_step(self, trainer: Trainer, samples: int) -> None:
+        """Moves the average."""
+        average, parameters = self._pairs()
+        with torch.no_grad():
+            # by device and dtype, as PyTorch's own foreach functions want them
+            torch._foreach_lerp_(average, parameters, 1 - self._decay)
+
+    @contextmanager
+    def evaluation_context(self, trainer: Trainer) -> Iterator[None]:
+        """Puts the average in the place of the parameters while the block runs."""
+        if not self._evaluates:
+            yield
+            return
+        average, parameters = self._pairs()
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in parameters]
+            torch._foreach_copy_(parameters, average)
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(parameters, kept)
+
+    def average(self) -> dict[str, Tensor]:
+        """Returns the average by the names of the parameters; of this process's stages."""
+        return dict(self._average)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the average of all stages; with stages in several processes it is gathered."""
+        assert self._model is not None
+        world = self._model.world
+        if world.pipeline_group is None:
+            return self.average()
+        own = {name: value.cpu() for name, value in self._average.items()}
+        found = world.gather(own if world.replica == 0 else {})
+        return {name: value for part in found for name, value in part.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the average of this process's stages."""
+        self._pairs()
+        for name, value in self._average.items():
+            if name in state and state[name].shape == value.shape:
+                value.copy_(state[name])
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the averages and their parameters; a new parameter begins its average."""
+        assert self._model is not None
+        parameters = dict(self._model.named_parameters())
+        for name, parameter in parameters.items():
+            known = self._average.get(name)
+            if known is None or known.shape != parameter.shape:
+                self._average[name] = parameter.detach().clone()
+        self._average = {name: self._average[name] for name in parameters}
+        return list(self._average.values()), [p.detach() for p in parameters.values()]

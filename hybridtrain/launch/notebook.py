@@ -1,0 +1,191 @@
+"""Starts a function in several processes, from a notebook or a script.
+
+The processes are new interpreters, not forks: a fork of a kernel that has threads, or has used
+CUDA, is unsafe. The function and its arguments are sent with cloudpickle, which takes along what
+was defined in a notebook's cells.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.errors import ConfigError, ProcessFailedError
+
+# How long the other processes have to end by themselves when one has failed, and after a signal.
+_GRACE_S = 15.0
+_FOREIGN = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int = 1,
+    nb_part: int = 1,
+    *,
+    env: Mapping[str, str] | None = None,
+) -> Any:
+    """Calls `function(*args)` in each of `num_processes` new processes on this machine.
+
+    They find one another as under torchrun, so `World.from_env()`, `Session()` and everything on
+    top of them work. What they print appears here, with the rank in front for all but rank 0. It
+    can be called again and again. An interrupt is passed on, so that a `Trainer` saves first.
+
+    Args:
+        function: may be defined in a cell. It must not rely on what other cells change afterwards.
+        args: its arguments; like the function, they are sent with cloudpickle.
+        num_processes: how many.
+        nb_part: the stages of `World.from_env()` and `Session()`, unless the function says.
+        env: more environment variables.
+
+    Returns:
+        what `function` returns on rank 0.
+
+    Raises:
+        ProcessFailedError: a process has failed; the message has its traceback.
+        ConfigError: an argument is out of its range, or something cannot be sent.
+    """
+    for name, value in (("num_processes", num_processes), ("nb_part", nb_part)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+    with tempfile.TemporaryDirectory(prefix="hybridtrain-") as name:
+        folder = Path(name)
+        (folder / "call.pkl").write_bytes(dumped((function, tuple(args)), "function= and args="))
+        variables = {**_environment(num_processes, nb_part), **(env or {})}
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "hybridtrain.launch.notebook_child", name],
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # an interrupt comes from here alone, and once
+            )
+            for rank in range(num_processes)
+        ]
+        try:
+            _follow(children)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+                if child.stdout is not None:
+                    child.stdout.close()
+        _raise_first_failure(folder, children)
+        return pickle.loads((folder / "result.pkl").read_bytes())
+
+
+def dumped(value: Any, what: str) -> bytes:
+    """Returns `value` pickled by cloudpickle.
+
+    Raises:
+        ConfigError: it cannot be pickled, or cloudpickle is not installed.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError("notebook_launcher needs cloudpickle: pip install cloudpickle") from None
+    try:
+        content: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be sent to another process: {error}. Make a World, a Session, a "
+            f"HybridModel or open files inside the function"
+        ) from error
+    return content
+
+
+def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    if num_processes > 1:
+        own.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    return {
+        **own,
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HYBRIDTRAIN_NB_PART": str(nb_part),
+        "PYTHONUNBUFFERED": "1",
+        # modules beside the notebook
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def _follow(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Shows what the children print until all have ended; passes on an interrupt."""
+    rests = [b""] * len(children)
+    deadline: float | None = None
+    interrupted = False
+    with selectors.DefaultSelector() as selector:
+        for rank, child in enumerate(children):
+            assert child.stdout is not None
+            selector.register(child.stdout, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            try:
+                for key, _ in selector.select(timeout=0.2):
+                    rank = key.data
+                    read = os.read(key.fd, 65536)
+                    *lines, rests[rank] = (rests[rank] + read).split(b"\n")
+                    if not read:
+                        selector.unregister(key.fileobj)
+                        lines += [rests[rank]] if rests[rank] else []
+                    _show(rank, lines)
+                failed = any(child.poll() not in (None, 0) for child in children)
+                if deadline is None and failed:
+                    deadline = time.monotonic() + _GRACE_S
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+            except KeyboardInterrupt:
+                if interrupted:
+                    raise
+                interrupted = True
+                deadline = time.monotonic() + 2 * _GRACE_S
+                for child in children:
+                    if child.poll() is None:
+                        child.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt
+    for child in children:
+        if deadline is None:
+            child.wait()
+
+
+def _show(rank: int, lines: Sequence[bytes]) -> None:
+    head = "" if rank == 0 else f"[rank {rank}] "
+    for line in lines:
+        sys.stdout.write(f"{head}{line.decode(errors='replace')}\n")
+    sys.stdout.flush()
+
+
+def _raise_first_failure(folder: Path, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Raises the error of the process that has failed first, if one has."""
+    reports = [pickle.loads(path.read_bytes()) for path in folder.glob("error*.pkl")]
+    if reports:
+        first = min(reports, key=lambda report: report["time"])
+        raise ProcessFailedError(
+            f"{first['summary']} on rank {first['rank']} of {len(children)}\n\n{first['traceback']}"
+        )
+    for rank, child in enumerate(children):
+        if child.returncode:
+            reason = f"exit code {child.returncode}"
+            if child.returncode < 0:
+                reason = f"signal {signal.Signals(-child.returncode).name}"
+            raise ProcessFailedError(
+                f"rank {rank} of {len(children)} ended by {reason}, without an exception; what it "
+                f"printed is above"
+            )

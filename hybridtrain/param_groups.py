@@ -1,0 +1,139 @@
+"""Parameter groups by name patterns, and several optimizers as one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.name_patterns import fits, matching
+
+if TYPE_CHECKING:
+    from hybridtrain.model import HybridModel
+
+
+def parameter_groups(
+    model: HybridModel,
+    rules: Sequence[Mapping[str, Any]] = (),
+    *,
+    lr: float | None = None,
+    layer_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the parameters of `model` in groups, for any optimizer of PyTorch.
+
+        groups = parameter_groups(model, [{"match": ["*.bias", "norm*"], "weight_decay": 0.0}])
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.01)
+
+    A parameter belongs to the first rule that matches its name, the others to a last group without
+    settings. The groups are the same in every process; one of which this process has no parameter
+    holds an empty one.
+
+    Args:
+        model: whose trainable parameters, of this process's stages, are in the groups.
+        rules: each a mapping of `match`, a pattern for names or several, and the group's settings.
+        lr: the learning rate that `layer_decay` begins with.
+        layer_decay: multiplies the learning rate from each block to the one before. A block is what
+            has the same name up to its first number (`layers.3`), or the same first component, in
+            the order of the model. A rule's own `lr` is multiplied as well.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or `layer_decay` has no `lr`.
+    """
+    trainable = {name: p for name, p in model.net.named_parameters() if p.requires_grad}
+    own = dict(model.named_parameters())
+    for rule in rules:
+        if "match" not in rule:
+            raise ConfigError(f"groups={dict(rule)} lacks match=, a pattern for parameter names")
+        matching(rule["match"], trainable, "match")
+    if layer_decay is not None and not 0 < layer_decay <= 1:
+        raise ConfigError(f"layer_decay={layer_decay} must be more than 0 and at most 1")
+    if layer_decay is not None and lr is None:
+        raise ConfigError("layer_decay= multiplies a learning rate: give lr= as well")
+    blocks = list(dict.fromkeys(_block(name) for name in trainable))
+    groups: dict[tuple[int, str | None], dict[str, Any]] = {}
+    for name in trainable:
+        number = next((i for i, rule in enumerate(rules) if fits(name, rule["match"])), len(rules))
+        block = _block(name) if layer_decay is not None else None
+        key = number, block
+        if key not in groups:
+            rule = {} if number == len(rules) else dict(rules[number])
+            rule.pop("match", None)
+            if layer_decay is not None and lr is not None and block is not None:
+                depth = len(blocks) - 1 - blocks.index(block)
+                rule["lr"] = rule.get("lr", lr) * layer_decay**depth
+                rule["name"] = block if number == len(rules) else f"{block}.{number}"
+            groups[key] = {"params": [], **rule}
+        if name in own:
+            groups[key]["params"].append(own[name])
+    found = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+    for group in found:
+        # as an optimizer wants one at least
+        group["params"] = group["params"] or [Parameter(torch.empty(0))]
+    return found or [{"params": [Parameter(torch.empty(0))]}]
+
+
+def _block(name: str) -> str:
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts[:-1]) if re.fullmatch(r"\d+", part)), 0)
+    return ".".join(parts[: number + 1])
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers, each over its own parameters, that step as one.
+
+    Its groups are those of all of them, in order, so that schedules, gradient scalers and
+    checkpoints see one optimizer.
+
+    Args:
+        optimizers: two or more.
+
+    Raises:
+        ConfigError: two of them hold the same parameter.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        held = [id(p) for each in self.optimizers for g in each.param_groups for p in g["params"]]
+        if len(set(held)) < len(held):
+            raise ConfigError("two of the optimizers hold the same parameter")
+        groups = [dict(g) for each in self.optimizers for g in each.param_groups]
+        super().__init__(groups, {})
+        self._join()
+
+    def _join(self) -> None:
+        """Takes the groups and states of the optimizers, as the same objects."""
+        self.param_groups = [g for each in self.optimizers for g in each.param_groups]
+        merged: dict[Tensor, Any] = {}
+        for each in self.optimizers:
+            merged.update(each.state)
+        self.state = defaultdict(dict, merged)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Steps each; a closure is not supported."""
+        if closure is not None:
+            raise ValueError("a CombinedOptimizer takes no closure")
+        for each in self.optimizers:
+            each.step()
+        self._join()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of all parameters."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`, each optimizer its part."""
+        groups = iter(state_dict["param_groups"])
+        for each in self.optimizers:
+            own = [next(groups) for _ in each.param_groups]
+            numbers = [number for group in own for number in group["params"]]
+            states = {n: state_dict["state"][n] for n in numbers if n in state_dict["state"]}
+            each.load_state_dict({"state": states, "param_groups": own})
+        self._join()

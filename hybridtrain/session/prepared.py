@@ -1,0 +1,199 @@
+"""The objects that `Session.prepare` returns in the place of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from hybridtrain.data.batch import Batch, take
+from hybridtrain.data.epochs import Loader
+from hybridtrain.data.faults import name_of
+from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.model import HybridModel
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.session.session import Session
+
+
+class PreparedModel:
+    """A `HybridModel` whose call returns the output in every process of a pipeline.
+
+    Everything else is the `HybridModel`'s, `hybrid`.
+    """
+
+    def __init__(self, hybrid: HybridModel) -> None:
+        self.hybrid = hybrid
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output for a batch, see `HybridModel`, on the CPU where it was sent."""
+        output = self.hybrid(*args, **kwargs)
+        world = self.hybrid.world
+        if world.pipeline_object_group is None:
+            return output
+        # gloo carries what is on the CPU; the last stage is in the last process
+        sent = [tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None]
+        last = world.processes_per_replica - 1
+        dist.broadcast_object_list(sent, group=world.pipeline_object_group, group_src=last)
+        return sent[0]
+
+    def train(self, mode: bool = True) -> PreparedModel:
+        """Sets training mode, as `nn.Module.train`."""
+        self.hybrid.train(mode)
+        return self
+
+    def eval(self) -> PreparedModel:
+        """Sets evaluation mode, as `nn.Module.eval`, with replica 0's buffers on all replicas."""
+        self.hybrid.eval()
+        self.hybrid.sync_buffers()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hybrid, name)
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if hasattr(value, "cpu") else value
+
+
+class PreparedOptimizer:
+    """An optimizer that steps, and drops gradients, at the last batch of a step only."""
+
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        self.optimizer = optimizer
+        self._session = session
+
+    def step(self) -> None:
+        """Steps, unless more batches are to be accumulated, or gradients of fp16 overflow."""
+        if self._session.sync_gradients:
+            self._session._step(self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, unless more batches are to be accumulated."""
+        if self._session.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class PreparedScheduler:
+    """A learning rate schedule that steps once per optimizer step."""
+
+    def __init__(self, scheduler: LRScheduler, session: Session) -> None:
+        self.scheduler = scheduler
+        self._session = session
+
+    def step(self) -> None:
+        """Steps, unless more batches are to be accumulated."""
+        if self._session.sync_gradients:
+            self.scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+class PreparedLoader:
+    """A loader that tells the session which batch is in use; see `Loader` for its batches."""
+
+    def __init__(self, loader: Loader, session: Session) -> None:
+        self.loader = loader
+        self._session = session
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        # All batches of a step are read before the first of them is used, since their weights are
+        # shares of the whole step.
+        session = self._session
+        with closing(self.loader.batches()) as batches:
+            while group := _next_step(batches, session.accumulate):
+                for index, batch in enumerate(group):
+                    session._use(group, index)
+                    yield batch.inputs, session._on_output_device(batch.targets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Loader.state_dict`."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
+        self.loader.load_state_dict(state_dict)
+
+
+def _next_step(batches: Iterator[Batch], count: int) -> list[Batch]:
+    try:
+        return take(batches, count)
+    except StopIteration:
+        return []
+
+
+def as_loader(loader: Any, world: World, seed: int) -> Loader:
+    """Returns a `Loader` with the data set and the settings of a torch `DataLoader`.
+
+    `batch_size` becomes that of a global batch, and the order is the one of `Loader`.
+
+    Raises:
+        DataError: its sampler is neither PyTorch's random nor its sequential one.
+    """
+    if isinstance(loader, Loader):
+        return loader
+    sampler = type(loader.sampler)
+    stream = loader.batch_size is not None and sampler.__name__ == "_InfiniteConstantSampler"
+    if not stream and (
+        sampler not in (RandomSampler, SequentialSampler) or loader.batch_size is None
+    ):
+        raise DataError(
+            f"{name_of(loader)} has its own sampler, and the batches of replicas are cut from "
+            f"one order: pass Loader(dataset, batch_size, world) of a data set in the wanted order"
+        )
+    default = DataLoader([0]).collate_fn  # type: ignore[arg-type]
+    return Loader(
+        loader.dataset,
+        loader.batch_size,
+        world,
+        shuffle=sampler is RandomSampler,
+        seed=seed,
+        workers=loader.num_workers,
+        drop_last=loader.drop_last,
+        collate=None if loader.collate_fn is default else loader.collate_fn,
+    )
+
+
+def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collection[int]) -> None:
+    """Leaves out of an optimizer the parameters of stages in other processes.
+
+    Args:
+        optimizer: over parameters of the model, or of the module that it was made of.
+        model: the model.
+        before: the ids of the module's parameters before its stages were placed.
+
+    Raises:
+        ConfigError: it holds parameters that the model does not have.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        if any(id(p) not in own and id(p) not in before for p in group["params"]):
+            raise ConfigError(
+                "the optimizer holds parameters that the model does not have: make it over "
+                "model.parameters() of the model that is prepared with it"
+            )
+        kept = [p for p in group["params"] if id(p) in own]
+        if len(kept) < len(group["params"]):
+            if model.world.processes_per_replica == 1 or model.options.shard == "full":
+                raise ConfigError(
+                    f"with shard={model.options.shard} the model has other parameters than the "
+                    f"module: prepare(module) first, and then an optimizer over its parameters()"
+                )
+            # an optimizer wants one at least
+            group["params"] = kept or [Parameter(torch.empty(0))]

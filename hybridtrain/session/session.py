@@ -1,0 +1,402 @@
+"""Session: what a script needs of the processes, devices and stages, in one object."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.construction import default_generators, rewind
+from hybridtrain.data.batch import Batch, share_of
+from hybridtrain.data.epochs import Loader
+from hybridtrain.data.stream import example_batch
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError
+from hybridtrain.losses import LossFn
+from hybridtrain.microbatch import merge
+from hybridtrain.model import HybridModel
+from hybridtrain.monitor import Monitor, Monitors
+from hybridtrain.optimizer_check import OptimizerCheck
+from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.param_groups import CombinedOptimizer
+from hybridtrain.run_stats import RunStats
+from hybridtrain.session.prepared import (
+    PreparedLoader,
+    PreparedModel,
+    PreparedOptimizer,
+    PreparedScheduler,
+    as_loader,
+    keep_own_parameters,
+)
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from hybridtrain.loss_weights import StepWeights
+
+
+class Session:
+    """Runs a training script unchanged on any number of processes and stages.
+
+        session = Session()
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            loss = session.forward_backward(inputs, targets, F.nll_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A pipeline computes the loss inside the step, for each micro-batch where the last stage is. So
+    `output = model(inputs)`, `loss = loss_fn(output, targets)` and `loss.backward()` become the one
+    call `forward_backward`; a call of the model has no graph, and is for evaluation.
+
+    Unlike a `Trainer`, a session does not look whether gradients are finite, and does not listen to
+    signals.
+
+    Args:
+        nb_part: the stages; None: what the launcher says, see `World.from_env`.
+        world: in place of `nb_part`, a World that is there already.
+        accumulate: batches per optimizer step. `optimizer.step`, `zero_grad` and `scheduler.step`
+            do nothing until the last of them, as `sync_gradients` says.
+        seed: of the order of the samples.
+        monitors: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
+        options: how the model is cut and run; see `PipelineOptions`.
+        **settings: fields of `options` to change.
+
+    Attributes:
+        world: the processes.
+        steps: optimizer steps done.
+        sync_gradients: whether the batch in use is the last one of its step.
+        states: what else `save_state` saves, by name: objects with `state_dict` and
+            `load_state_dict`.
+
+    Raises:
+        ConfigError, WorldError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        nb_part: int | None = None,
+        *,
+        world: World | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        monitors: Sequence[Monitor] = (),
+        options: PipelineOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        if type(accumulate) is not int or accumulate < 1:
+            raise ConfigError(f"accumulate={accumulate} must be a whole number of at least 1")
+        if world is not None and nb_part is not None:
+            raise ConfigError("give nb_part= or world=, not both: a World has its nb_part")
+        self.options = with_settings(options or PipelineOptions(), settings)
+        self.world = world or World.from_env(nb_part)
+        self.accumulate = accumulate
+        self.steps = 0
+        self.sync_gradients = True
+        self.states: dict[str, Stateful] = {}
+        fp16 = self.options.precision == "fp16"
+        self._scaler = GradScaler(self.world.devices[0].type, enabled=fp16)
+        self._unscaled = False
+        self._seed = seed
+        self._model: HybridModel | None = None
+        self._before: set[int] = set()  # the module's parameters before it was prepared
+        self._optimizers: list[Optimizer] = []
+        self._check: OptimizerCheck | None = None
+        self._schedulers: list[LRScheduler] = []
+        self._loaders: list[Loader] = []
+        self._group: Sequence[Batch] = ()
+        self._index = 0
+        self._weights: StepWeights | None = None
+        self._stats: RunStats | None = None
+        self._monitor = Monitors(monitors if self.world.is_main else ())
+        self._logs = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def prepare(self, *objects: Any, example_inputs: Any = None) -> Any:
+        """Returns the objects as a script uses them, in the same order; one alone by itself.
+
+        Args:
+            *objects: one `nn.Module`; optimizers over its parameters; their schedules; torch
+                `DataLoader`s or `Loader`s. The `batch_size` of a loader is over all replicas, and
+                its samples are divided over them.
+            example_inputs: the inputs of a batch, see `HybridModel`; None: from the first loader.
+
+        Raises:
+            ConfigError: an object is of another kind, or there are two models.
+        """
+        loaders = {
+            id(each): as_loader(each, self.world, self._seed)
+            for each in objects
+            if isinstance(each, DataLoader | Loader)
+        }
+        nets = [each for each in objects if isinstance(each, nn.Module)]
+        if len(nets) + (self._model is not None) > 1:
+            raise ConfigError("a Session prepares one model: wrap several in one module")
+        if nets:
+            if example_inputs is None and loaders:
+                example_inputs = self._example(next(iter(loaders.values())))
+            self._before = {id(parameter) for parameter in nets[0].parameters()}
+            hybrid = HybridModel(nets[0], self.world, self.options, example_inputs=example_inputs)
+            self._model, self._stats = hybrid, RunStats(hybrid)
+        self._loaders += loaders.values()
+        prepared = tuple(self._prepared(each, loaders) for each in objects)
+        if len(self._optimizers) > 1 and self._scaler.is_enabled():
+            raise ConfigError("fp16 needs one optimizer: join several as a CombinedOptimizer")
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepared(self, each: Any, loaders: Mapping[int, Loader]) -> Any:
+        if id(each) in loaders:
+            return PreparedLoader(loaders[id(each)], self)
+        if isinstance(each, nn.Module):
+            return PreparedModel(self.model)
+        if isinstance(each, Optimizer):
+            for optimizer in getattr(each, "optimizers", [each]):
+                keep_own_parameters(optimizer, self.model, self._before)
+            self._optimizers.append(each)
+            self._check = None
+            return PreparedOptimizer(each, self)
+        if isinstance(each, LRScheduler):
+            self._schedulers.append(each)
+            return PreparedScheduler(each, self)
+        raise ConfigError(
+            f"prepare() does not know a {type(each).__name__}: it takes an nn.Module, optimizers, "
+            f"learning rate schedules, DataLoaders and Loaders"
+        )
+
+    def _example(self, loader: Loader) -> Any:
+        share = share_of(loader.batch_size, 0, self.world.replicas)
+        draws = default_generators()
+        example = example_batch(loader.dataset, share.stop, loader.options.collate)
+        rewind(draws)
+        return example[0]
+
+    @property
+    def model(self) -> HybridModel:
+        """The model that was prepared.
+
+        Raises:
+            ConfigError: none was.
+        """
+        if self._model is None:
+            raise ConfigError("prepare() a model first, or together with its optimizer")
+        return self._model
+
+    def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
+        """Runs forward, loss and backward of the batch in use; returns its loss.
+
+        The gradients are those of the mean over the whole step, of all replicas and accumulated
+        batches, as a `Trainer` has them.
+
+        Args:
+            inputs: a pytree of tensors with this replica's batch in dim 0.
+            targets: likewise; as the loader gave them, since what they count weighs the batches.
+            loss_fn: as in `HybridModel.train_step`.
+
+        Returns:
+            the mean of this replica, a detached 0-dim tensor; see `mean_loss` for that of all. NaN
+            in a process that does not have the last stage.
+
+        Raises:
+            BatchError: no prepared loader is in use.
+        """
+        if not self._group:
+            raise BatchError("forward_backward() is for a batch of a prepared loader: none is used")
+        if self._weights is None:
+            self._weights = self.model.step_weights(
+                [(batch.inputs, batch.targets) for batch in self._group],
+                loss_fn,
+                samples=[batch.samples for batch in self._group],
+                total=sum(batch.total for batch in self._group),
+            )
+        out = self.model.train_step(
+            inputs,
+            targets,
+            loss_fn,
+            weight=self._weights[self._index],
+            sync=self.sync_gradients,
+            scale_loss=self._scaler.scale,
+        )
+        assert self._stats is not None
+        self._stats.add(out.loss, out.count)
+        return out.loss
+
+    def mean_loss(self) -> float:
+        """Returns the mean loss over all replicas since the last call; a collective call."""
+        if self._stats is None:
+            raise ConfigError("prepare() a model first")
+        return self._stats.read_loss()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
+        """Scales the gradients of all stages down to `max_norm`; returns their norm before.
+
+        Does nothing, and returns None, while more batches are to be accumulated.
+        """
+        if not self.sync_gradients:
+            return None
+        for optimizer in self._optimizers:
+            self._unscale(optimizer)
+        return self.model.clip_grad_norm_(max_norm)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Returns the values of all samples of the global batch, each once, in its order.
+
+        A collective call; on the CPU.
+
+        Args:
+            values: a pytree of tensors with this replica's batch in dim 0, such as predictions and
+                targets.
+
+        Raises:
+            BatchError: no prepared loader is in use, or a tensor has no samples.
+        """
+        if not self._group:
+            raise BatchError("gather_for_metrics() is for a batch of a prepared loader")
+        samples = self._group[self._index].samples
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+                raise BatchError("gather_for_metrics() takes tensors with the samples in dim 0")
+            return leaf[:samples].detach().cpu()
+
+        found = self.world.gather(tree_map(own, values))
+        places = [self.world.rank_of(replica, 0) for replica in range(self.world.replicas)]
+        return merge([found[rank] for rank in places])
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Prints on rank 0."""
+        if self.world.is_main:
+            print(*values, **options)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Hands values by tag, such as `train/loss`, to the monitors on rank 0."""
+        if not self._logs:
+            self._logs = True
+            self._monitor.start(total_steps=None, first_step=self.steps, texts={})
+        self._monitor.scalars(self.steps, values)
+
+    def unwrap(self, model: PreparedModel) -> nn.Module:
+        """Returns the user's module; with stages in several processes, other stages' are empty."""
+        return model.hybrid.net
+
+    def save_state(self, directory: str | Path, keep: int | None = None) -> Path:
+        """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
+
+        Args:
+            directory: of all checkpoints of the run.
+            keep: how many of the newest to keep; None: all.
+
+        Raises:
+            CheckpointError: it cannot be written, or the step is not complete.
+        """
+        if not self.sync_gradients:
+            raise CheckpointError("a step is not complete: save when session.sync_gradients is set")
+        if self._stats is not None:
+            self._stats.gather()
+        path = saving.save(
+            CheckpointStore(Path(directory), keep),
+            self.steps,
+            self.model,
+            self._optimizer(),
+            {"session": self},
+            self._all_states(),
+        )
+        assert path is not None  # a full disk is an error
+        return path
+
+    def load_state(self, path: str | Path) -> None:
+        """Continues from the checkpoint at `path`, or from the newest in that directory.
+
+        Schedules are stepped again, from the beginning; hyperparameters are the script's. The next
+        loop over the first loader continues in its epoch.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or is of another model.
+        """
+        path = Path(path)
+        newest = self.world.on_main(
+            lambda: path if (path / "manifest.json").exists() else CheckpointStore(path).newest()
+        )
+        found = self.world.broadcast(newest)
+        if found is None:
+            raise CheckpointError(f"{path} has no checkpoint")
+        state.restore(found, self.model, self._optimizer(), {"session": self}, self._all_states())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+            for scheduler in self._schedulers:
+                for _ in range(self.steps):
+                    scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress in JSON's types."""
+        return {
+            "step": self.steps,
+            "scaler": self._scaler.state_dict() or None,
+            **(self._stats.state_dict() if self._stats is not None else {}),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`."""
+        self.steps = state_dict["step"]
+        if state_dict["scaler"] is not None:
+            self._scaler.load_state_dict(state_dict["scaler"])
+        if self._stats is not None:
+            self._stats.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Closes the monitors and leaves the other processes; the session cannot be used again."""
+        self._monitor.close()
+        self._model = self._stats = None
+        self._check = None
+        self.world.close()
+
+    def _use(self, group: Sequence[Batch], index: int) -> None:
+        """Notes the batch in use: number `index` of the batches of its step."""
+        if index == 0:
+            self._weights = None
+        self._group, self._index = group, index
+        self.sync_gradients = index + 1 == len(group)
+
+    def _on_output_device(self, targets: Any) -> Any:
+        return self.model.pipeline.to_output_device(targets)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if self._check is None:
+            self._check = OptimizerCheck(self.model, self._optimizer())
+        self._check.drop_gradients_left_out()
+        if self._scaler.is_enabled() and not self._unscaled:
+            self.model.unscale_(self._scaler, optimizer)
+            self._unscaled = True
+
+    def _step(self, optimizer: Optimizer) -> None:
+        self._unscale(optimizer)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        self._unscaled = False
+        if optimizer is self._optimizers[-1]:
+            self.steps += 1
+
+    def _optimizer(self) -> Optimizer:
+        if not self._optimizers:
+            raise ConfigError("prepare() an optimizer first: a checkpoint holds its state")
+        if len(self._optimizers) == 1:
+            return self._optimizers[0]
+        return CombinedOptimizer(self._optimizers)
+
+    def _all_states(self) -> dict[str, Stateful]:
+        loaders = {f"loader{number}": loader for number, loader in enumerate(self._loaders)}
+        return {**loaders, **self.states}

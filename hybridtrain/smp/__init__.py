@@ -1,0 +1,172 @@
+"""The API of SageMaker's model parallel library 1.x (smp), on this project's pipelines.
+
+    import hybridtrain.smp as smp  # was: import smdistributed.modelparallel.torch as smp
+
+Scripts run under torchrun, on CPUs and GPUs. docs/smp.md has every name and parameter.
+"""
+
+from typing import Any
+
+from hybridtrain.smp import amp
+from hybridtrain.smp.activation_checkpointing import (
+    checkpoint,
+    checkpoint_sequential,
+    set_activation_checkpointing,
+)
+from hybridtrain.smp.communication import (
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    rdp_barrier,
+    recv_from,
+    reduce_scatter,
+    send,
+    tp_barrier,
+)
+from hybridtrain.smp.data import SplitDataset
+from hybridtrain.smp.launch import config_from_distribution
+from hybridtrain.smp.model import DistributedModel
+from hybridtrain.smp.optimizer import DistributedOptimizer
+from hybridtrain.smp.partition import (
+    default_partition,
+    delay_param_initialization,
+    get_partition,
+    model_creation,
+    partition,
+    set_partition,
+)
+from hybridtrain.smp.ranks import (
+    CommGroup,
+    RankType,
+    device,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_process_group,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    tp_rank,
+    tp_size,
+)
+from hybridtrain.smp.refused import NAMES, refuse
+from hybridtrain.smp.runtime import init, is_initialized, is_tracing, shutdown
+from hybridtrain.smp.saving import load, resume_from_checkpoint, save, save_checkpoint
+from hybridtrain.smp.step import step
+from hybridtrain.smp.step_output import StepOutput
+
+__all__ = [
+    "DP_GROUP",
+    "DP_RANK",
+    "MP_GROUP",
+    "MP_RANK",
+    "PP_GROUP",
+    "PP_RANK",
+    "RDP_GROUP",
+    "RDP_RANK",
+    "TP_GROUP",
+    "TP_RANK",
+    "WORLD",
+    "WORLD_RANK",
+    "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "RankType",
+    "SplitDataset",
+    "StepOutput",
+    "allgather",
+    "amp",
+    "barrier",
+    "broadcast",
+    "checkpoint",
+    "checkpoint_sequential",
+    "config_from_distribution",
+    "default_partition",
+    "delay_param_initialization",
+    "device",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_partition",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "is_tracing",
+    "load",
+    "local_rank",
+    "local_size",
+    "model_creation",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "reduce_scatter",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
+    "send",
+    "set_activation_checkpointing",
+    "set_partition",
+    "shutdown",
+    "size",
+    "step",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
+]
+
+WORLD = CommGroup.WORLD
+MP_GROUP = CommGroup.MP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+PP_GROUP = CommGroup.PP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
+WORLD_RANK = RankType.WORLD_RANK
+MP_RANK = RankType.MP_RANK
+DP_RANK = RankType.DP_RANK
+PP_RANK = RankType.PP_RANK
+TP_RANK = RankType.TP_RANK
+RDP_RANK = RankType.RDP_RANK
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES:
+        refuse(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

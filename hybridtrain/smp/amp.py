@@ -1,0 +1,87 @@
+"""Gradient scaling where stages may be in several processes: smp 1.x's `smp.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
+from torch.optim import Optimizer
+
+from hybridtrain.pipeline.loss_scaling import unscale_
+from hybridtrain.smp.runtime import current
+
+
+class GradScaler(TorchGradScaler):
+    """`torch.amp.GradScaler`, with one decision for all stages: an overflow in one counts in all.
+
+    All processes of a pipeline call `step`, `unscale_` and `update` together, as a script does by
+    itself.
+
+    Args:
+        device: the type of device; None: that of this process. A number, as the first argument
+            of `torch.cuda.amp.GradScaler`, is the initial scale.
+        init_scale: as in PyTorch, and so are the others.
+        growth_factor: see there.
+        backoff_factor: see there.
+        growth_interval: see there.
+        enabled: see there.
+        min_scale: a factor that the scale does not fall below.
+        adapts: False: the scale stays what it is.
+    """
+
+    def __init__(
+        self,
+        device: str | float | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        adapts: bool = True,
+    ) -> None:
+        if device is not None and not isinstance(device, str):
+            init_scale, device = float(device), None
+        super().__init__(
+            device or current().world.devices[0].type,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+        )
+        self._min_scale = min_scale
+        self._adapts = adapts
+        self._unscales = False
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of `optimizer` by the scale, and agrees on overflows."""
+        if self._unscales:
+            super().unscale_(optimizer)
+            return
+        self._unscales = True
+        try:
+            unscale_(self, optimizer, current().world)
+        finally:
+            self._unscales = False
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Calls `optimizer.step` unless a gradient of any stage has overflowed."""
+        self._make_scale()
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapts the scale to the last steps."""
+        self._make_scale()
+        if not self._adapts and new_scale is None:
+            new_scale = self.get_scale()
+        super().update(new_scale)
+        if self._min_scale and self.get_scale() < self._min_scale:
+            super().update(self._min_scale)
+
+    def _make_scale(self) -> None:
+        if self.is_enabled():  # made where no loss was scaled: it is so at the last stage alone
+            self.scale(torch.zeros((), device=current().world.devices[0]))

@@ -1,0 +1,218 @@
+"""The body of a step, once for each micro-batch, suspended where it calls the model.
+
+The engine needs the model's inputs from the first half of a body, and runs the second half when
+the output is there, much later and in another thread. So each body has its own thread,
+which waits in between; only one of the two threads runs at a time:
+
+    engine     start --.                .-- inputs      resume --.            .-- value, root
+    body               '-- ... model(x) -'                       '-- ... return
+
+What PyTorch keeps for each thread (gradients on or off, autocast) is at first the caller's, and
+what a body changes stays its own: a `with autocast():` around the model's call works.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import UserError
+from hybridtrain.precision import ThreadState
+
+
+@dataclass(frozen=True)
+class Call:
+    """A body that waits in its call of the model.
+
+    Attributes:
+        args: of the call.
+        kwargs: of the call.
+        state: grad mode and autocast there.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: ThreadState
+
+
+@dataclass(frozen=True)
+class Result:
+    """A body that has returned.
+
+    Attributes:
+        value: what it returned.
+        root: where its backward starts; None if it has called none.
+        gradient: of `root`; None for ones.
+    """
+
+    value: Any
+    root: Tensor | None
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+class _Abandoned(BaseException):
+    """Ends a body whose step has failed elsewhere, so that its `with` and `finally` run."""
+
+
+class Body:
+    """One run of the function of a step, for one micro-batch.
+
+    Args:
+        function: the function, with its arguments bound.
+        name: of the function, for errors.
+        state: of the caller.
+    """
+
+    def __init__(self, function: Callable[[], Any], name: str, state: ThreadState) -> None:
+        self.name = name
+        self.trains = False
+        self._function: Callable[[], Any] | None = function
+        self._state = state
+        self._context = contextvars.copy_context()
+        self._to_body: SimpleQueue[Any] = SimpleQueue()
+        self._from_body: SimpleQueue[Any] = SimpleQueue()
+        self._called = self._answered = self._waits = False
+        self._root: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._has_backward = False
+
+    def start(self) -> Call | Result:
+        """Runs the body up to its call of the model, or to its end if it makes none."""
+        worker = _idle.pop() if _idle else _Worker()
+        worker.jobs.put((self, _thread_facts()))
+        return self._answer()
+
+    def resume(self, output: Any, trains: bool) -> Result:
+        """Lets the call of the model return `output`, and runs the body to its end."""
+        self.trains = trains
+        self._to_body.put((output, _thread_facts()))
+        result = self._answer()
+        assert isinstance(result, Result)
+        return result
+
+    def abandon(self) -> None:
+        """Ends a body that waits; does nothing with one that has ended."""
+        if self._waits:
+            self._to_body.put((_Abandoned(), _thread_facts()))
+            self._from_body.get()
+            self._waits = False
+
+    def call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Waits for the model's output; the thread of the body calls it."""
+        if self._called:
+            raise UserError(
+                f"{self.name} calls the model a second time, and a step pipelines one call: put "
+                f"both into one module's forward, or each into its own step"
+            )
+        self._called = True
+        self._from_body.put(Call(args, kwargs, ThreadState.capture()))
+        output, facts = self._to_body.get()
+        if isinstance(output, _Abandoned):
+            raise output
+        _take_over(facts)
+        self._answered = True
+        return output
+
+    def backward(self, root: Tensor, gradient: Tensor | None) -> None:
+        """Notes where the backward starts; the thread of the body calls it."""
+        if not self._answered:
+            raise UserError(f"{self.name} calls model.backward before it calls the model")
+        if self._has_backward:
+            raise UserError(
+                f"{self.name} calls model.backward twice: add the losses up, and call it once"
+            )
+        if not self.trains:
+            raise UserError(
+                f"{self.name} calls model.backward, but its model was called as for an evaluation: "
+                f"{_WHY_NOT}"
+            )
+        self._has_backward = True
+        self._root, self._gradient = root, gradient
+
+    def run(self) -> None:
+        """Runs the function in the thread of the body."""
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            with self._state.applied(), self._state.autocast():
+                value = self._context.run(function)
+            answer: Any = Result(value, self._root, self._gradient)
+        except BaseException as error:
+            answer = _Failure(error)
+        self._root = self._gradient = None
+        self._from_body.put(answer)
+
+    def _answer(self) -> Call | Result:
+        found: Any = self._from_body.get()
+        self._waits = isinstance(found, Call)
+        if isinstance(found, _Failure):
+            try:
+                raise found.error
+            finally:
+                del found  # its traceback holds this frame
+        return found  # type: ignore[no-any-return]
+
+
+_WHY_NOT = (
+    "gradients were off, or the function and those that it calls do not name `backward` so that it "
+    "could be seen beforehand; @smp.step(trains=True) says it"
+)
+
+
+class _Current(threading.local):
+    body: Body | None = None
+
+
+_current = _Current()
+
+
+def current_body() -> Body | None:
+    """Returns the body that this thread runs; None outside of a step."""
+    return _current.body
+
+
+class _Worker:
+    """A thread that runs bodies, one after the other."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[tuple[Body, Any]] = SimpleQueue()
+        threading.Thread(target=self._work, name="step-body", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            body, facts = self.jobs.get()
+            _take_over(facts)
+            _current.body = body
+            body.run()
+            _current.body = None
+            del body
+            _idle.append(self)
+
+
+_idle: list[_Worker] = []
+
+
+def _thread_facts() -> tuple[int, Any]:
+    """Returns what the thread that goes on takes over: intra-op threads, and the CUDA stream."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return torch.get_num_threads(), stream
+
+
+def _take_over(facts: tuple[int, Any]) -> None:
+    threads, stream = facts
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if stream is not None:
+        torch.cuda.set_stream(stream)

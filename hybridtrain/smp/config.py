@@ -1,0 +1,228 @@
+"""The configuration of smp 1.x: the dictionary `parameters` of an estimator's `distribution`.
+
+Every key of smp 1.x is known here, once: what it means, or why it has no meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.options import PipelineOptions, with_settings
+
+ENVIRONMENT = "SM_HP_MP_PARAMETERS"
+"""The environment variable with the configuration, as SageMaker's containers set it."""
+
+OWN_KEY = "hybridtrain"
+"""The key of settings that smp 1.x does not have."""
+
+SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
+
+NO_MEANING = {
+    "optimize": "it concerns tensor parallelism, and the default of memory_weight",
+    "deterministic_server": "the order of execution is always that of the schedule",
+    "skip_tracing": "a model is traced without being run",
+    "fp16_params": "parameters are fp32 masters; fp16 computes in fp16",
+    "prescaled_batch": "it concerns tensor parallelism",
+    "contiguous": "it is of TensorFlow; stages are always contiguous",
+    "ddp": "replicas are always averaged by DistributedDataParallel",
+    "ddp_port": "torchrun chooses the port",
+    "activation_loading_horizon": "it belongs to offload_activations",
+    "delayed_parameter_initialization": "parameters are initialised when they are made",
+    "task_level_active_microbatches": "active_microbatches holds for each device",
+    "static_mode": "the order of execution is always that of the schedule",
+    "fast_mode": "values already go from stage to stage directly",
+}
+"""Keys that are accepted and change nothing, with the reason."""
+
+REFUSED = {
+    "tensor_parallel_degree": "tensor parallelism is not supported: leave it at 1",
+    "sharded_data_parallel_degree": "sharded data parallelism is not supported: leave it at 1, and "
+    "use shard_optimizer_state to divide the optimizer's state over the replicas",
+    "offload_activations": "offloading activations is not supported: use activation checkpointing",
+    "horovod": "Horovod is not supported: replicas are averaged by DistributedDataParallel",
+    "_shard_offloaded_activations": "it belongs to tensor parallelism, which is not supported",
+}
+"""Keys that are refused unless they have their default, with what to do."""
+
+
+@dataclass(frozen=True)
+class SmpConfig:
+    """The configuration of smp 1.x, checked.
+
+    Raises:
+        ConfigError: a value is wrong; the message names the key.
+    """
+
+    pipeline_parallel_degree: int = 1
+    microbatches: int = 1
+    pipeline: str = "interleaved"
+    placement_strategy: str = "cluster"
+    auto_partition: bool = True
+    default_partition: int | None = None
+    memory_weight: float = 0.8
+    active_microbatches: int | None = None
+    shard_optimizer_state: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    ddp_dist_backend: str = "auto"
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """The settings under the key `hybridtrain`: `engine`, `devices`, `timeout_s`, and fields of
+    `PipelineOptions`."""
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_degree", "microbatches", "active_microbatches"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        for name in ("auto_partition", "shard_optimizer_state", "fp16", "bf16"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
+        check_choice("pipeline", self.pipeline, SCHEDULES)
+        check_choice("ddp_dist_backend", self.ddp_dist_backend, ("auto", "nccl", "gloo"))
+        strategy = self.placement_strategy
+        if strategy not in ("cluster", "spread") and sorted(strategy) != ["D", "P", "T"]:
+            raise ConfigError(
+                f"placement_strategy={strategy!r} must be cluster, spread, or an order of the "
+                f"letters D, P and T"
+            )
+        if self.fp16 and self.bf16:
+            raise ConfigError("fp16 and bf16 cannot both be true: choose one")
+        if not self.auto_partition and self.default_partition is None:
+            raise ConfigError(
+                "auto_partition=false needs default_partition=, the stage of modules that are in "
+                "no smp.partition"
+            )
+        known = {option.name for option in fields(PipelineOptions)} | {*_WORLD_KEYS}
+        for name in self.own:
+            if name not in known:
+                hint = did_you_mean(name, sorted(known), "settings")
+                raise ConfigError(f"{OWN_KEY}.{name} is unknown: {hint}")
+        check_choice(f"{OWN_KEY}.engine", self.engine, ("local", "distributed"))
+        if self.shard_optimizer_state:
+            raise ConfigError("shard_optimizer_state=true is not supported yet: set it to false")
+
+    @property
+    def inner(self) -> str:
+        """The kind of processes with consecutive ranks: `pp` or `dp`, as of `World`."""
+        if self.placement_strategy in ("cluster", "spread"):
+            return "pp" if self.placement_strategy == "cluster" else "dp"
+        # the letter to the right is the one of neighbours
+        strategy = self.placement_strategy
+        return "pp" if strategy.index("P") > strategy.index("D") else "dp"
+
+    @property
+    def engine(self) -> str:
+        """The engine: a process for each stage, unless asked for otherwise."""
+        default = "distributed" if self.pipeline_parallel_degree > 1 else "local"
+        return str(self.own.get("engine", default))
+
+    @property
+    def precision(self) -> str:
+        """The option `precision`."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    def options(self, seed: int) -> PipelineOptions:
+        """Returns the options of the pipeline.
+
+        Args:
+            seed: of the random operations of layers.
+        """
+        options = PipelineOptions(
+            chunks=self.microbatches,
+            schedule=SCHEDULES[self.pipeline],
+            split="uniform" if self.auto_partition else "manual",
+            default_partition=None if self.auto_partition else self.default_partition,
+            max_inflight=self.active_microbatches,
+            memory_weight=self.memory_weight,
+            precision=self.precision,
+            seed=seed,
+        )
+        settings = {name: value for name, value in self.own.items() if name not in _WORLD_KEYS}
+        return with_settings(options, settings)
+
+
+_WORLD_KEYS = ("engine", "devices", "timeout_s", "stall_s")
+
+
+def parse(given: Mapping[str, Any]) -> SmpConfig:
+    """Returns the configuration in the dictionary `parameters` of smp 1.x.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or a value is wrong; the message names it.
+    """
+    values = dict(given)
+    if "partitions" in values:
+        degree = values.pop("partitions")
+        if values.setdefault("pipeline_parallel_degree", degree) != degree:
+            raise ConfigError("partitions and pipeline_parallel_degree differ: give one of them")
+    if "pipeline_parallel_degree" not in values:
+        raise ConfigError(
+            "pipeline_parallel_degree (or partitions) is missing: the number of stages that the "
+            "model is divided into; 1 for data parallelism alone"
+        )
+    for name, why in REFUSED.items():
+        value = values.pop(name, None)
+        if value is True or value not in (None, False, 0, 1):
+            raise ConfigError(f"{name}={given[name]!r}: {why}")
+    for name in NO_MEANING:
+        values.pop(name, None)
+    own = values.pop(OWN_KEY, {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{OWN_KEY}={own!r} must be a dictionary of settings")
+    known = [option.name for option in fields(SmpConfig) if option.name != "own"]
+    for name in values:
+        if name not in known:
+            everything = [*known, "partitions", *NO_MEANING, *REFUSED, OWN_KEY]
+            raise ConfigError(f"{name} is unknown: {did_you_mean(name, everything, 'keys')}")
+    if "memory_weight" not in values and given.get("optimize") == "speed":
+        values["memory_weight"] = 0.2  # smp's defaults
+    return SmpConfig(**values, own=dict(own))
+
+
+def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the dictionary `parameters` of an estimator's `distribution`, or of one alone.
+
+    Raises:
+        ConfigError: model parallelism is not enabled in it.
+    """
+    if "smdistributed" not in distribution:
+        return distribution
+    library = distribution["smdistributed"]
+    if not isinstance(library, Mapping) or "modelparallel" not in library:
+        raise ConfigError(
+            "smdistributed has no modelparallel: the data parallel library alone needs nothing of "
+            "hybridtrain.smp"
+        )
+    options = library["modelparallel"]
+    if not options.get("enabled", False):
+        raise ConfigError("smdistributed.modelparallel.enabled must be true")
+    if "parameters" not in options:
+        raise ConfigError("smdistributed.modelparallel.parameters is missing")
+    parameters: Mapping[str, Any] = options["parameters"]
+    return parameters
+
+
+def read(text: str) -> Mapping[str, Any]:
+    """Returns the parameters in `text`: JSON, or the path of a file of it.
+
+    Raises:
+        ConfigError: there is no such file, or it is not JSON.
+    """
+    source = f"{ENVIRONMENT}={text[:80]}"
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot read it: {error.strerror or error}") from error
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{source} must be a dictionary")
+    return parameters_of(found)

@@ -1,0 +1,159 @@
+"""The arguments of a step, cut into those of each micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.microbatch import chunk_sizes, leaves_of
+
+
+@dataclass(frozen=True)
+class CutArguments:
+    """The arguments of each micro-batch.
+
+    Attributes:
+        calls: args and kwargs, by micro-batch.
+        samples: of each micro-batch.
+        tensors: all tensors of the whole batch.
+    """
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    samples: list[int]
+    tensors: list[Tensor]
+
+
+class ArgumentCutter:
+    """Cuts the arguments of `function`.
+
+    Args:
+        function: of the step.
+        non_split: the names of the arguments that every micro-batch gets whole.
+        axes: the batch's axis of an argument, by name; 0 for all others.
+
+    Raises:
+        ConfigError: there is no such argument.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], non_split: Collection[str], axes: Mapping[str, int]
+    ) -> None:
+        self._signature = inspect.signature(function)
+        self._name = getattr(function, "__name__", "the step")
+        parameters = self._signature.parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for name in (*non_split, *axes):
+            if name not in parameters and not takes_any:
+                raise ConfigError(
+                    f"{self._name} has no argument {name!r}: non_split_inputs= and "
+                    f"input_split_axes= take the names of its arguments"
+                )
+        self._non_split, self._axes = frozenset(non_split), dict(axes)
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int) -> CutArguments:
+        """Cuts the arguments of a call.
+
+        Raises:
+            BatchError: their sizes do not fit together, there is nothing to cut, or one is a
+                DataLoader.
+        """
+        bound = self._signature.bind(*args, **kwargs)
+        whole: list[tuple[str, Any, int]] = []  # leaves, with the argument's name and axis
+        trees: list[tuple[Any, int]] = []
+        given: list[tuple[int | str, Any]] = [*enumerate(bound.args), *bound.kwargs.items()]
+        for key, value in given:
+            name = self._name_of(key)
+            if isinstance(value, DataLoader):
+                raise BatchError(
+                    f"{self._name} was given a DataLoader as {name}: a step takes the batches that "
+                    f"the loader yields, `for data, target in loader: {self._name}(data, target)`"
+                )
+            axis = self._axes.get(name, 0)
+            # a module is a leaf, whatever it holds
+            leaves, spec = ([value], None) if self._is_whole(name, value) else _flat(value)
+            trees.append((spec, len(leaves)))
+            whole += [(name, leaf, axis if spec is not None else -1) for leaf in leaves]
+        sizes = {
+            (name, leaf.shape[axis])
+            for name, leaf, axis in whole
+            if axis >= 0 and isinstance(leaf, Tensor) and leaf.dim() > axis
+        }
+        if not sizes and not any(
+            hasattr(leaf, "smp_slice") for _, leaf, axis in whole if axis >= 0
+        ):
+            raise BatchError(
+                f"{self._name} was given no tensor to cut into micro-batches: pass it the batch"
+            )
+        samples = self._samples(sizes, microbatches)
+        columns = [
+            [leaf] * len(samples) if axis < 0 else _parts(leaf, axis, samples)
+            for _, leaf, axis in whole
+        ]
+        calls = []
+        for index in range(len(samples)):
+            leaves = [column[index] for column in columns]
+            values = []
+            for spec, count in trees:
+                own, leaves = leaves[:count], leaves[count:]
+                values.append(own[0] if spec is None else _joined(own, spec))
+            count = len(bound.args)
+            names = list(bound.kwargs)
+            calls.append((tuple(values[:count]), dict(zip(names, values[count:], strict=True))))
+        tensors = [leaf for _, leaf, axis in whole if axis >= 0 and isinstance(leaf, Tensor)]
+        return CutArguments(calls, samples, tensors)
+
+    def _name_of(self, key: int | str) -> str:
+        if isinstance(key, str):
+            return key
+        names = list(self._signature.parameters)
+        return names[min(key, len(names) - 1)]
+
+    def _is_whole(self, name: str, value: Any) -> bool:
+        return name in self._non_split or isinstance(value, nn.Module)
+
+    def _samples(self, sizes: Collection[tuple[str, int]], microbatches: int) -> list[int]:
+        """Returns the number of samples of each micro-batch."""
+        found = sorted({size for _, size in sizes})
+        if not found:
+            return [1] * microbatches  # objects that cut themselves
+        if found[0] == 0:
+            raise BatchError(f"{self._name} was given an empty batch")
+        if len(found) == 1:
+            return chunk_sizes(found[0], microbatches)
+        if any(size % microbatches for size in found):
+            listed = ", ".join(f"{name} has {size}" for name, size in sorted(sizes))
+            raise BatchError(
+                f"the tensors given to {self._name} have different sizes along the batch's axis "
+                f"({listed}), which {microbatches} micro-batches do not all divide: name what is "
+                f"not to be cut in non_split_inputs=, or another axis in input_split_axes="
+            )
+        return [found[0] // microbatches] * microbatches
+
+
+def _flat(value: Any) -> tuple[list[Any], Any]:
+    if isinstance(value, set | frozenset):
+        return list(value), type(value)
+    leaves_of(value)  # registers dataclasses
+    return tree_flatten(value)
+
+
+def _joined(leaves: list[Any], spec: Any) -> Any:
+    return spec(leaves) if isinstance(spec, type) else tree_unflatten(leaves, spec)
+
+
+def _parts(leaf: Any, axis: int, samples: Sequence[int]) -> list[Any]:
+    """Returns `leaf` for each micro-batch; views of a tensor."""
+    if hasattr(leaf, "smp_slice"):
+        return [leaf.smp_slice(len(samples), index, axis) for index in range(len(samples))]
+    if not isinstance(leaf, Tensor) or leaf.dim() <= axis:
+        return [leaf] * len(samples)
+    if leaf.shape[axis] == sum(samples):
+        return list(leaf.split(list(samples), dim=axis))
+    return list(leaf.chunk(len(samples), dim=axis))

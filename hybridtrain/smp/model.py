@@ -1,0 +1,417 @@
+"""The model of a script: divided into stages when the first step calls it."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from hybridtrain.errors import ConfigError, UserError, check_choice
+from hybridtrain.microbatch import Microbatch
+from hybridtrain.model import HybridModel
+from hybridtrain.pipeline.step import Head
+from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.model_inputs import inputs_of
+from hybridtrain.smp.partition import partitioned_model
+from hybridtrain.smp.refused import refuse_optimizer_steps_in_bodies
+from hybridtrain.smp.runtime import current
+from hybridtrain.smp.states import PARTIAL, whole_model_state
+
+_MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it there"
+
+
+class DistributedModel(nn.Module):
+    """Trains `module` as a pipeline, together with the other replicas; smp 1.x's class.
+
+    The module is divided when the first `@smp.step` function calls this. Until then it is whole in
+    every process.
+
+    Args:
+        module: any module; not in DistributedDataParallel.
+        trace_device: `gpu` or `cpu`; changes nothing, as a model is traced without being run.
+        trace_execution_times: divide by measured times and memory, not by estimated ones.
+        trace_memory_usage: the same.
+        overlapping_allreduce: True; gradients are averaged during the backward.
+        backward_passes_per_step: average gradients in every so many steps alone.
+        average_grads_across_microbatches: the gradient is the mean over the micro-batches; False:
+            their sum.
+        bucket_cap_mb: DDP's own size is used.
+        find_unused_parameters: as in DDP.
+        broadcast_buffers: as in DDP.
+        gradient_as_bucket_view: True; see DDP.
+
+    Attributes:
+        module: the module.
+        hybrid: the pipeline; None before the first step.
+        parameters_of_all: the identities of all parameters, while the model is divided.
+
+    Raises:
+        ConfigError: an argument is not supported.
+        UserError: there is a model already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        trace_memory_usage: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__()
+        runtime = current()
+        check_choice("trace_device", trace_device, ("gpu", "cpu"))
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            raise ConfigError(
+                f"smp.DistributedModel averages over the replicas itself: pass it the module "
+                f"without {type(module).__name__} around it"
+            )
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"smp.DistributedModel takes a torch.nn.Module, not {module!r:.200}")
+        if runtime.model is not None:
+            raise UserError(
+                "a script has one smp.DistributedModel: put both models into one module"
+            )
+        if type(backward_passes_per_step) is not int or backward_passes_per_step < 1:
+            raise ConfigError(
+                f"backward_passes_per_step={backward_passes_per_step!r} must be 1 or more"
+            )
+        self.module = module
+        self.hybrid: HybridModel | None = None
+        self.average_grads_across_microbatches = average_grads_across_microbatches
+        self.training = module.training
+        self.parameters_of_all: set[int] = set()
+        self._measures = trace_execution_times or trace_memory_usage
+        self._settings = {
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        self._passes = backward_passes_per_step
+        self._passes_done = 0
+        self._syncs = True
+        self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        runtime.model = self
+        refuse_optimizer_steps_in_bodies()
+
+    # --- in a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's output for the micro-batch of the step that calls it.
+
+        Raises:
+            UserError: not in a step, or a second time in it.
+        """
+        body = current_body()
+        if body is None:
+            raise UserError(
+                "the model of smp.DistributedModel can be called in a function under @smp.step "
+                "alone: put the forward, the loss and model.backward(loss) into one"
+            )
+        return body.call_model(args, kwargs)
+
+    def backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Starts the backward of a micro-batch at `tensors`, as `torch.autograd.backward`.
+
+        It runs when the pipeline comes to it: gradients are there when the step has returned.
+
+        Raises:
+            UserError: not in a step, or a second time in it, or before the model's call.
+        """
+        body = current_body()
+        if body is None:
+            raise UserError(
+                "model.backward can be called in a function under @smp.step alone, after the model"
+            )
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = (
+            [grad_tensors]
+            if grad_tensors is None or isinstance(grad_tensors, Tensor)
+            else list(grad_tensors)
+        )
+        gradients = given if len(given) == len(roots) else given * len(roots)
+        for root, gradient in zip(roots, gradients, strict=True):
+            if gradient is None and root.numel() != 1:
+                raise UserError(
+                    f"model.backward of a tensor of shape {tuple(root.shape)} needs its gradient: "
+                    f"pass a loss with one element, or grad_tensors="
+                )
+        for optimizer in current().optimizers:
+            if optimizer.loss_scaler is not None:
+                roots = [optimizer.loss_scaler.scale(root) for root in roots]
+                break
+        if len(roots) == 1:
+            body.backward(roots[0], gradients[0])
+            return
+        parts = [
+            root.sum() if gradient is None else (root * gradient).sum()
+            for root, gradient in zip(roots, gradients, strict=True)
+        ]
+        body.backward(torch.stack([part.to(parts[0].device) for part in parts]).sum(), None)
+
+    def run(
+        self, inputs: Sequence[Any], head: Head, *, trains: bool, compared: Sequence[Tensor]
+    ) -> list[Any]:
+        """Runs the micro-batches of a step; see `HybridModel.run_microbatches`."""
+        sync = False
+        if trains:
+            self._passes_done += 1
+            sync = self._syncs and self._passes_done % self._passes == 0
+        return self.partitioned_hybrid().run_microbatches(
+            inputs, head, trains=trains, sync=sync, compared=list(compared)
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Adds gradients up without averaging them over the replicas, in the steps inside."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    # --- the division
+
+    @property
+    def partitioned(self) -> bool:
+        """True once the model is divided into stages."""
+        return self.hybrid is not None
+
+    def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Divides the model, by the arguments of its call for a micro-batch; a collective call."""
+        runtime = current()
+        example = Microbatch(inputs_of(self.module, args, kwargs))
+        # those of other stages are about to be replaced
+        self.parameters_of_all = set(map(id, self.module.parameters()))
+        self.hybrid = partitioned_model(
+            self.module, runtime, example, measures=self._measures, settings=self._settings
+        )
+        self.hybrid.train(self.training)
+        for optimizer in runtime.optimizers:
+            optimizer.take_own_parameters()
+        self.parameters_of_all.clear()  # the identities are free again
+        if runtime.resume is not None:
+            runtime.resume()
+            runtime.resume = None
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, runtime.optimizers[0] if runtime.optimizers else None)
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Has `hook(model, optimizer)` called once the model is divided, before any forward."""
+        handle = RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        return handle
+
+    def partitioned_hybrid(self) -> HybridModel:
+        """Returns the pipeline.
+
+        Raises:
+            UserError: the model is not divided yet.
+        """
+        if self.hybrid is None:
+            raise UserError(
+                "the model is divided in its first step, and there was none yet: use "
+                "model.register_post_partition_hook, or model.partitioned to see"
+            )
+        return self.hybrid
+
+    def get_module(self) -> nn.Module:
+        """Returns the module."""
+        return self.module
+
+    # --- parameters and state
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Returns the parameters; once the model is divided those of this process's stages."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+            _refuse_clipping_by_own_norm(self)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
+        """Returns the parameters under the module's own names; as `parameters`."""
+        if self.hybrid is None:
+            return self.module.named_parameters(*args, **kwargs)
+        return self.hybrid.named_parameters()
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Returns the buffers; as `parameters`."""
+        return (buffer for _, buffer in self.named_buffers())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Returns the buffers under the module's own names; as `parameters`."""
+        if self.hybrid is None:
+            return self.module.named_buffers(*args, **kwargs)
+        return self.hybrid.named_buffers()
+
+    def local_parameters(self) -> Iterator[Parameter]:
+        """Returns the parameters of this process's stages."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Returns the parameters of this process's stages, with their names."""
+        return self.partitioned_hybrid().named_parameters()
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """Returns the buffers of this process's stages."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns the buffers of this process's stages, with their names."""
+        return self.partitioned_hybrid().named_buffers()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Returns the modules of this process's stages."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Returns the modules of this process's stages, with their names."""
+        hybrid = self.partitioned_hybrid()
+        own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
+        return ((name, m) for name, m in self.module.named_modules() if id(m) in own)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the state of the whole model; all processes of a pipeline call it together."""
+        return self.module.state_dict() if self.hybrid is None else self.hybrid.state_dict()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns the state of this process's stages, marked as a part."""
+        return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state of the whole model, or the parts of all processes of the pipeline.
+
+        Raises:
+            ConfigError: `assign` is True.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True) is not supported: leave assign out")
+        state = whole_model_state(state_dict)
+        target = self.module if self.hybrid is None else self.hybrid
+        return target.load_state_dict(state, strict=strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients."""
+        if current_body() is not None:
+            raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
+        self.module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all stages down to `max_norm`; returns their norm before.
+
+        Not in smp 1.x. All processes of a pipeline call it together.
+        """
+        return self.partitioned_hybrid().clip_grad_norm_(max_norm)
+
+    def grad_norm(self) -> Tensor:
+        """Returns the L2 norm of the gradients of all stages; as `clip_grad_norm_`."""
+        return self.partitioned_hybrid().grad_norm()
+
+    # --- as any module
+
+    def train(self, mode: bool = True) -> DistributedModel:
+        """Sets training mode."""
+        self.training = mode
+        (self.module if self.hybrid is None else self.hybrid).train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        """Changes the dtype before the first step; moves to a device have no effect.
+
+        Raises:
+            UserError: the model is divided already, and is to move to another device.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if self.hybrid is None:
+            if dtype is not None:
+                self.module.to(dtype)
+            return self
+        own = {stage.device for stage in self.hybrid.stages}
+        stays = device is None or device in own or (device.type == "cuda" and device.index is None)
+        here = next(iter(own)).type
+        if dtype is not None or not stays or (device is not None and here != device.type):
+            raise UserError(
+                f"the model cannot be moved or converted once it is divided: {_MOVES}. "
+                f"model.state_dict() has the whole model, on the CPU with several processes"
+            )
+        return self
+
+    def cuda(self, device: Any = None) -> DistributedModel:
+        """Has no effect: the stages are on their devices."""
+        return self
+
+    def cpu(self) -> DistributedModel:
+        """Has no effect before the first step.
+
+        Raises:
+            UserError: the model is divided.
+        """
+        return self if self.hybrid is None else self.to("cpu")
+
+    def half(self) -> DistributedModel:
+        """Converts to fp16, before the first step."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> DistributedModel:
+        """Converts to bf16, before the first step."""
+        return self.to(torch.bfloat16)
+
+    def float(self) -> DistributedModel:
+        """Converts to fp32, before the first step."""
+        return self.to(torch.float32)
+
+    def double(self) -> DistributedModel:
+        """Converts to fp64, before the first step."""
+        return self.to(torch.float64)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        # DistributedDataParallel asks for it when it is made
+        raise ConfigError(
+            "DistributedDataParallel cannot be around a smp.DistributedModel, which averages over "
+            "the replicas itself: leave it out"
+        )
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Is refused: replicas need the same number of batches."""
+        raise ConfigError(
+            "DistributedModel.join is not supported: give every replica the same number of "
+            "batches, with drop_last=True"
+        )
+
+    def register_comm_hook(self, state: Any, callable: Any) -> NoReturn:
+        """Is refused: each stage has its own DDP, in this project's order."""
+        raise ConfigError("DistributedModel.register_comm_hook is not supported")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a smp.DistributedModel cannot be pickled: save model.state_dict()")
+
+
+def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:
+    """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` of a part of a model."""
+    if model.hybrid is None or model.hybrid.world.pipeline_group is None:
+        return
+    frame = sys._getframe(2)  # who asks the generator for a parameter
+    if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        raise UserError(
+            "torch.nn.utils.clip_grad_norm_ sees the parameters of this process's stages alone, "
+            "and would clip each by its own norm: call model.clip_grad_norm_(max_norm)"
+        )

@@ -1,0 +1,269 @@
+"""The optimizer of a script, made over the whole model and used on this process's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.smp.amp import GradScaler
+from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.communication import allgather
+from hybridtrain.smp.ranks import CommGroup
+from hybridtrain.smp.runtime import current
+from hybridtrain.smp.states import PARTIAL, whole_optimizer_state
+
+_SCALE_ARGUMENTS = {
+    "init_scale": 2.0**32,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1.0,
+    "delayed_shift": 1,
+    "consecutive_hysteresis": False,
+}
+
+
+class DistributedOptimizer(Optimizer):
+    """The given optimizer, with the methods of smp 1.x; it stays an instance of its class.
+
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    It may be made over the parameters of the plain module or of the `DistributedModel`, before the
+    first step or after it. From the first step on, its parameter groups have the parameters of this
+    process's stages; the groups stay as many.
+
+    Args:
+        optimizer: any optimizer of `torch.optim`, or one that has the same interface.
+        static_loss_scale: with `fp16` in the configuration, the factor of the loss; None: dynamic.
+        dynamic_loss_scale: adapt the factor to overflows.
+        **dynamic_loss_args: `init_scale`, `scale_factor`, `scale_window` and `min_scale`;
+            `delayed_shift` and `consecutive_hysteresis` change nothing.
+
+    Attributes:
+        loss_scaler: scales the loss; None without `fp16`.
+
+    Raises:
+        ConfigError: `optimizer` is none, or an argument is unknown.
+    """
+
+    loss_scaler: GradScaler | None
+
+    def __new__(cls, optimizer: Any, *args: Any, **kwargs: Any) -> DistributedOptimizer:
+        """Returns `optimizer` itself, as an instance of a class of both."""
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"smp.DistributedOptimizer takes a torch optimizer, not {optimizer!r:.100}"
+            )
+        if not isinstance(optimizer, DistributedOptimizer):
+            kind = type(optimizer)
+            optimizer.__class__ = type(
+                f"Distributed{kind.__name__}", (DistributedOptimizer, kind), {}
+            )
+        return optimizer  # type: ignore[return-value]
+
+    def __init__(  # the optimizer's own __init__ has run
+        self,
+        optimizer: Any,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> None:
+        runtime = current()
+        given = dict(dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args)
+        for name in given:
+            if name not in _SCALE_ARGUMENTS:
+                hint = did_you_mean(name, _SCALE_ARGUMENTS, "arguments")
+                raise ConfigError(f"smp.DistributedOptimizer: unknown argument {name}: {hint}")
+        self.loss_scaler = None
+        if runtime.config.fp16:
+            dynamic = dynamic_loss_scale or static_loss_scale is None
+            self.loss_scaler = _scaler({**_SCALE_ARGUMENTS, **given}, dynamic, static_loss_scale)
+        self._scales = False
+        if any(optimizer is self for optimizer in runtime.optimizers):
+            return
+        self._numbers, self._group_numbers = self._counted()
+        runtime.optimizers.append(self)
+        if runtime.model is not None and runtime.model.partitioned:
+            self.take_own_parameters()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        self._numbers, self._group_numbers = self._counted()
+
+    def step(self, closure: Any = None) -> Any:
+        """Updates the parameters of this process's stages.
+
+        With `fp16` the gradients are divided by the loss's factor first, and the update is left out
+        in all processes if any gradient has overflowed.
+
+        Raises:
+            UserError: it is called in a step.
+        """
+        if self.loss_scaler is None or self._scales:
+            return super().step(closure) if closure is not None else super().step()
+        self._scales = True
+        try:
+            found = self.loss_scaler.step(self)  # which calls this method again, or not
+        finally:
+            self._scales = False
+        self.loss_scaler.update()
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients.
+
+        Raises:
+            UserError: it is called in a step.
+        """
+        if current_body() is not None:
+            raise UserError(
+                "optimizer.zero_grad() in a step would run for every micro-batch: call it before"
+            )
+        super().zero_grad(set_to_none)
+
+    def clip_master_grads(self, max_norm: float) -> Tensor:
+        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        model = current().model
+        if model is None:
+            raise UserError("there is no smp.DistributedModel yet")
+        if self.loss_scaler is not None:
+            self.loss_scaler.unscale_(self)
+        return model.clip_grad_norm_(max_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss; 1 without `fp16`."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
+
+    def take_own_parameters(self) -> None:
+        """Leaves out the parameters of stages in other processes, once the model is divided."""
+        model = current().model
+        assert model is not None
+        own = {id(p): name for name, p in model.partitioned_hybrid().named_parameters()}
+        for group in self.param_groups:
+            others = [p for p in group["params"] if id(p) not in own and self._of_model(p)]
+            for parameter in others:
+                self.state.pop(parameter, None)
+            gone = {id(p) for p in others}
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for the whole model, which a plain optimizer over it can load.
+
+        Parameters have the numbers of the optimizer that was given. All processes of a pipeline
+        call it together. Tensors are on the CPU where stages are in several processes.
+        """
+        own = self._numbered()
+        if current().world.pipeline_group is None:
+            return own
+        described = tree_map_only(Tensor, lambda t: t.detach().cpu(), own["state"])
+        parts = allgather(described, CommGroup.MP_GROUP)
+        state = {number: entry for part in parts for number, entry in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": own["param_groups"]}
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns the state for this process's stages, marked as a part."""
+        return {**self._numbered(), PARTIAL: True}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state for a whole model, or the parts of all processes of the pipeline.
+
+        Raises:
+            ConfigError: it has other groups of parameters.
+        """
+        whole = whole_optimizer_state(state_dict)
+        groups = [list(group["params"]) for group in whole["param_groups"]]
+        if groups != self._group_numbers:
+            raise ConfigError(
+                "the state is of an optimizer with other groups of parameters: make it with the "
+                "same groups as the one that was saved"
+            )
+        local = Optimizer.state_dict(self)
+        numbers = [self._numbers[id(p)] for group in self.param_groups for p in group["params"]]
+        entries = {
+            place: whole["state"][number]
+            for place, number in enumerate(numbers)
+            if number in whole["state"]
+        }
+        merged = [
+            {**theirs, "params": mine["params"]}
+            for theirs, mine in zip(whole["param_groups"], local["param_groups"], strict=True)
+        ]
+        Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
+
+    def _numbered(self) -> dict[str, Any]:
+        local = Optimizer.state_dict(self)
+        numbers = [self._numbers[id(p)] for group in self.param_groups for p in group["params"]]
+        groups = [
+            {**group, "params": list(own)}
+            for group, own in zip(local["param_groups"], self._group_numbers, strict=True)
+        ]
+        state = {numbers[place]: entry for place, entry in local["state"].items()}
+        return {"state": state, "param_groups": groups}
+
+    def _counted(self) -> tuple[dict[int, int], list[list[int]]]:
+        """Returns the parameters' numbers, by identity and by group, as of a plain optimizer.
+
+        Of an optimizer that is made over a part of the model, the number is that among all
+        parameters of the model; a collective call of the pipeline then.
+        """
+        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
+        model = current().model
+        if model is None or not model.partitioned or current().world.pipeline_group is None:
+            numbers = {key: n for n, key in enumerate(key for group in groups for key in group)}
+            return numbers, [[numbers[key] for key in group] for group in groups]
+        numbers = {id(p): number for number, p in enumerate(model.module.parameters())}
+        own = [[numbers[key] for key in group] for group in groups]
+        parts = allgather(own, CommGroup.MP_GROUP)
+        return numbers, [
+            sorted({n for one in same for n in one}) for same in zip(*parts, strict=True)
+        ]
+
+    def _of_model(self, parameter: Tensor) -> bool:
+        """Returns whether `parameter` was the model's; others, of the script's own, stay."""
+        model = current().model
+        assert model is not None
+        return id(parameter) in model.parameters_of_all or parameter.is_meta
+
+
+class LocalOptimizer:
+    """The plain view of a `DistributedOptimizer`, for checkpoints: of this process's stages."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups."""
+        return self._optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for this process's stages, numbered as in `param_groups`."""
+        return Optimizer.state_dict(self._optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state of this process's stages."""
+        Optimizer.load_state_dict(self._optimizer, dict(state))
+
+
+def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:
+    kind = current().world.devices[0].type
+    if not dynamic:
+        never = 2**31 - 1
+        return GradScaler(
+            kind, init_scale=float(static or 1.0), growth_interval=never, adapts=False
+        )
+    factor = float(given["scale_factor"])
+    return GradScaler(
+        kind,
+        init_scale=float(given["init_scale"]),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=int(given["scale_window"]),
+        min_scale=float(given["min_scale"]),
+    )

@@ -1,0 +1,139 @@
+"""The division of a model: by marks, by estimated or measured costs, or by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hybridtrain.errors import ConfigError, SplitError, UserError
+from hybridtrain.microbatch import Microbatch
+from hybridtrain.model import HybridModel
+from hybridtrain.planning import plan
+from hybridtrain.planning.marks import partition, set_partition
+from hybridtrain.planning.plan import table
+from hybridtrain.smp.activation_checkpointing import checkpointed_names
+
+if TYPE_CHECKING:
+    from hybridtrain.smp.runtime import Runtime
+
+__all__ = [
+    "delay_param_initialization",
+    "get_partition",
+    "model_creation",
+    "partition",
+    "partitioned_model",
+    "set_partition",
+]
+
+log = logging.getLogger("hybridtrain")
+
+
+def partitioned_model(
+    net: nn.Module,
+    runtime: Runtime,
+    example: Microbatch,
+    *,
+    measures: bool,
+    settings: Mapping[str, Any],
+) -> HybridModel:
+    """Returns the pipeline of `net`; a collective call.
+
+    Args:
+        net: the script's module.
+        runtime: the configuration and the processes.
+        example: the inputs of a micro-batch.
+        measures: divide by measured costs, not by estimated ones.
+        settings: more options.
+    """
+    world, config = runtime.world, runtime.config
+    seed = world.broadcast(torch.initial_seed()) & (2**63 - 1)
+    options = replace(config.options(seed), **settings)
+    by_costs = config.auto_partition and "split" not in config.own
+    searched = replace(options, split="balanced") if by_costs else options
+    costs = "measured" if measures else "estimated"
+
+    def decide() -> tuple[list[str], list[str], str]:
+        try:
+            made = plan(net, searched, example, world.cluster, costs=costs)
+        except SplitError as error:
+            if not by_costs:
+                raise
+            log.info("divided by parameters, as costs cannot be estimated: %s", error)
+            made = plan(net, replace(options, split="size"), example, world.cluster)
+        begins = [names[0] for names in made.layer_names[1:]]
+        return begins, checkpointed_names(net), table(made)
+
+    begins, recomputed, shown = world.broadcast(world.on_main(decide)) or ([], [], "")
+    if by_costs:
+        options = replace(options, split=begins)
+    if recomputed and options.checkpoint == "never":
+        options = replace(options, checkpoint=recomputed)
+    if world.is_main:
+        log.info("the model is divided:\n%s", shown)
+    return HybridModel(net, world, options, example_inputs=example)
+
+
+def get_partition(module: nn.Module) -> int:
+    """Returns the stage that `module` is in, or the first one of its parts is.
+
+    Raises:
+        UserError: the model is not divided yet, or has no such module in this process's stages.
+    """
+    from hybridtrain.smp.runtime import current
+
+    model = current().model
+    if model is None:
+        raise UserError("there is no smp.DistributedModel yet")
+    hybrid = model.partitioned_hybrid()
+    parts = {id(part) for part in module.modules()}
+    tensors = {id(t) for t in (*module.parameters(), *module.buffers())}
+    for index, layers in enumerate(hybrid.pipeline.planned.stages):
+        for layer in layers:
+            own = (*layer.module.parameters(), *layer.module.buffers())
+            if parts & {id(m) for m in layer.module.modules()} or tensors & {id(t) for t in own}:
+                return index
+    raise UserError(f"{type(module).__name__} is not a module of the model")
+
+
+@contextmanager
+def model_creation(
+    tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
+) -> Iterator[None]:
+    """Makes the modules inside with parameters of `dtype`.
+
+    With `fp16` or `bf16` in the configuration these are fp32: the master weights, which the forward
+    computes with in the lower precision.
+
+    Raises:
+        ConfigError: `tensor_parallelism` is True.
+    """
+    from hybridtrain.smp.runtime import current
+
+    if tensor_parallelism:
+        raise ConfigError("tensor parallelism is not supported: leave tensor_parallelism out")
+    before = torch.get_default_dtype()
+    if dtype is not None and current().config.precision == "fp32":
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Changes nothing: parameters are initialised when they are made."""
+    yield
+
+
+def default_partition() -> int | None:
+    """Returns the stage of modules without a mark, as the configuration has it."""
+    from hybridtrain.smp.runtime import current
+
+    return current().config.default_partition

@@ -1,0 +1,171 @@
+"""The library's state in this process: what `init` has set up."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.smp import config as smp_config
+from hybridtrain.smp.attendance import Attendance
+from hybridtrain.smp.config import SmpConfig, parameters_of, parse
+from hybridtrain.smp.no_gpu import let_cuda_mean_cpu
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.smp.model import DistributedModel
+    from hybridtrain.smp.optimizer import DistributedOptimizer
+
+log = logging.getLogger("hybridtrain")
+
+_LONG = timedelta(hours=24)  # a barrier may wait for a checkpoint or a download
+
+
+@dataclass
+class Runtime:
+    """The library's state, as `init` has set it up.
+
+    Attributes:
+        config: the configuration.
+        world: the processes and devices.
+        launch: what the launcher has said about this process.
+        object_group: all processes, for objects; None for one.
+        dp_group: those that have this process's stages, for tensors; None for one.
+        dp_object_group: the same, for objects.
+        attendance: which replicas have further batches.
+        model: the one model of the script, once it is wrapped.
+        optimizers: those that were wrapped, in order.
+        resume: a checkpoint to load when the model is partitioned.
+    """
+
+    config: SmpConfig
+    world: World
+    launch: Launch
+    object_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    dp_object_group: dist.ProcessGroup | None = None
+    attendance: Attendance = field(default_factory=Attendance)
+    model: DistributedModel | None = None
+    optimizers: list[DistributedOptimizer] = field(default_factory=list)
+    resume: Callable[[], None] | None = None
+
+
+_runtime: Runtime | None = None
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Reads the configuration and joins the other processes; call it once, at the beginning.
+
+    Args:
+        config: the dictionary `parameters` of smp 1.x, or an estimator's whole `distribution`.
+            None: what the environment variable `SM_HP_MP_PARAMETERS` has, JSON or the path of a
+            file of it.
+
+    Raises:
+        ConfigError: there is no configuration, or it is wrong; the message names the key.
+        WorldError: the processes or devices do not fit it.
+    """
+    global _runtime
+    if _runtime is not None:
+        if config is not None and parse(parameters_of(config)) != _runtime.config:
+            raise ConfigError("smp.init was called before, with another configuration")
+        return
+    if config is None:
+        text = os.environ.get(smp_config.ENVIRONMENT)
+        if not text:
+            raise ConfigError(
+                f"smp.init() found no configuration: pass one, "
+                f'smp.init({{"pipeline_parallel_degree": 2, "microbatches": 4}}), or set the '
+                f"environment variable {smp_config.ENVIRONMENT} to it, as "
+                f"`hybridtrain smp-config distribution.json` shows"
+            )
+        config = smp_config.read(text)
+    settings = parse(parameters_of(config))
+    launch = detect(os.environ)
+    degree = settings.pipeline_parallel_degree
+    if settings.engine == "distributed" and launch.size % degree:
+        raise ConfigError(
+            f"pipeline_parallel_degree={degree} does not divide the {launch.size} processes that "
+            f"were started: start a multiple of {degree}, or set "
+            f'{smp_config.OWN_KEY}={{"engine": "local"}} for all stages in one process'
+        )
+    backend = settings.ddp_dist_backend
+    timeouts = {k: settings.own[k] for k in ("timeout_s", "stall_s") if k in settings.own}
+    world = World.from_env(
+        degree,
+        devices=settings.own.get("devices"),
+        backend=None if backend == "auto" else backend,
+        engine=settings.engine,
+        inner=settings.inner,
+        **timeouts,
+    )
+    if world.devices[0].type == "cuda":
+        torch.cuda.set_device(world.devices[0])
+    elif not torch.cuda.is_available():
+        let_cuda_mean_cpu()
+    runtime = Runtime(settings, world, launch)
+    if world.size > 1:
+        runtime.object_group = _new_group("gloo", range(world.size), _LONG)
+        timeout = timedelta(seconds=world.timeout_s)
+        for place in range(world.processes_per_replica):  # all processes make all groups
+            ranks = [world.rank_of(replica, place) for replica in range(world.replicas)]
+            group, objects = _new_group(None, ranks, timeout), _new_group("gloo", ranks, _LONG)
+            if place == world.pipeline_rank:
+                runtime.dp_group, runtime.dp_object_group = group, objects
+        if world.replicas > 1:
+            runtime.attendance = Attendance(_new_group("gloo", range(world.size), _LONG))
+    _runtime = runtime
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leaves the process groups; runs by itself when the script ends."""
+    global _runtime
+    runtime, _runtime = _runtime, None
+    if runtime is None:
+        return
+    atexit.unregister(shutdown)
+    runtime.attendance.leave()
+    if runtime.model is not None:
+        runtime.model.hybrid = None  # its process groups must end before the interpreter does
+    runtime.model = None
+    runtime.resume = None
+    runtime.optimizers.clear()
+    runtime.object_group = runtime.dp_group = runtime.dp_object_group = None
+    gc.collect()
+    runtime.world.close()
+
+
+def is_initialized() -> bool:
+    """Returns whether `init` was called."""
+    return _runtime is not None
+
+
+def is_tracing() -> bool:
+    """Returns False: a model is traced without being run."""
+    return False
+
+
+def current() -> Runtime:
+    """Returns what `init` has set up.
+
+    Raises:
+        UserError: it was not called.
+    """
+    if _runtime is None:
+        raise UserError("call smp.init() first, at the beginning of the script")
+    return _runtime
+
+
+def _new_group(backend: str | None, ranks: Any, timeout: timedelta) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))

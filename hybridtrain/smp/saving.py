@@ -1,0 +1,315 @@
+"""Checkpoints of a script: smp 1.x's functions, on this project's store.
+
+    path/step_00000001/     one checkpoint, as `hybridtrain.checkpoint` has it
+    path/tag                a full one: the model's state alone, for plain PyTorch
+    path/user_content_tag   and what the script has saved with it
+
+A checkpoint does not depend on the division: it is loaded into any number of stages and processes.
+Rank 0 reads and writes `path/step_*`; the file system need not be shared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.manifest import verify
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.trees import broadcast_tree
+from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.files import atomic_file, make_directory
+from hybridtrain.smp.model import DistributedModel
+from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
+from hybridtrain.smp.ranks import pp_rank, pp_size
+from hybridtrain.smp.runtime import Runtime, current
+from hybridtrain.smp.states import joined
+
+_CONTENT = "user_content"
+
+
+def save(
+    obj: Any, f: str, partial: bool = True, pickle_module: Any = None, pickle_protocol: int = 2
+) -> None:
+    """Saves `obj` with `torch.save`, in a file that appears whole or not at all.
+
+    Args:
+        obj: what to save.
+        f: the file's path.
+        partial: each process of the pipeline writes its own file, `f` with `_<mp_rank>` at its end;
+            False: the first one writes `f`.
+        pickle_module: as in `torch.save`.
+        pickle_protocol: see there.
+    """
+    options = {} if pickle_module is None else {"pickle_module": pickle_module}
+    place = pp_rank()
+    if not partial and place:
+        return
+    path = Path(f"{f}_{place}" if partial else f)
+    make_directory(path.parent)
+    with atomic_file(path) as file:
+        torch.save(obj, file, pickle_protocol=pickle_protocol, **options)
+    if partial and place == 0:  # of a save by more processes
+        for part in _parts(f)[pp_size() :]:
+            part.unlink(missing_ok=True)
+
+
+def load(
+    f: str,
+    map_location: Any = "cpu",
+    pickle_module: Any = None,
+    partial: bool = True,
+    **pickle_load_args: Any,
+) -> Any:
+    """Returns what `save` has saved; the same `partial` as there.
+
+    Parts of another number of processes are joined: partial states in them become whole.
+
+    Args:
+        f: the file's path.
+        map_location: as in `torch.load`.
+        pickle_module: see there.
+        partial: see `save`.
+        **pickle_load_args: see `torch.load`; `weights_only=False` for objects of other types than
+            tensors and plain values, of a file that you trust.
+
+    Raises:
+        CheckpointError: there is no such file.
+    """
+    options = dict(pickle_load_args, map_location=map_location)
+    if pickle_module is not None:
+        options["pickle_module"] = pickle_module
+    paths = _parts(f) if partial else [Path(f)]
+    if partial and len(paths) == pp_size():
+        paths = [paths[pp_rank()]]
+    if not paths or not all(path.is_file() for path in paths):
+        raise CheckpointError(
+            f"there is no {f}{'_0, saved with partial=True' if partial else ''}: give the path and "
+            f"the partial= that smp.save had"
+        )
+    objects = [torch.load(path, **options) for path in paths]
+    return objects[0] if len(objects) == 1 else joined(objects)
+
+
+def save_checkpoint(
+    path: str,
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Saves a checkpoint; all processes call it together.
+
+    Args:
+        path: a directory, made if it is not there.
+        tag: names the checkpoint.
+        partial: False writes the file `path/tag` with the model's state for plain PyTorch, and no
+            optimizer.
+        model: the model; None: the script's.
+        optimizer: what else is saved; None: no optimizer.
+        user_content: tensors, numbers, texts, and lists and dictionaries of them.
+        translate_if_full: changes nothing.
+        num_kept_partial_checkpoints: the newest so many stay; None: all.
+
+    Raises:
+        CheckpointError: it cannot be written, or `user_content` holds another type.
+        UserError: the model is not divided yet.
+    """
+    runtime = current()
+    chosen = model or runtime.model
+    if chosen is None:
+        raise ConfigError("save_checkpoint needs model=, a smp.DistributedModel")
+    tag = str(tag)
+    hybrid = chosen.partitioned_hybrid()
+    if not partial:
+        _save_full(runtime, Path(path), tag, chosen, user_content)
+        return
+    store = CheckpointStore(Path(path), keep=num_kept_partial_checkpoints)
+    number = runtime.world.broadcast(
+        runtime.world.on_main(lambda: max(store.steps(), default=0) + 1)
+    )
+    assert number is not None
+    saving.save(
+        store,
+        number,
+        hybrid,
+        _optimizer(optimizer),
+        {"smp": _Entry({"smp_tag": tag, "step": number})},
+        {_CONTENT: _Entry({"value": user_content})},
+    )
+
+
+def resume_from_checkpoint(
+    path: str,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Loads a checkpoint into the script's model and optimizer; all processes call it together.
+
+    Before the first step it is loaded when that divides the model.
+
+    Args:
+        path: the directory.
+        tag: of the checkpoint; None: the newest one that is intact.
+        partial: as of `save_checkpoint`.
+        strict: the model's names must all be there, and no others; only for a full checkpoint can
+            it be False.
+        load_optimizer: load the optimizer's state too, if there is an optimizer.
+        load_sharded_optimizer_state: changes nothing.
+        translate_function: changes the state of a full checkpoint before it is loaded.
+
+    Returns:
+        the `user_content` that was saved; None if there was none.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another model.
+    """
+    runtime = current()
+    if runtime.model is None:
+        raise ConfigError("resume_from_checkpoint comes after smp.DistributedModel")
+    if not partial:
+        return _load_full(runtime, Path(path), tag, strict, translate_function)
+    model, world, store = runtime.model, runtime.world, CheckpointStore(Path(path))
+
+    def find() -> tuple[Path, Any]:
+        found = store.newest() if tag is None else _with_tag(store, str(tag))
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {path}: check the path")
+        files = verify(found)["files"]
+        weights, extra = state.read_weights(found, files)
+        if not model.partitioned:  # or the first step would find out
+            state.check_fits(found, weights | extra, model.module.state_dict())
+        name = f"{_CONTENT}.json"
+        content = state._read_tree(found, _CONTENT, files) if name in files else None
+        return found, content
+
+    found, content = world.on_main(find) or (None, None)
+    directory = world.broadcast(found)
+    assert directory is not None
+
+    def restore() -> None:
+        assert model.hybrid is not None
+        own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
+        optimizer = _optimizer(own) if own is not None else None
+        state.restore(directory, model.hybrid, optimizer, states={_CONTENT: _Entry({})})
+
+    if model.partitioned:
+        restore()
+    else:
+        runtime.resume = restore
+    whole = broadcast_tree(world, content, lambda _, value: value)
+    return whole["value"] if whole else None
+
+
+class _Entry:
+    """A state dict that is given."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._content = state_dict
+
+
+class _NoOptimizer:
+    """An optimizer without parameters, for a checkpoint of the model alone."""
+
+    param_groups: tuple[Any, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": []}
+
+
+def _optimizer(optimizer: DistributedOptimizer | None) -> Optimizer:
+    if optimizer is None:
+        return cast(Optimizer, _NoOptimizer())
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise ConfigError("optimizer= must be a smp.DistributedOptimizer: wrap it")
+    return cast(Optimizer, LocalOptimizer(optimizer))
+
+
+def _with_tag(store: CheckpointStore, tag: str) -> Path:
+    tags = []
+    for step in reversed(store.steps()):
+        found = store.newest_up_to(step)
+        assert found is not None
+        try:
+            own = json.loads((found / "state.json").read_bytes()).get("smp_tag")
+        except (OSError, ValueError):
+            continue
+        if own == tag:
+            return found
+        tags.append(str(own))
+    raise CheckpointError(
+        f"there is no checkpoint {tag!r} in {store.root}: there are {', '.join(tags) or 'none'}"
+    )
+
+
+def _parts(f: str) -> list[Path]:
+    """Returns the files of a partial save, by their number."""
+    path = Path(f)
+    pattern = re.compile(re.escape(path.name) + r"_(\d+)")
+    found = {}
+    for candidate in path.parent.glob("*") if path.parent.is_dir() else ():
+        if match := pattern.fullmatch(candidate.name):
+            found[int(match[1])] = candidate
+    return [found[number] for number in sorted(found)]
+
+
+def _save_full(
+    runtime: Runtime, path: Path, tag: str, model: DistributedModel, user_content: Any
+) -> None:
+    whole = model.state_dict() if runtime.world.replica == 0 else {}
+
+    def write() -> None:
+        make_directory(path)
+        for name, obj in ((tag, whole), (f"{_CONTENT}_{tag}", user_content)):
+            with atomic_file(path / name) as file:
+                torch.save(obj, file)
+
+    runtime.world.on_main(write)
+
+
+def _load_full(
+    runtime: Runtime,
+    path: Path,
+    tag: str | None,
+    strict: bool,
+    translate: Callable[[Any], Any] | None,
+) -> Any:
+    if tag is None:
+        raise ConfigError("a full checkpoint is loaded by its tag: pass tag=")
+    model, world = runtime.model, runtime.world
+    assert model is not None
+
+    def read() -> tuple[Mapping[str, Any], Any]:
+        try:
+            weights = torch.load(path / tag, map_location="cpu", weights_only=True)
+            content = path / f"{_CONTENT}_{tag}"
+            found = torch.load(content, weights_only=True) if content.is_file() else None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path / tag} cannot be read: {error.strerror or error}: check path and tag"
+            ) from error
+        return translate(weights) if translate else weights, found
+
+    weights, content = world.on_main(read) or ({}, None)
+    weights, content = broadcast_tree(world, (weights, content), lambda _, value: value)
+    model.load_state_dict(weights, strict=strict)
+    return content

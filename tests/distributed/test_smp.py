@@ -1,0 +1,38 @@
+"""Scripts of smp 1.x, in two and four processes; each cell in all of them."""
+
+import pytest
+from support.launch import WORKERS, Results, torchrun_script, worker_module
+
+PROCESSES = {"smp_rules": [2], "smp_scripts": [2, 4]}
+CELLS = [
+    (worker, count, cell)
+    for worker, counts in PROCESSES.items()
+    for count in counts
+    for cell in worker_module(worker).cells.cells
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Launches each worker once for each number of processes, at its first cell."""
+    found = {}
+
+    def launched(worker, count):
+        if (worker, count) not in found:
+            found[worker, count] = None  # a launch that fails is not repeated for every cell
+            found[worker, count] = Results(worker, count, tmp_path_factory.mktemp(worker))
+        return found[worker, count] or pytest.fail(f"{worker} has failed before", pytrace=False)
+
+    return launched
+
+
+@pytest.mark.parametrize(("worker", "count", "cell"), CELLS)
+def test_smp(worker, count, cell, results):
+    results(worker, count).check(cell)
+
+
+def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error():
+    output = torchrun_script(2, WORKERS / "smp_unequal.py", ok=False, timeout=90)
+    assert output.count("a replica has ended after 2 training steps, and this one is in its") == 1
+    assert "step 3: every replica needs the same number of batches" in output
+    assert "drop_last=True" in output

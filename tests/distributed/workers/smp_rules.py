@@ -1,0 +1,745 @@
+"""What scripts of smp 1.x may do and may not, in two processes: a pipeline, or two replicas."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.launch import Cells
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import hybridtrain.smp as smp
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
+from hybridtrain.smp import runtime
+
+cells = Cells()
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+REPLICAS = {"pipeline_parallel_degree": 1, "microbatches": 2}
+LOCAL = {**PIPELINE, "hybridtrain": {"engine": "local"}}
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def begin(config=PIPELINE, net=None, make=torch.optim.AdamW, **options):
+    """A script's beginning: its model, optimizer, and a batch that differs between replicas."""
+    runtime._runtime = None
+    gc.collect()
+    smp.init(config)
+    net = net or build()
+    optimizer = make(net.parameters(), lr=0.1)
+    model = smp.DistributedModel(net, **options)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    generator = torch.Generator().manual_seed(smp.dp_rank())
+    x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    return SimpleNamespace(model=model, optimizer=optimizer, net=net, x=x, y=y)
+
+
+@smp.step
+def train_step(model, x, y):
+    output = model(x)
+    loss = F.cross_entropy(output, y)
+    model.backward(loss)
+    return output, loss
+
+
+def plain_step(net, batches, chunks=2):
+    """The same step of the unsplit model, over the batches of all replicas."""
+    gradients = []
+    for x, y in batches:
+        net.zero_grad()
+        for part, target in zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True):
+            loss = F.cross_entropy(net(part), target)
+            loss.backward(torch.full_like(loss, len(part) / len(x)))
+        gradients.append([p.grad / len(batches) for p in net.parameters()])
+    for parameter, *parts in zip(net.parameters(), *gradients, strict=True):
+        parameter.grad = sum(parts)
+
+
+def check_gradients(script, net, exact=True):
+    """The gradients of this process's stages are those of `net`."""
+    expected = dict(net.named_parameters())
+    own = list(script.model.local_named_parameters())
+    assert own
+    for name, parameter in own:
+        if exact:
+            assert torch.equal(parameter.grad, expected[name].grad), name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+@cells.add("outputs and losses are in all processes of the pipeline")
+def _(world):
+    script = begin()
+    output, loss = train_step(script.model, script.x, script.y)
+    net = build()
+    expected = [F.cross_entropy(net(x), y) for x, y in zip(
+        script.x.chunk(2), script.y.chunk(2), strict=True
+    )]  # fmt: skip
+    assert all(map(torch.equal, loss.outputs, expected))
+    assert torch.equal(loss.reduce_mean(), torch.stack(expected).mean())
+    assert torch.equal(loss.reduce_sum(), torch.stack(expected).sum())
+    assert output.concat().shape == (8, 3)
+    assert output.stack().shape == (2, 4, 3)
+    assert not output.outputs[0].requires_grad
+    plain_step(net, [(script.x, script.y)])
+    check_gradients(script, net)
+
+
+@cells.add("nested values are returned as they are, numbers as lists")
+def _(world):
+    script = begin()
+
+    @smp.step
+    def evaluate(model, x, y):
+        output = model(x)
+        return {
+            "loss": [F.cross_entropy(output, y), None],
+            "n": len(x),
+            "large": output.repeat(9999, 1),
+        }
+
+    script.model.eval()
+    with torch.no_grad():
+        found = evaluate(script.model, script.x, script.y)
+    assert isinstance(found["loss"][0], smp.StepOutput)
+    assert found["loss"][1] is None
+    assert found["n"] == [4, 4]
+    assert found["large"].outputs[0].shape == (4 * 9999, 3)
+    assert torch.equal(found["large"].outputs[1][:4], build()(script.x[4:]).detach())
+    assert all(p.grad is None for p in script.model.local_parameters())
+
+
+@cells.add("an evaluation needs no no_grad, and training goes on after it")
+def _(world):
+    script = begin()
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x)
+
+    script.model.eval()
+    assert not evaluate(script.model, script.x).concat().requires_grad
+    script.model.train()
+    train_step(script.model, script.x, script.y)
+    net = build()
+    plain_step(net, [(script.x, script.y)])
+    check_gradients(script, net)
+
+
+@cells.add("an unused output and an unused tensor argument")
+def _(world):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = build()
+
+        def forward(self, x, unused):
+            output = self.body(x)
+            return output, output * 2
+
+    script = begin(net=Net())
+
+    @smp.step
+    def step(model, x, y, z):
+        output, _ = model(x, unused=z)
+        loss = F.cross_entropy(output, y)
+        model.backward(loss)
+        return loss
+
+    step(script.model, script.x, script.y, torch.randn(8))
+    net = Net()
+    plain_step(lambdas(net), [(script.x, script.y)])
+    check_gradients(script, net)
+
+
+def lambdas(net):
+    """`net` called with its first argument, for `plain_step`."""
+    call = lambda x: net(x, None)[0]  # noqa: E731
+    call.zero_grad, call.parameters = net.zero_grad, net.parameters
+    return call
+
+
+@cells.add("the norm and its clipping are over all stages, and torch's own is refused")
+def _(world):
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    net = build()
+    plain_step(net, [(script.x, script.y)])
+    own = torch.stack([p.grad.norm() for p in script.model.local_parameters()]).norm()
+    # as the documentation says: gather the norms of all partitions
+    gathered = torch.stack(smp.allgather(own, smp.MP_GROUP)).norm()
+    with pytest.raises(UserError, match=r"model.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+    expected = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    torch.testing.assert_close(gathered, expected)
+    assert torch.equal(script.model.clip_grad_norm_(0.1), expected)
+    check_gradients(script, net)
+
+
+@cells.add("a batch that the micro-batches do not divide weighs each sample the same")
+def _(world):
+    script = begin()
+    x, y = script.x[:7], script.y[:7]
+    _, loss = train_step(script.model, x, y)
+    net = build()
+    plain_step(net, [(x, y)])
+    check_gradients(script, net)
+    torch.testing.assert_close(loss.reduce_mean(), F.cross_entropy(net(x), y))
+    train_step(script.model, x[:1], y[:1])  # fewer samples than micro-batches
+
+
+@cells.add("replicas may have batches of other sizes; each counts the same")
+def _(world):
+    script = begin(REPLICAS)
+    own = (script.x[: 8 - 2 * world.rank], script.y[: 8 - 2 * world.rank])
+    train_step(script.model, *own)
+    net = build()
+    plain_step(net, smp.allgather(own))
+    check_gradients(script, net)
+
+
+@cells.add("gradients are summed where the script says so")
+def _(world):
+    script = begin(average_grads_across_microbatches=False)
+
+    @smp.step
+    def step(model, x, y):
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        model.backward(loss)
+
+    assert step(script.model, script.x, script.y) is None
+    net = build()
+    for x, y in zip(script.x.chunk(2), script.y.chunk(2), strict=True):
+        F.cross_entropy(net(x), y, reduction="sum").backward()
+    check_gradients(script, net)
+
+
+@cells.add("gradients are accumulated without averaging: backward_passes_per_step and no_sync")
+def _(world):
+    for use in ("passes", "no_sync"):
+        script = begin(REPLICAS, backward_passes_per_step=2 if use == "passes" else 1)
+        if use == "passes":
+            train_step(script.model, script.x, script.y)
+        else:
+            with script.model.no_sync():
+                train_step(script.model, script.x, script.y)
+        first = [p.grad.clone() for p in script.model.parameters()]
+        assert not torch.equal(*smp.allgather(first[0]))
+        train_step(script.model, script.x, script.y)
+        assert torch.equal(*smp.allgather(next(script.model.parameters()).grad))
+
+
+@cells.add("a backward of several tensors with their gradients")
+def _(world):
+    script = begin(average_grads_across_microbatches=False)
+
+    @smp.step
+    def step(model, x, g):
+        output = model(x)
+        model.backward([output, output.sum()], [g, None])
+
+    gradient = torch.randn(8, 3, generator=torch.Generator().manual_seed(5))
+    step(script.model, script.x, gradient)
+    net = build()
+    for x, g in zip(script.x.chunk(2), gradient.chunk(2), strict=True):
+        output = net(x)
+        torch.autograd.backward([output, output.sum()], [g, None])
+    check_gradients(script, net, exact=False)
+
+
+@cells.add("arguments that are not cut, other axes, and objects that cut themselves")
+def _(world):
+    script = begin()
+
+    class Custom:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def smp_slice(self, num_mb, mb, axis):
+            size = self.tensor.shape[axis] // num_mb
+            return Custom(self.tensor.narrow(axis, mb * size, size))
+
+    @smp.step(non_split_inputs=["weights"], input_split_axes={"x": 1})
+    def step(model, x, y, weights, names):
+        assert weights.shape == (3,)
+        assert names == ["a"]
+        loss = F.cross_entropy(model(x.transpose(0, 1)), y.tensor, weight=weights)
+        model.backward(loss)
+        return loss, len(y.tensor)
+
+    loss, sizes = step(script.model, script.x.T, Custom(script.y), torch.ones(3), names=["a"])
+    assert sizes == [4, 4]
+    _, expected = train_step(script.model, script.x, script.y)
+    assert torch.equal(loss.reduce_mean(), expected.reduce_mean())
+    with pytest.raises(BatchError, match=r"x has 8, y has 7"):
+        train_step(script.model, script.x, script.y[:7])
+    with pytest.raises(BatchError, match="no tensor to cut"):
+        train_step(script.model, 1, 2)
+    with pytest.raises(ConfigError, match="no argument 'z'"):
+        smp.step(non_split_inputs=["z"])(train_step.__wrapped__)
+
+
+@cells.add("a DataLoader passed to the step is one clear error")
+def _(world):
+    script = begin()
+    with pytest.raises(BatchError, match="takes the batches that the loader yields"):
+        train_step(script.model, DataLoader(script.x, 4), script.y)
+
+
+@cells.add("what a step may not do is one clear error each, and the next step works")
+def _(world):
+    script = begin()
+    model, optimizer = script.model, script.optimizer
+
+    def twice(model, x, y):
+        loss = F.cross_entropy(model(model(x)), y)
+        model.backward(loss)
+
+    def never(model, x, y):
+        return x
+
+    def early(model, x, y):
+        model.backward(x.sum())
+        return model(x)
+
+    def outer(model, x, y):
+        train_step(model, x, y)
+        return model(x)
+
+    def steps(model, x, y):
+        optimizer.step()
+        return model(x)
+
+    def zeroes(model, x, y):
+        optimizer.zero_grad()
+        return model(x)
+
+    mistakes = [
+        (never, "does not call the model"),
+        (early, "calls model.backward before it calls the model"),
+        (outer, "is called in another step"),
+        (steps, "call it after the step"),
+        (zeroes, "call it before"),
+    ]
+    for function, message in mistakes:
+        with pytest.raises(UserError, match=message):
+            smp.step(function)(model, script.x, script.y)
+    if world.rank == 0:
+        with pytest.raises(UserError, match=r"under @smp.step alone"):
+            model(script.x)
+        with pytest.raises(UserError, match=r"under @smp.step alone"):
+            model.backward(script.x.sum())
+    train_step(model, script.x, script.y)
+    net = build()
+    plain_step(net, [(script.x, script.y)])
+    check_gradients(script, net)
+
+
+@cells.add("a second call of the model, a forgotten backward and one too many are clear errors")
+def _(world):
+    # in one process, where a step that has failed does not end the others
+    script = begin(LOCAL)
+
+    @smp.step
+    def twice(model, x, y):
+        output = model(x)
+        model.backward(F.cross_entropy(model(output), y))
+
+    @smp.step
+    def two(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        model.backward(loss)
+
+    @smp.step
+    def maybe(model, x, y, trains):
+        loss = F.cross_entropy(model(x), y)
+        if trains:
+            model.backward(loss)
+        return loss
+
+    @smp.step(trains=False)
+    def hidden(model, x, y):
+        model.backward(F.cross_entropy(model(x), y))
+
+    @smp.step
+    def inner_optimizer(model, x, y):
+        model.backward(F.cross_entropy(model(x), y))
+        script.optimizer.step()
+
+    batch = script.model, script.x, script.y
+    for step, message in [
+        (twice, "calls the model a second time"),
+        (two, "calls model.backward twice"),
+        (hidden, "trains=True"),
+        (inner_optimizer, "call it after the step"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            step(*batch)
+    with pytest.raises(UserError, match="an evaluation runs"):
+        maybe(*batch, trains=False)
+    with torch.no_grad():
+        maybe(*batch, trains=False)
+    script.optimizer.zero_grad()
+    maybe(*batch, trains=True)
+    nets = build()
+    plain_step(nets, smp.allgather((script.x, script.y)))
+    check_gradients(script, nets)
+
+
+SCALE = 1.0
+
+
+@cells.add("a step that changes what the model reads is one clear error")
+def _(world):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = build()
+            self.factor = 1.0
+
+        def forward(self, x):
+            return self.body(x) * SCALE
+
+    script = begin(net=Scaled())
+
+    @smp.step
+    def sets_global(model, x):
+        global SCALE
+        SCALE = 2.0
+        return model(x)
+
+    with pytest.raises(UserError, match=r"global variable SCALE, which Scaled.forward reads"):
+        sets_global(script.model, script.x)
+
+    @smp.step
+    def sets_attribute(model, x):
+        model.module.factor = 3.0
+        return model(x)
+
+    with pytest.raises(UserError, match=r"changes factor of the model from 1.0 to 3.0"):
+        sets_attribute(script.model, script.x)
+
+
+@cells.add("the model may be moved before its first step, and not to the CPU and back after it")
+def _(world):
+    script = begin()
+    assert script.model.to(torch.device("cuda")).cuda() is script.model
+    torch.cuda.set_device(smp.local_rank())
+    assert script.x.to("cuda").to(device="cuda:0").cuda().device.type == "cpu"
+    train_step(script.model, script.x, script.y)
+    script.model.to(smp.device())
+    with pytest.raises(UserError, match="cannot be moved or converted"):
+        script.model.half()
+    with pytest.raises(UserError, match="cannot be moved or converted"):
+        script.model.to("meta")
+
+
+@cells.add("DistributedDataParallel inside and outside, a second model, a ScriptModule")
+def _(world):
+    script = begin(REPLICAS)
+    with pytest.raises(ConfigError, match="averages over the replicas itself"):
+        DistributedDataParallel(script.model)
+    with pytest.raises(UserError, match=r"one smp.DistributedModel"):
+        smp.DistributedModel(build())
+    runtime._runtime = None
+    smp.init(REPLICAS)
+    with pytest.raises(ConfigError, match="without DistributedDataParallel around it"):
+        smp.DistributedModel(DistributedDataParallel(build()))
+    net = build()
+    net[2] = torch.jit.script(net[2])
+    script = begin(PIPELINE, net=net)
+    train_step(script.model, script.x, script.y)
+    plain = build()
+    plain_step(plain, [(script.x, script.y)])
+    check_gradients(script, plain)
+
+
+@cells.add("autocast around the model's call holds in the stages")
+def _(world):
+    seen = []
+    for config in (PIPELINE, LOCAL):
+        script = begin(config)
+
+        @smp.step
+        def step(model, x, y):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(x)
+                inside = output @ torch.ones(3, 3)
+            outside = torch.ones(2, 2) @ torch.ones(2, 2)
+            loss = F.cross_entropy(output.float(), y)
+            model.backward(loss)
+            return loss, output, inside, outside
+
+        loss, output, inside, outside = step(script.model, script.x, script.y)
+        assert output.outputs[0].dtype == inside.outputs[0].dtype == torch.bfloat16
+        assert outside.outputs[0].dtype == torch.float32
+        seen.append(loss.reduce_mean())
+    net = build()
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [net(x).float() for x in script.x.chunk(2)]
+    expected = [F.cross_entropy(p, y) for p, y in zip(parts, script.y.chunk(2), strict=True)]
+    assert torch.equal(seen[1], torch.stack(expected).mean())
+
+
+@cells.add("the gradient scaler takes one decision for all stages")
+def _(world):
+    script = begin(make=torch.optim.SGD)
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+
+    @smp.step
+    def step(model, x, y, scale):
+        loss = F.cross_entropy(model(x), y) * scale
+        model.backward(scaler.scale(loss))
+        return loss
+
+    net = build()
+    for scale in (1.0, float("inf"), 1.0):
+        script.optimizer.zero_grad()
+        step(script.model, script.x, script.y, scale)
+        scaler.step(script.optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        plain_step(net, [(script.x, script.y)])
+        plain.step()
+    expected = dict(net.named_parameters())
+    for name, parameter in script.model.local_named_parameters():
+        torch.testing.assert_close(parameter, expected[name])
+
+
+@cells.add("fp16 with a dynamic and with a static scale")
+def _(world):
+    runtime._runtime = None
+    smp.init({**PIPELINE, "fp16": True})
+    with smp.model_creation(dtype=torch.float16):
+        net = build()
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"scale_window": 2, "min_scale": 1, "init_scale": 2.0**40},
+    )
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    before = [p.clone() for p in model.parameters()]
+    output, _ = train_step(model, x, y)
+    assert output.outputs[0].dtype == torch.float16
+    optimizer.step()  # the scale is too large: no update, and a smaller one
+    assert optimizer.loss_scale == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
+               if not b.is_meta)  # fmt: skip
+    for _ in range(60):
+        optimizer.zero_grad()
+        train_step(model, x, y)
+        norm = optimizer.clip_master_grads(1e9)
+        optimizer.step()
+    assert optimizer.loss_scale < 2.0**30
+    assert torch.isfinite(norm)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
+               if not b.is_meta)  # fmt: skip
+
+    script = begin({**PIPELINE, "fp16": True})
+    static = smp.DistributedOptimizer(script.optimizer, static_loss_scale=16.0)
+    train_step(script.model, script.x, script.y)
+    assert static.loss_scale == 16.0
+    static.step()
+    assert static.loss_scale == 16.0
+
+
+@cells.add("messages between ranks")
+def _(world):
+    begin()
+    value = {"tensor": torch.arange(3), "text": "a"}
+    if smp.rank() == 0:
+        smp.send(value, 1, smp.RankType.MP_RANK)
+        smp.broadcast("to all", smp.WORLD)
+        with pytest.raises(UserError, match="there is no DP_RANK 1"):
+            smp.send(value, 1, smp.DP_RANK)
+    else:
+        found = smp.recv_from(0, rank_type=smp.RankType.WORLD_RANK)
+        assert found["text"] == "a"
+        assert torch.equal(found["tensor"], torch.arange(3))
+        assert smp.recv_from(0, smp.MP_RANK) == "to all"
+    assert smp.allgather(smp.rank(), smp.PP_GROUP) == [0, 1]
+    assert smp.allgather(smp.rank(), smp.DP_GROUP) == [smp.rank()]
+    parts = [torch.tensor(10.0 * smp.rank()), torch.tensor(1.0 + smp.rank())]
+    assert float(smp.reduce_scatter(parts, smp.WORLD)) == [10.0, 3.0][smp.rank()]
+    for barrier in (smp.barrier, smp.mp_barrier, smp.dp_barrier, smp.pp_barrier, smp.tp_barrier):
+        barrier()
+    assert (smp.size(), smp.local_rank(), smp.local_size()) == (2, world.rank, 2)
+    assert (smp.pp_rank(), smp.mp_size(), smp.dp_size(), smp.tp_size()) == (world.rank, 2, 1, 1)
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=smp.get_mp_process_group())
+    assert total == 2
+    assert smp.get_mp_group() == [0, 1]
+    begin(REPLICAS)
+    assert (smp.rdp_rank(), smp.dp_size(), smp.pp_size()) == (world.rank, 2, 1)
+    assert smp.get_dp_group() == [0, 1]
+
+
+@cells.add("a model that was trained in two stages goes on in one, and in plain PyTorch")
+def _(world):
+    folder = (
+        Path(tempfile.gettempdir()) / f"smp-checkpoint-{smp.rank() and 0}-{torch.initial_seed()}"
+    )
+    folder = Path(smp.allgather(str(folder))[0])
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    script.optimizer.step()
+    for number in range(3):
+        smp.save_checkpoint(
+            folder, tag=f"steps{number}", model=script.model, optimizer=script.optimizer,
+            user_content={"steps": number, "values": torch.arange(number)},
+            num_kept_partial_checkpoints=2,
+        )  # fmt: skip
+    smp.save_checkpoint(folder, "full.pt", partial=False, model=script.model, user_content=5)
+    own = script.model.local_state_dict(), script.optimizer.local_state_dict()
+    smp.save({"model": own[0], "optimizer": own[1]}, f"{folder}/part.pt")
+    whole = script.optimizer.state_dict()
+    smp.barrier()
+    batch = script.x, script.y
+    script.optimizer.zero_grad()
+    train_step(script.model, *batch)
+    script.optimizer.step()
+    expected = script.model.state_dict()
+
+    def check():
+        script.optimizer.zero_grad()
+        train_step(script.model, *batch)
+        script.optimizer.step()
+        found = script.model.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    for config in (PIPELINE, REPLICAS, LOCAL):
+        script = begin(config)  # before the first step
+        content = smp.resume_from_checkpoint(folder)
+        assert content["steps"] == 2
+        assert torch.equal(content["values"], torch.arange(2))
+        check()
+        assert smp.resume_from_checkpoint(folder, tag="steps1")["steps"] == 1  # after it
+        check()
+        script = begin(config)
+        parts = smp.load(f"{folder}/part.pt", partial=True)
+        script.model.load_state_dict(parts["model"])
+        script.optimizer.load_state_dict(parts["optimizer"])
+        check()
+        script = begin(config)
+        assert smp.resume_from_checkpoint(folder, "full.pt", partial=False) == 5
+        script.optimizer.load_state_dict(copy.deepcopy(whole))  # PyTorch keeps its tensors
+        check()
+    with pytest.raises((CheckpointError, UserError), match="no checkpoint 'steps0'"):
+        smp.resume_from_checkpoint(folder, "steps0")
+    begin(net=nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)))
+    with pytest.raises((CheckpointError, UserError), match="is of another model"):
+        smp.resume_from_checkpoint(folder)
+    net = build()
+    net.load_state_dict(torch.load(folder / "full.pt"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(whole))
+    plain_step(net, [batch])
+    optimizer.step()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, expected[name])
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@cells.add("activation checkpointing by module changes no bit")
+def _(world):
+    class Net(nn.Module):
+        def __init__(self, checkpoints=True):
+            super().__init__()
+            torch.manual_seed(1)
+            self.one, self.two = nn.Linear(6, 8), build()
+            self.three = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+            self.mid = nn.Linear(8, 6)
+            self.run = smp.checkpoint if checkpoints else lambda module, x: module(x)
+
+        def forward(self, x):
+            x = self.run(self.mid, torch.tanh(self.one(x)))
+            return smp.checkpoint_sequential(self.three, self.two(x), strategy="each")
+
+    for config in (PIPELINE, LOCAL):
+        script = begin(config, net=Net())
+        smp.set_activation_checkpointing(script.net.two[2])
+        train_step(script.model, script.x, script.y)
+        recomputed = script.model.hybrid.options.checkpoint
+        assert set(recomputed) == {"mid", "two.2", "three"}
+        net = Net(checkpoints=False)
+        batches = smp.allgather((script.x, script.y)) if config is LOCAL else [(script.x, script.y)]
+        plain_step(net, batches)
+        check_gradients(script, net)
+
+
+@cells.add("an optimizer made after the first step, with groups, and a learning rate schedule")
+def _(world):
+    def groups(module):
+        biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
+        return [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
+
+    net = build()
+    plain = torch.optim.AdamW(groups(net), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    plain_step(net, [(script.x, script.y)])
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(script.model), lr=0.1))
+    own = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, smp.DistributedOptimizer)
+    for _ in range(2):
+        optimizer.step()
+        own.step()
+        plain.step()
+        schedule.step()
+    expected = dict(net.named_parameters())
+    for name, parameter in script.model.local_named_parameters():
+        assert torch.equal(parameter, expected[name])
+    state = optimizer.state_dict()
+    assert len(state["state"]) == len(expected)
+    optimizer.load_state_dict(state)
+
+
+@cells.add("hooks after the partition, partitions, and names that are refused")
+def _(world):
+    script = begin()
+    called = []
+    script.model.register_post_partition_hook(lambda model, optimizer: called.append(optimizer))
+    removed = script.model.register_post_partition_hook(lambda model, optimizer: called.append(1))
+    removed.remove()
+    assert not script.model.partitioned
+    with pytest.raises(UserError, match="divided in its first step"):
+        script.model.local_state_dict()
+    train_step(script.model, script.x, script.y)
+    assert called == [script.optimizer]
+    assert smp.get_partition(script.net[0]) == 0
+    assert smp.get_partition(script.net[4]) == 1
+    assert script.model.local_state_dict()["_smp_is_partial"]
+    assert len(script.model.state_dict()) == len(build().state_dict())
+    for name in ("tensor_parallelism", "nn", "tp_register", "optimizers"):
+        with pytest.raises(ConfigError, match=rf"smp.{name}: "):
+            getattr(smp, name)
+    with pytest.raises(AttributeError):
+        smp.no_such_name  # noqa: B018
+
+
+if __name__ == "__main__":
+    smp.init(PIPELINE)
+    cells.main(sys.argv[1])

@@ -1,0 +1,279 @@
+"""Callbacks: when they are called, what they change, and that a resumed run continues exactly."""
+
+import json
+import logging
+
+import pytest
+import torch
+from support.training import assert_same, assert_same_run, cosine, data, plain_net, trainer
+from torch import nn
+
+from hybridtrain import Trainer
+from hybridtrain.callbacks import (
+    EMA,
+    BestWeights,
+    Callback,
+    EarlyStopping,
+    Freeze,
+    GradientNorms,
+    LearningRates,
+)
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.tensor_files import read_tensors
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.errors import ConfigError
+from hybridtrain.losses import cross_entropy
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Diary(Callback):
+    """Writes down each hook with the step."""
+
+    def __init__(self):
+        self.lines = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda trainer, *args: self.lines.append((name[3:], trainer.step))
+        return super().__getattribute__(name)
+
+
+def resumed(first, again, store):
+    """Has `again` continue from the newest checkpoint of `first`."""
+    first.fit()
+    again.resume(store.newest())
+    again.fit()
+    return again
+
+
+def test_each_hook_is_called_at_its_place(tmp_path):
+    diary = Diary()
+    ours = trainer(
+        steps=2, log_every=2, eval_every=2, callbacks=[diary], store=CheckpointStore(tmp_path)
+    )
+    ours.fit()
+    hooks = [line for line in diary.lines if line[0] != "evaluation_batch"]
+    assert hooks == [
+        ("init", 0), ("start", 0), ("gradients", 0), ("step", 1), ("gradients", 1), ("step", 2),
+        ("log", 2), ("timeline", 2), ("evaluate", 2), ("save", 2), ("end", 2),
+    ]  # fmt: skip
+    assert ("evaluation_batch", 2) in diary.lines
+
+
+def test_an_exception_is_told_and_every_callback_ends():
+    class Failing(Diary):
+        def __getattribute__(self, name):
+            if name == "on_step":
+                raise RuntimeError("boom")
+            return super().__getattribute__(name)
+
+    diaries = [Diary(), Failing(), Diary()]
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer(callbacks=diaries).fit()
+    for diary in diaries:
+        assert [line[0] for line in diary.lines[-2:]] == ["exception", "end"]
+
+
+def test_what_a_callback_adds_to_the_log_reaches_the_monitor():
+    ours = trainer(steps=3, callbacks=[GradientNorms(), LearningRates()], lr=cosine(2, 3))
+    ours.fit()
+    values = ours.monitor.values
+    for step in (1, 2, 3):
+        assert values[step, "lr/0"] == values[step, "train/lr"]
+        parts = [v for (s, tag), v in values.items() if s == step and tag.startswith("grad_norm/")]
+        assert len(parts) == 3
+        total = sum(part**2 for part in parts) ** 0.5
+        assert total == pytest.approx(values[step, "train/grad_norm"], rel=1e-5)
+
+
+def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):
+    store = CheckpointStore(tmp_path)
+    # nothing is better by that much
+    options = {"steps": 9, "eval_every": 2, "store": store}
+    stopping = [EarlyStopping(patience=2, min_delta=100.0)]
+    ours = trainer(callbacks=stopping, **options)
+    ours.fit()
+    assert ours.step == 6  # the first counts as progress
+    assert ours.finished
+    assert store.steps() == [6]
+    again = trainer(callbacks=[EarlyStopping(patience=2, min_delta=100.0)], **options)
+    again.resume(store.newest())
+    assert again.finished
+    longer = trainer(callbacks=[EarlyStopping(patience=3, min_delta=100.0)], **options)
+    longer.resume(store.newest())
+    assert not longer.finished
+    longer.fit()
+    assert longer.step == 8
+    whole = trainer(steps=9, eval_every=2)
+    whole.fit()
+    for step in (2, 4, 6):
+        assert ours.monitor.values[step, "eval/loss"] == whole.monitor.values[step, "eval/loss"]
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
+    ema = EMA(decay=0.5)
+    ours = trainer(nb_part=nb_part, steps=3, eval_every=3, callbacks=[ema])
+    expected = {n: p.detach().clone() for n, p in plain_net().named_parameters()}
+    plain = trainer(nb_part=nb_part, steps=3)
+    step = plain.monitor.step
+
+    def follow(number, samples):
+        step(number, samples)
+        for name, parameter in plain.model.named_parameters():
+            expected[name].lerp_(parameter.detach(), 0.5)
+
+    plain.monitor.step = follow
+    plain.fit()
+    ours.fit()
+    assert_same(ema.average(), expected, "average")
+    assert_same(ours.model.state_dict(), plain.model.state_dict(), "weights")
+    plain.model.load_state_dict(expected)
+    assert plain.evaluate() == ours.evaluate()
+    assert ours.monitor.values[3, "eval/loss"] == plain.evaluate()["loss"]
+    assert_same(ours.model.state_dict(), trainer_after(3, nb_part), "weights after evaluating")
+
+
+def trainer_after(steps, nb_part):
+    ours = trainer(nb_part=nb_part, steps=steps)
+    ours.fit()
+    return ours.model.state_dict()
+
+
+def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    whole = trainer(callbacks=[EMA(0.9)], eval_every=3)
+    whole.fit()
+    first = trainer(steps=4, callbacks=[EMA(0.9)], store=store)
+    again = resumed(first, trainer(callbacks=[EMA(0.9)], eval_every=3), store)
+    assert_same_run(again, whole)
+    assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
+    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+
+    bare = CheckpointStore(tmp_path / "bare")
+    trainer(steps=4, store=bare).fit()
+    late = trainer(callbacks=[EMA(0.9)])
+    with caplog.at_level(logging.WARNING):
+        late.resume(bare.newest())
+    assert "no state of the callback ema: it begins anew, at step 4" in caplog.text
+    weights = {n: p.detach() for n, p in late.model.named_parameters()}
+    assert_same(late.callbacks[0].average(), weights, "the weights of step 4")
+
+
+@pytest.mark.parametrize("cut", [2, 3, 5, 6])
+def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
+    def callbacks():
+        return [Freeze("0.*", until=3), Freeze(["2.weight", "2.bias"], start=5)]
+
+    store = CheckpointStore(tmp_path)
+    whole = trainer(callbacks=callbacks(), lr=cosine(0, 9))
+    seen = []
+    step = whole.monitor.step
+
+    def watch(number, samples):
+        step(number, samples)
+        seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
+
+    whole.monitor.step = watch
+    whole.fit()
+    first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every=1)
+    first.total_steps = cut
+    again = resumed(first, trainer(callbacks=callbacks(), lr=cosine(0, 9)), store)
+    assert_same_run(again, whole)
+    initial = dict(plain_net().named_parameters())
+    assert torch.equal(seen[2]["0.weight"], initial["0.weight"])
+    assert not torch.equal(seen[3]["0.weight"], initial["0.weight"])
+    assert not torch.equal(seen[4]["2.weight"], seen[3]["2.weight"])
+    assert torch.equal(seen[8]["2.weight"], seen[4]["2.weight"])
+
+
+def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
+    best = BestWeights(tmp_path, k=2)
+    ours = trainer(steps=6, eval_every=1, callbacks=[best])
+    states = {}
+    step = ours.monitor.step
+
+    def watch(number, samples):
+        step(number, samples)
+        states[number] = {n: v.clone() for n, v in ours.model.state_dict().items()}
+
+    ours.monitor.step = watch
+    ours.fit()
+    losses = {s: v for (s, tag), v in ours.monitor.values.items() if tag == "eval/loss"}
+    order = sorted(losses, key=losses.get)[:2]
+    assert sorted(tmp_path.glob("*")) == sorted(best.paths())
+    assert [int(path.stem[5:]) for path in best.paths()] == order
+    for path, number in zip(best.paths(), order, strict=True):
+        assert_same(read_tensors(tmp_path, path.stem), states[number], path.name)
+
+
+def test_a_loss_of_a_subclass_is_that_of_the_function():
+    class Mine(Trainer):
+        def compute_loss(self, output, targets):
+            return nn.functional.mse_loss(output, nn.functional.one_hot(targets, 3).float())
+
+    def make(kind, loss):
+        ours = trainer()
+        return kind(ours.model, ours.optimizer, loss, ours.train, steps=4)
+
+    mine = make(Mine, None)
+    theirs = make(
+        Trainer, lambda o, t: nn.functional.mse_loss(o, nn.functional.one_hot(t, 3).float())
+    )
+    mine.fit()
+    theirs.fit()
+    assert_same_run(mine, theirs)
+    with pytest.raises(ConfigError, match="give a loss once"):
+        make(Mine, cross_entropy)
+    with pytest.raises(ConfigError, match="give a loss once"):
+        make(Trainer, None)
+
+
+def test_a_step_of_the_users_own_keeps_what_is_the_trainers():
+    calls = []
+
+    def step(trainer, batches, weights, timeline):
+        calls.append(trainer.step)
+        return Trainer.training_step(trainer, batches, weights, timeline)
+
+    ours = trainer(training_step=step, clip_norm=0.1)
+    ours.fit()
+    theirs = trainer(clip_norm=0.1)
+    theirs.fit()
+    assert calls == list(range(9))
+    assert_same_run(ours, theirs)
+
+
+def test_predictions_are_those_of_the_net_in_the_order_of_the_data():
+    ours = trainer(nb_part=2)
+    ours.fit()
+    samples = data(11, seed=9)
+    found = ours.predict(EvalLoader(samples, 4, ours.world))
+    ours.model.eval()
+    with torch.no_grad():
+        expected = ours.model.net(samples.tensors[0])
+    torch.testing.assert_close(found, expected)
+    assert ours.test(EvalLoader(samples, 4, ours.world)) == ours.evaluate()
+
+
+def test_mistakes_name_the_argument(tmp_path):
+    with pytest.raises(ConfigError, match=r"match=head\.\* matches no parameter"):
+        trainer(callbacks=[Freeze("head.*")])
+    with pytest.raises(ConfigError, match=r"value=acuracy is not .* did you mean 'accuracy'"):
+        trainer(callbacks=[EarlyStopping("acuracy")])
+    with pytest.raises(ConfigError, match=r"2 whose state is called 'ema'"):
+        trainer(callbacks=[EMA(), EMA(0.9)])
+    with pytest.raises(ConfigError, match="decay=1"):
+        EMA(1)
+    with pytest.raises(ConfigError, match="patience=0"):
+        EarlyStopping(patience=0)
+
+
+def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(steps=1, store=store, callbacks=[GradientNorms()]).fit()
+    assert not list(tmp_path.rglob("callbacks*"))
+    trainer(steps=2, store=store, callbacks=[EMA()]).fit()
+    state = json.loads((store.newest() / "callbacks.json").read_text())
+    assert "ema" in json.dumps(state)

@@ -1,0 +1,146 @@
+"""Session and Loader in one process: the trainer's losses, saving in mid-epoch, plain errors."""
+
+import pytest
+import torch
+from support.heights import NAMES, Small, losses_of
+from support.training import assert_same, data, rich_net
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from hybridtrain import HybridModel, Loader, Session, Trainer, World
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
+from hybridtrain.losses import cross_entropy
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Numbers(IterableDataset):
+    """A stream of `length` samples."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        for number in range(self.length):
+            yield torch.full((2,), float(number)), torch.tensor(number)
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_the_three_heights_have_the_same_losses(nb_part, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)  # without MNIST
+    monkeypatch.setenv("HYBRIDTRAIN_NB_PART", str(nb_part))
+    losses = [losses_of(name) for name in NAMES]
+    assert len(losses[0]) == 23
+    assert losses[1] == losses[0]
+    assert losses[2] == losses[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == printed[2] == printed[4]
+    assert printed[1] == printed[3] == printed[5]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_session_trains_as_a_trainer(accumulate):
+    small = Small(accumulate=accumulate).fit(7)
+    world = World.from_env(nb_part=2, devices="cpu")
+    model = HybridModel(rich_net(), world, chunks=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    Trainer(
+        model,
+        optimizer,
+        cross_entropy,
+        Loader(data(22), 4, world, seed=1, drop_last=True),
+        steps=7,
+        accumulate=accumulate,
+        clip_norm=1.0,
+        lr_schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    ).fit()
+    assert_same(small.state(), model.state_dict(), "weights and buffers")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_session_resumes_in_mid_epoch(accumulate, tmp_path):
+    whole = Small(accumulate=accumulate).fit(8)
+    first = Small(accumulate=accumulate).fit(4)
+    first.session.save_state(tmp_path)
+    again = Small(accumulate=accumulate)
+    again.session.load_state(tmp_path)
+    assert again.session.steps == 4
+    again.fit(8)
+    assert_same(again.state(), whole.state(), "weights and buffers")
+    assert again.losses == whole.losses[4:]
+    assert again.schedule.get_last_lr() == whole.schedule.get_last_lr()
+
+
+def test_metrics_are_of_every_sample_once_and_in_order():
+    small = Small()
+    targets, predicted = small.gathered()
+    expected = data(11, seed=9)
+    assert torch.equal(targets, expected.tensors[1])
+    with torch.no_grad():
+        output = small.session.unwrap(small.model).eval()(expected.tensors[0])
+    assert torch.equal(predicted, output.argmax(1))
+
+
+@pytest.mark.parametrize("make", [lambda: data(22), lambda: Numbers(22)], ids=["map", "iterable"])
+def test_a_loader_resumes_in_mid_epoch(make):
+    world = World.from_env(devices="cpu")
+    loader = Loader(make(), 4, world, seed=1)
+    epochs = [[targets.tolist() for _, targets in loader] for _ in range(2)]
+    assert len(epochs[0]) == 6
+    assert loader.epoch == 2
+    for cut in (1, 5, 6, 8):
+        loader, seen = Loader(make(), 4, world, seed=1), []
+        while len(seen) < cut:
+            for _, targets in loader:
+                seen.append(targets.tolist())
+                if len(seen) == cut:
+                    break
+        again = Loader(make(), 4, world, seed=1)
+        again.load_state_dict(loader.state_dict())
+        rest = []
+        while len(seen) + len(rest) < 12:
+            rest += [targets.tolist() for _, targets in again]
+        assert seen + rest == epochs[0] + epochs[1], cut
+
+
+def test_a_loop_that_is_left_early_begins_the_next_epoch():
+    loader = Loader(data(22), 4, World.from_env(devices="cpu"), seed=1)
+    for _ in loader:
+        break
+    assert len(list(loader)) == 6
+    assert loader.epoch == 2
+
+
+def test_mistakes_are_named(tmp_path):
+    world = World.from_env(devices="cpu")
+    session = Session(world=world, accumulate=2)
+    net = nn.Linear(6, 3)
+    with pytest.raises(ConfigError, match="does not know a str"):
+        session.prepare(net, "adam")
+    with pytest.raises(ConfigError, match="prepares one model"):
+        session.prepare(nn.Linear(2, 2))
+    session = Session(world=world, accumulate=2)
+    with pytest.raises(ConfigError, match="does not have: make it over"):
+        session.prepare(net, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    session = Session(world=world, accumulate=2)
+    sampler = WeightedRandomSampler([1.0] * 22, 22)
+    with pytest.raises(DataError, match="has its own sampler"):
+        session.prepare(DataLoader(data(22), 4, sampler=sampler))
+    model, optimizer, loader = session.prepare(
+        net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data(22), 4)
+    )
+    with pytest.raises(BatchError, match="none is used"):
+        session.forward_backward(torch.zeros(4, 6), torch.zeros(4).long(), cross_entropy)
+    for inputs, targets in loader:
+        session.forward_backward(inputs, targets, cross_entropy)
+        with pytest.raises(CheckpointError, match="step is not complete"):
+            session.save_state(tmp_path)
+        with pytest.raises(BatchError, match="samples in dim 0"):
+            session.gather_for_metrics(torch.tensor(1.0))
+        break
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        session.load_state(tmp_path)
+    with pytest.raises(ConfigError, match="nb_part= or world="):
+        Session(2, world=world)
+    assert model(torch.zeros(4, 6)).shape == (4, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
