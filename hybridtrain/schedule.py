@@ -223,9 +223,15 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def simulate(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float]
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float] | None = None,
 ) -> tuple[tuple[Span, ...], ...]:
     """Predicts when each action runs if stage `s` takes `forward[s]` and `backward[s]` for each.
+
+    A message between the stages `s` and `s + 1` takes `transfer[s]`, in which both go on; None: no
+    time.
 
     Returns:
         the spans of each device, in the unit of the costs, starting at 0.
@@ -246,7 +252,11 @@ def simulate(
                 needs = _needs(action, schedule.stages)
                 if any(need not in finished for need in needs):
                     break
-                start = max([clock[device], *(finished[need] for need in needs)])
+                start = clock[device]
+                for need in needs:
+                    border = min(need.stage, action.stage)
+                    way = transfer[border] if transfer and need.stage != action.stage else 0.0
+                    start = max(start, finished[need] + way)
                 cost = forward if action.kind == "F" else backward
                 clock[device] = finished[action] = start + cost[action.stage]
                 spans[device].append(Span(action, start, clock[device]))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.auto import chosen, without_auto
 from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.config import LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
@@ -172,7 +173,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    config = settings.config
+    config = without_auto(settings)
     leave_out_leftovers(settings)
     options = checked_options(config)
     world = world_of(config)
@@ -195,6 +196,10 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     for note in settings.notes:
         _log.info("%s", note)
     data = load_data(config, world)
+    config = chosen(settings, config, data, world, pipeline_options.optimizer_tensors_per_param)
+    pipeline_options = replace(
+        pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
+    )
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True

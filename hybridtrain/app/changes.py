@@ -27,6 +27,7 @@ _WITHOUT_EFFECT = (
     "submit.",
     "checkpoint.",
     "pipeline.",
+    "cluster",
     "trainer.log_every",
     "trainer.eval_every",
     "trainer.compile",

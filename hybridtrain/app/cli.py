@@ -29,7 +29,16 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.launch.processes import end_with_parent
 
-COMMANDS = ("train", "plan", "evaluate", "export", "submit", "results", "smp-config")
+COMMANDS = (
+    "train",
+    "plan",
+    "evaluate",
+    "export",
+    "submit",
+    "results",
+    "smp-config",
+    "measure-machine",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +70,10 @@ def _dispatch(arguments: list[str]) -> int:
         from hybridtrain.app.smp_config import smp_config
 
         return smp_config(arguments[1:])
+    if arguments[:1] == ["measure-machine"]:
+        from hybridtrain.app.measure_machine import measure_machine
+
+        return measure_machine(arguments[1:])
     dry_run = "--dry-run" in arguments
     arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -75,6 +88,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
     if command == "results":
         raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
+    if command == "measure-machine":
+        raise ConfigError("measure-machine comes first and takes no overrides")
     if command == "smp-config":
         raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
     if any("hydra.searchpath" in override for override in overrides):

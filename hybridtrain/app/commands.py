@@ -15,6 +15,7 @@ from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
 from hybridtrain.app.plan_alone import other_processes_are_missing, plan_alone
+from hybridtrain.app.pricing import plan_for_cluster
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.settings import Settings
@@ -109,8 +110,10 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 def plan(settings: Settings) -> Result:
     """Cuts the model as a run would, shows the plan and writes it.
 
-    A pipeline over several processes can be planned by one.
+    A pipeline over several processes can be planned by one. For a `cluster` it is priced.
     """
+    if settings.config.cluster is not None:
+        return plan_for_cluster(settings)
     if other_processes_are_missing(settings.config):
         alone = plan_alone(settings)
         setup, plan, devices = alone.setup, alone.plan, alone.cluster.devices

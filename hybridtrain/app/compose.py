@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtrain.app.cluster_files import register_cluster_file
 from hybridtrain.app.config import OPEN_GROUPS, Config, flat_keys
 from hybridtrain.app.explain import explain
 from hybridtrain.app.hidden import to_config
@@ -89,7 +90,7 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_recipe_file(override) for override in overrides]
+    wanted = [register_cluster_file(register_recipe_file(override)) for override in overrides]
     if base is not None:
         # an option that is chosen replaces the group as a whole
         kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
@@ -117,7 +118,8 @@ def compose_settings(
             tree["recipe"] = recipe or tree.get("recipe")
             tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
             config = to_config(tree)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # OmegaConf asserts that a group which gets a value is not null
+        except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
             raise ConfigError(explain(error, wanted)) from error
     if config.allow_targets and "allow_targets" not in given_keys(overrides):
         raise ConfigError(

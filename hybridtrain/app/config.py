@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.machine import Machine
 from hybridtrain.options import LoaderOptions, PipelineOptions
 
 LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
@@ -31,12 +32,14 @@ LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 
 @dataclass
 class PipelineConfig:
-    """One replica's pipeline. See `PipelineOptions` for every key but the first."""
+    """One replica's pipeline. See `PipelineOptions` for keys not described here."""
 
     nb_part: int = 1
     """Devices per process; each runs `stages_per_device` stages."""
-    chunks: int = PipelineOptions.chunks
+    chunks: Any = PipelineOptions.chunks
+    """A number, or `auto`: the fastest, by the price of a step."""
     schedule: str = PipelineOptions.schedule
+    """`1f1b`, `gpipe`, or `auto`: the fastest, by the price of a step."""
     stages_per_device: int = PipelineOptions.stages_per_device
     max_inflight: int | None = PipelineOptions.max_inflight
     split: Any = PipelineOptions.split
@@ -185,6 +188,31 @@ class SubmitConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """The machine that `plan` prices a run for. See `Machine` for every key but the first."""
+
+    costs: str = "estimated"
+    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
+    each layer runs on this machine's first device."""
+    device: str = Machine.device
+    nodes: int = Machine.nodes
+    devices_per_node: int = Machine.devices_per_node
+    memory_gib: float = Machine.memory_gib
+    reserved_gib: float = Machine.reserved_gib
+    flops_per_s: dict[str, float] = field(default_factory=dict)
+    flops_reached: float = Machine.flops_reached
+    memory_bytes_per_s: float = Machine.memory_bytes_per_s
+    bandwidth_reached: float = Machine.bandwidth_reached
+    node_bytes_per_s: float = Machine.node_bytes_per_s
+    node_latency_s: float = Machine.node_latency_s
+    network_bytes_per_s: float = Machine.network_bytes_per_s
+    network_latency_s: float = Machine.network_latency_s
+    network_cards: int = Machine.network_cards
+    operator_s: float = Machine.operator_s
+    action_s: float = Machine.action_s
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -222,6 +250,8 @@ class Config:
     callbacks: Any = None
     """Names of callbacks, or a mapping of names to their arguments; with a `_target_` any name."""
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+    cluster: ClusterConfig | None = None
+    """The machine that `plan` prices the run for; null: none."""
 
 
 def check(config: Config) -> None:

@@ -28,6 +28,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, cause.options or [])}"
+    machine = [override for override in overrides if override.startswith("cluster.")]
+    if machine and "NoneType" in str(error):  # the group is null
+        return f"{machine[0]} changes a machine, but none is named: add cluster=h100, say"
     return (
         _wrong_override(error, overrides)
         or _unknown_group(error)

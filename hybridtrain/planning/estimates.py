@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from hybridtrain.planning.costs import (
     tensors_of,
     undisturbed,
 )
+from hybridtrain.planning.repeated import RunOnce
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,32 @@ class Hardware:
     flops_per_s: float = 100e12
     bytes_per_s: float = 1e12
     link_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a forward or a backward.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention.
+        bytes: read and written by all operators, each by itself.
+        product_bytes: of these, the bytes of the operators that `flops` counts.
+        operators: calls, of views too.
+    """
+
+    flops: float = 0
+    bytes: float = 0
+    product_bytes: float = 0
+    operators: float = 0
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer's cost without times, and the work of its forward and backward."""
+
+    cost: LayerCost
+    forward: Work
+    backward: Work
 
 
 def estimate_costs(
@@ -66,12 +92,48 @@ def estimate_costs(
             values; names the layer.
     """
     hardware = hardware or Hardware()
+    counted = count_chain(
+        layers,
+        inputs,
+        precision=precision,
+        optimizer_tensors_per_param=optimizer_tensors_per_param,
+    )
+    link = hardware.link_bytes_per_s or math.inf
+    return [
+        replace(
+            layer.cost,
+            forward_ms=_roofline_ms(hardware, layer.forward),
+            backward_ms=_roofline_ms(hardware, layer.backward),
+            crossing_ms=layer.cost.crossing_bytes / link * 1e3,
+        )
+        for layer in counted
+    ]
+
+
+def count_chain(
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+    optimizer_tensors_per_param: int = 2,
+) -> list[CountedLayer]:
+    """Returns what each layer does for the micro-batch `inputs`; arguments as `estimate_costs`.
+
+    Raises:
+        SplitError: see `estimate_costs`.
+    """
+    work: list[list[Work]] = []
+
+    def clock(function: Callable[[], Any]) -> tuple[Any, float]:
+        result, done = _counted(function)
+        work[-1].append(done)
+        return result, 0.0
 
     def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
         module = layer.module
         state = {name: _fake(p) for name, p in module.named_parameters()}
         state |= {name: _fake(b) for name, b in module.named_buffers()}
-        clock = partial(_roofline_ms, hardware)
+        work.append([])
         try:
             with count_saved(module, list(state.values())) as saved:
                 ran = run_layer(module, given, precision or nullcontext, clock, state)
@@ -85,9 +147,14 @@ def estimate_costs(
 
     with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
-        costs = run_chain(layers, fakes, run, optimizer_tensors_per_param)
-    link = hardware.link_bytes_per_s or math.inf
-    return [replace(cost, crossing_ms=cost.crossing_bytes / link * 1e3) for cost in costs]
+        once = RunOnce(run)
+        costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
+    ran = dict(zip(dict.fromkeys(once.first), work, strict=True))
+    nothing = Work()  # of a layer without a backward
+    return [
+        CountedLayer(cost, *(ran[first] + [nothing])[:2])
+        for cost, first in zip(costs, once.first, strict=True)
+    ]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -96,22 +163,35 @@ def _fake(tensor: Tensor) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _roofline_ms(hardware: Hardware, work: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the result of `work`, and how many milliseconds it should take."""
-    with FlopCounterMode(display=False) as flops, _TrafficCounter() as traffic:
-        result = work()
-    arithmetic = flops.get_total_flops() / hardware.flops_per_s
-    return result, max(arithmetic, traffic.bytes / hardware.bytes_per_s) * 1e3
+def _roofline_ms(hardware: Hardware, work: Work) -> float:
+    """Returns how many milliseconds `work` should take."""
+    arithmetic = work.flops / hardware.flops_per_s
+    return max(arithmetic, work.bytes / hardware.bytes_per_s) * 1e3
+
+
+def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
+    """Returns the result of `function`, and what it does."""
+    with FlopCounterMode(display=False) as flops, _TrafficCounter(flops) as traffic:
+        result = function()
+    return result, Work(
+        flops.get_total_flops(), traffic.bytes, traffic.product_bytes, traffic.operators
+    )
 
 
 class _TrafficCounter(TorchDispatchMode):
     """Counts the bytes that operations read and write; views do neither."""
 
-    bytes = 0
+    def __init__(self, flops: FlopCounterMode) -> None:
+        super().__init__()
+        self.bytes = self.product_bytes = self.operators = 0
+        self._products = flops.flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operators += 1
         written = tensors_of(result)  # none: a question, such as for the device
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            self.bytes += sum(t.nbytes for t in [*tensors_of((args, kwargs)), *written])
+            nbytes = sum(t.nbytes for t in [*tensors_of((args, kwargs)), *written])
+            self.bytes += nbytes
+            self.product_bytes += nbytes * (func.overloadpacket in self._products)
         return result

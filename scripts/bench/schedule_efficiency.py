@@ -182,16 +182,12 @@ def torch_pipelining(
     return step
 
 
-def over_processes(
-    devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
-) -> Callable[[], object] | None:
-    """This process's part of a step of this project's engine=distributed."""
-    global sleeps
-    sleeps = calibrated
+def part_of_pipeline(devices: int) -> World | None:
+    """This process's world in a pipeline over the first `devices` processes; None if it is none."""
     group = dist.new_group(list(range(devices)))
     if dist.get_rank() >= devices:
         return None
-    world = World(
+    return World(
         rank=dist.get_rank(),
         size=devices,
         engine="distributed",
@@ -199,6 +195,17 @@ def over_processes(
         pipeline_group=group,
         _object_group=group,
     )
+
+
+def over_processes(
+    devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
+) -> Callable[[], object] | None:
+    """This process's part of a step of this project's engine=distributed."""
+    global sleeps
+    sleeps = calibrated
+    world = part_of_pipeline(devices)
+    if world is None:
+        return None
     model = HybridModel(
         network(devices * per_device, per_device),
         world,

@@ -1,0 +1,143 @@
+"""The hardware that a run is priced for: devices, nodes, and the links between them.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from hybridtrain.errors import ConfigError, check_choice
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that a run is priced for; the fields are the keys of `cluster`.
+
+    Rates are those of the data sheet, and `flops_reached` and `bandwidth_reached` the shares of
+    them that training reaches. The default of the first is what Narayanan et al.
+    (arXiv:2104.04473, table 1) report for GPT on A100s, 44% to 52%; the others are guesses, unless
+    `hybridtrain measure-machine` has measured them.
+
+    Raises:
+        ConfigError: a value is out of its range; the message names the key.
+    """
+
+    device: str = "cuda"
+    """`cuda` or `cpu`; between CPU stages of one process nothing is copied."""
+    nodes: int = 1
+    devices_per_node: int = 1
+    memory_gib: float = 16.0
+    """Memory of a device, in GiB."""
+    reserved_gib: float = 1.0
+    """Memory of a device that the run cannot use: the CUDA context, NCCL, fragmentation."""
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
+    flops_reached: float = 0.5
+    memory_bytes_per_s: float = 1e12
+    """Bytes that a device reads from and writes to its memory."""
+    bandwidth_reached: float = 0.8
+    """Of all bandwidths: memory, node and network."""
+    node_bytes_per_s: float = 1e10
+    """Bytes from one device of a node to another, in one direction."""
+    node_latency_s: float = 5e-6
+    network_bytes_per_s: float = 1e10
+    """Bytes that leave a node, over all of its network cards."""
+    network_latency_s: float = 1e-5
+    network_cards: int = 1
+    """Cards that share `network_bytes_per_s`; one message goes over one of them."""
+    operator_s: float = 6e-6
+    """The host's time to call an operator of PyTorch."""
+    action_s: float = 1e-4
+    """The host's time for an action of the schedule, beside its operators."""
+
+    def __post_init__(self) -> None:
+        check_choice("cluster.device", self.device, ("cuda", "cpu"))
+        for name in ("nodes", "devices_per_node", "network_cards"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"cluster.{name}={value!r} must be a whole number of at least 1")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "float" and not _is_number(value):
+                raise ConfigError(f"cluster.{each.name}={value!r} must be a number, not negative")
+        for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"cluster.{name}={getattr(self, name)} must be positive")
+        for name in ("flops_reached", "bandwidth_reached"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"cluster.{name}={getattr(self, name)} must lie between 0 and 1: it is the "
+                    f"share of the data sheet's rate that training reaches"
+                )
+        for precision, rate in self.flops_per_s.items():
+            if not _is_number(rate) or not rate > 0:
+                raise ConfigError(f"cluster.flops_per_s.{precision}={rate!r} must be positive")
+        if self.reserved_gib >= self.memory_gib:
+            raise ConfigError(
+                f"cluster.reserved_gib={self.reserved_gib:g} leaves nothing of "
+                f"cluster.memory_gib={self.memory_gib:g}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """The number of all devices."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """The bytes that a run may use on a device."""
+        return (self.memory_gib - self.reserved_gib) * GIB
+
+    def sustained_flops(self, precision: str) -> float:
+        """Returns the operations per second that training reaches.
+
+        Raises:
+            ConfigError: the rate of this precision is not known.
+        """
+        if precision not in self.flops_per_s:
+            known = ", ".join(self.flops_per_s) or "none"
+            raise ConfigError(
+                f"the cluster has no rate for {precision} (the choices are: {known}): set "
+                f"trainer.precision= to one of these, or cluster.flops_per_s.{precision}="
+            )
+        return self.flops_per_s[precision] * self.flops_reached
+
+    @property
+    def sustained_bandwidth(self) -> float:
+        """Bytes per second from and to a device's memory, as training reaches them."""
+        return self.memory_bytes_per_s * self.bandwidth_reached
+
+    def transfer_s(self, nbytes: float, between_nodes: bool) -> float:
+        """Returns the seconds that a message takes from one device to another."""
+        if between_nodes:
+            rate = self.network_bytes_per_s / self.network_cards
+            return self.network_latency_s + nbytes / (rate * self.bandwidth_reached)
+        return self.node_latency_s + nbytes / (self.node_bytes_per_s * self.bandwidth_reached)
+
+    def gather_s(self, nbytes: float, replicas: int, nb_part: int) -> float:
+        """Returns the seconds of an all-gather or reduce-scatter of `nbytes` over the replicas.
+
+        In a ring each of n processes sends (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009);
+        the latency is that of a tree. The replicas of one stage are `nb_part` devices apart, so
+        the rings of all stages of a node share its network. An all-reduce is one of each.
+        """
+        if replicas == 1 or nbytes == 0:
+            return 0.0
+        rate, latency = self.node_bytes_per_s, self.node_latency_s
+        if replicas > max(1, self.devices_per_node // nb_part):  # more than are in one node
+            rings = min(nb_part, self.devices_per_node)
+            rate = min(rate, self.network_bytes_per_s / rings)
+            latency = self.network_latency_s
+        share = (replicas - 1) / replicas
+        return share * nbytes / (rate * self.bandwidth_reached) + latency * math.ceil(
+            math.log2(replicas)
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

@@ -1,0 +1,206 @@
+"""The costs of a chain's layers for any number of samples in a micro-batch.
+
+Two sizes are counted or measured, and everything in between and beyond follows on a straight line:
+what a layer does has a part that grows with the samples and a part that does not, such as reading
+the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.graph.chain import Chain
+from hybridtrain.graph.layer import Layer
+from hybridtrain.machine import Machine
+from hybridtrain.microbatch import batch_size
+from hybridtrain.microbatch import split as split_batch
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.estimates import CountedLayer, Work, count_chain
+from hybridtrain.planning.profiler import LayerProfiler
+from hybridtrain.precision import autocast
+
+Facts = TypeVar("Facts", LayerCost, Work)
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The bytes of a layer's parameters and buffers, and of the parameters that are trained."""
+
+    weights: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The costs of all layers of a model.
+
+    Attributes:
+        costs_at: returns the costs for a micro-batch of so many samples; `crossing_ms` is not used.
+        sizes: what does not depend on the samples.
+        host_ms: for each layer the host's time to call the operators of a forward and a backward.
+        costs_from: as of a `Plan`.
+        no_cut_before: layers that cannot begin a stage, by index.
+        expand: modules that are cut inside.
+        model: the class of the model.
+    """
+
+    costs_at: Callable[[int], Sequence[LayerCost]]
+    sizes: Sequence[LayerSize]
+    host_ms: Sequence[tuple[float, float]]
+    costs_from: str = "given"
+    no_cut_before: Collection[int] = ()
+    expand: Sequence[str] = ()
+    model: str = ""
+
+
+def given_costs(
+    costs_at: Callable[[int], Sequence[LayerCost]], sizes: Sequence[LayerSize] | None = None
+) -> CostTable:
+    """Returns a table of costs that the caller computes; without `sizes`, weights are 0 bytes."""
+    layers = len(costs_at(1))
+    return CostTable(
+        costs_at=cache(costs_at),
+        sizes=sizes or [LayerSize(0, 0)] * layers,
+        host_ms=[(0.0, 0.0)] * layers,
+    )
+
+
+def counted_costs(
+    chain: Chain, example_inputs: Any, machine: Machine, precision: str, tf32: bool = False
+) -> CostTable:
+    """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
+
+    A product takes as long as its arithmetic or its memory traffic, whichever is longer; all other
+    operators take as long as their traffic.
+
+    Args:
+        chain: the model, also on the meta device.
+        example_inputs: the inputs of one batch, of which shapes and types count.
+        machine: the rates.
+        precision: `fp32`, `bf16` or `fp16`.
+        tf32: fp32 products are in TF32.
+
+    Raises:
+        SplitError: a layer does not run on fake tensors; names the layer.
+        ConfigError: the machine has no rate for this precision.
+    """
+    flops = machine.sustained_flops("tf32" if tf32 and precision == "fp32" else precision)
+    # an autocast for the CPU, where fake tensors are; it knows fp16 too
+    count = partial(count_chain, chain.layers, precision=partial(autocast, precision, "cpu"))
+    sizes, batches = _two_sizes(example_inputs)
+    few, many = (count(batch, optimizer_tensors_per_param=0) for batch in batches)
+
+    @cache
+    def costs_at(samples: int) -> Sequence[LayerCost]:
+        at = (samples - sizes[0]) / (sizes[1] - sizes[0])
+
+        def ms(one: Work, other: Work) -> float:
+            work = _between(one, other, at)
+            product = max(work.flops / flops, work.product_bytes / machine.sustained_bandwidth)
+            rest = (work.bytes - work.product_bytes) / machine.sustained_bandwidth
+            return (product + rest) * 1e3
+
+        return [
+            replace(
+                _between(a.cost, b.cost, at),
+                forward_ms=ms(a.forward, b.forward),
+                backward_ms=ms(a.backward, b.backward),
+            )
+            for a, b in zip(few, many, strict=True)
+        ]
+
+    return CostTable(
+        costs_at=costs_at,
+        sizes=layer_sizes(chain.layers),
+        host_ms=[_host_ms(layer, machine) for layer in few],
+        costs_from="estimated",
+        no_cut_before=chain.no_cut_before,
+    )
+
+
+def measured_costs(
+    chain: Chain, example_inputs: Any, device: torch.device, precision: str, seconds: float = 3.0
+) -> CostTable:
+    """Returns the costs by times on `device`, for one sample and for the whole batch.
+
+    Args:
+        chain: the model; parameters on the meta device get random values while their layer runs.
+        example_inputs: the inputs of one batch, as large as a micro-batch may become.
+        device: where layers run.
+        precision: `fp32`, `bf16` or `fp16`.
+        seconds: how long each of the two sizes is timed, about.
+    """
+    sizes, batches = _two_sizes(example_inputs)
+    tables = []
+    for batch in batches:
+        profiler = LayerProfiler(
+            chain.layers,
+            batch,
+            [device],
+            precision=partial(autocast, precision, device.type),
+            optimizer_tensors_per_param=0,
+        )
+        profiler.repeat(seconds)
+        tables.append(profiler.costs())
+
+    @cache
+    def costs_at(samples: int) -> Sequence[LayerCost]:
+        at = (samples - sizes[0]) / (sizes[1] - sizes[0])
+        return [_between(few, many, at) for few, many in zip(*tables, strict=True)]
+
+    return CostTable(
+        costs_at=costs_at,
+        sizes=layer_sizes(chain.layers),
+        host_ms=[(0.0, 0.0)] * len(chain.layers),  # the times have it already
+        costs_from="measured",
+        no_cut_before=chain.no_cut_before,
+    )
+
+
+def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
+    """Returns the size of each layer; what several share counts in the first of them."""
+    seen: set[int] = set()
+    sizes = []
+    for layer in layers:
+        own = [p for p in layer.module.parameters() if id(p) not in seen]
+        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
+        seen.update(map(id, [*own, *buffers]))
+        trained = sum(p.nbytes for p in own if p.requires_grad)
+        sizes.append(LayerSize(sum(tensor.nbytes for tensor in [*own, *buffers]), trained))
+    return sizes
+
+
+def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    """Returns two numbers of samples, and inputs of so many."""
+    samples = batch_size(example_inputs)
+    if samples < 2:
+        raise ConfigError(
+            "example_inputs= must have at least 2 samples to price a plan: what layers cost is "
+            "looked at for two sizes of a micro-batch"
+        )
+    one = split_batch(example_inputs, [1, samples - 1])[0]
+    return (1, samples), (one, example_inputs)
+
+
+def _between(one: Facts, other: Facts, at: float) -> Facts:
+    """Returns the numbers at 0 for `one` and 1 for `other`, and nowhere negative."""
+    values = {
+        each.name: max(0, a + at * (b - a))
+        for each in fields(one)
+        if not isinstance(a := getattr(one, each.name), str)
+        for b in [getattr(other, each.name)]
+    }
+    return replace(
+        one, **{k: round(v) if isinstance(getattr(one, k), int) else v for k, v in values.items()}
+    )
+
+
+def _host_ms(layer: CountedLayer, machine: Machine) -> tuple[float, float]:
+    ms = machine.operator_s * 1e3
+    return layer.forward.operators * ms, layer.backward.operators * ms

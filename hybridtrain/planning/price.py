@@ -1,0 +1,435 @@
+"""The price of a layout: the time of an optimizer step, and the memory of each device at its peak.
+
+    forwards and backwards by the schedule      simulated, with the transfers between stages
+    + what the replicas exchange                the all-reduce overlaps with the last backwards
+    + the optimizer                             reads and writes weights, gradients and state
+
+`least_step_ms` is a bound from below in closed form, for a search that cannot simulate everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+
+from hybridtrain.machine import GIB, Machine
+from hybridtrain.planning.cost_table import CostTable, LayerSize
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.layout import Job, Layout
+from hybridtrain.schedule import Spans, make_schedule, peak_in_flight, simulate
+
+# A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
+# long as the one before.
+MOST_ACTIONS = 8_000
+_MOST_GROUPS = 50
+
+# DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes that a device holds at its peak.
+
+    Attributes:
+        weights: parameters and buffers, whole inside a step.
+        gradients: which are the buckets of the all-reduce too.
+        state: of the optimizer.
+        shards: with `shard=full`, the parts of the weights that stay between steps.
+        activations: of all micro-batches in flight.
+        boundaries: what has come from other stages, for all micro-batches in flight.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    state: int = 0
+    shards: int = 0
+    activations: int = 0
+    boundaries: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of one optimizer step.
+
+    Attributes:
+        layout: what is priced.
+        counts: layers of each stage.
+        step_ms: the whole step.
+        pipeline_ms: the forwards and backwards of all micro-batches, from first to last.
+        compute_ms: the forwards and backwards of the busiest device, without waiting.
+        recompute_ms: of these, what is computed twice.
+        transfer_ms: what is gained if nothing crosses between devices.
+        reduce_ms: what the replicas exchange beyond the end of the backwards.
+        optimizer_ms: the optimizer.
+        data_ms: loading the next batches, which overlaps with everything else.
+        bubble: share of the devices' time in the pipeline in which they wait.
+        memory: of each device.
+        binds: what to change first: `compute`, `bubble`, `transfers`, `all-reduce`, `optimizer`,
+            `host` or `data`, and `memory` where it is nearly full.
+    """
+
+    layout: Layout
+    counts: tuple[int, ...]
+    step_ms: float
+    pipeline_ms: float
+    compute_ms: float
+    recompute_ms: float
+    transfer_ms: float
+    reduce_ms: float
+    optimizer_ms: float
+    data_ms: float
+    bubble: float
+    memory: tuple[DeviceMemory, ...]
+    binds: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """The memory of the fullest device."""
+        return max(memory.total for memory in self.memory)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of each stage for one micro-batch, and of each border between two stages."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    transfer: tuple[float, ...]
+    host: tuple[float, ...]
+    recompute: tuple[float, ...]
+
+
+def stage_times(
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+) -> StageTimes:
+    """Returns how long the actions of each stage take, and the messages between stages."""
+    costs = table.costs_at(layout.samples(job))
+    again = _recomputed(layout)
+    forward, backward, host, recompute = [], [], [], []
+    for start, end in pairwise(accumulate(counts, initial=0)):
+        own, called = costs[start:end], table.host_ms[start:end]
+        f, b = sum(c.forward_ms for c in own), sum(c.backward_ms for c in own)
+        host_f = sum(f for f, _ in called) + machine.action_s * 1e3
+        host_b = sum(b for _, b in called) + machine.action_s * 1e3
+        forward.append(max(f, host_f))
+        backward.append(max(b + again * f, host_b + again * host_f))
+        host.append(host_f + host_b + again * host_f)
+        recompute.append(again * f)
+    cuts = list(accumulate(counts))[:-1]
+    transfer = [
+        _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
+        for border, cut in enumerate(cuts)
+    ]
+    return StageTimes(*map(tuple, (forward, backward, transfer, host, recompute)))
+
+
+def price(
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+) -> Price:
+    """Returns what `layout` takes if its stages have `counts` layers each.
+
+    Args:
+        table: the costs of the layers.
+        machine: the hardware.
+        job: the work of a step.
+        layout: how the model is spread.
+        counts: the number of layers of each stage.
+    """
+    times = stage_times(table, machine, job, layout, counts)
+    shape = layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
+    spread = _simulated(*shape, times)
+    host = _host_bound_ms(layout, times)
+    one_batch = max(spread.length, host)
+    pipeline = one_batch * job.accumulate
+    # what the schedule would take without transfers
+    apart = replace(times, transfer=(0.0,) * len(times.transfer))
+    transfer = (spread.length - _simulated(*shape, apart).length) if any(times.transfer) else 0.0
+    reduce = _exchange_ms(table.sizes, machine, layout, counts, spread)
+    optimizer = optimizer_ms(table.sizes, machine, job, layout, counts)
+    busy = max(_by_device(layout, _sums(times)))
+    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
+    step = max(pipeline + reduce + optimizer, data)
+    memory = device_memory(table, job, layout, counts)
+    parts = {
+        "compute": busy * layout.chunks * job.accumulate,
+        "bubble": (spread.length - transfer - busy * layout.chunks) * job.accumulate,
+        "transfers": transfer * job.accumulate,
+        "all-reduce": reduce,
+        "optimizer": optimizer,
+        "host": (one_batch - spread.length) * job.accumulate,
+        "data": step - (pipeline + reduce + optimizer),
+    }
+    # compute is always there: the rest binds where it is a fifth of the step
+    rest = {name: ms for name, ms in parts.items() if name != "compute"}
+    worst = max(rest, key=rest.__getitem__)
+    binds = worst if rest[worst] > 0.2 * step else "compute"
+    if max(m.total for m in memory) > 0.9 * machine.usable_bytes:
+        binds += ", memory"
+    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * one_batch or 1.0)
+    return Price(
+        layout=layout,
+        counts=tuple(counts),
+        step_ms=step,
+        pipeline_ms=pipeline,
+        compute_ms=parts["compute"],
+        recompute_ms=max(_by_device(layout, times.recompute)) * layout.chunks * job.accumulate,
+        transfer_ms=parts["transfers"],
+        reduce_ms=reduce,
+        optimizer_ms=optimizer,
+        data_ms=data,
+        bubble=1.0 - busy_share,
+        memory=tuple(memory),
+        binds=binds,
+    )
+
+
+def predicted_spans(
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+) -> Spans:
+    """Returns the spans of each device in one batch, in seconds, without the replicas' exchange."""
+    times = stage_times(table, machine, job, layout, counts)
+    schedule = make_schedule(
+        layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
+    )
+    return simulate(
+        schedule,
+        [ms / 1e3 for ms in times.forward],
+        [ms / 1e3 for ms in times.backward],
+        [ms / 1e3 for ms in times.transfer],
+    )
+
+
+def least_step_ms(
+    machine: Machine, job: Job, layout: Layout, times: StageTimes, optimizer: float
+) -> float:
+    """Returns what no schedule of these stages is faster than.
+
+    Device d cannot begin before the first micro-batch has come through the devices before it, then
+    it computes, and after its last backward the gradient goes back through them. If it may hold n
+    micro-batches, then every n of them take as long as one needs from there to the end and back.
+    """
+    through = 0.0
+    least = 0.0
+    held = most_in_flight(layout) if layout.stages_per_device == 1 else ()
+    on = sum(_sums(times)) + 2 * sum(times.transfer)
+    busy = _by_device(layout, _sums(times))
+    for device in range(layout.nb_part):
+        least = max(least, through + busy[device] * layout.chunks)
+        if held:
+            least = max(least, through + (on - through) * (1 + (layout.chunks - 1) // held[device]))
+        through += times.forward[device] + times.backward[device]
+        if device < len(times.transfer):
+            through += 2 * times.transfer[device]
+    least = max(least, _host_bound_ms(layout, times))
+    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
+    return max(least * job.accumulate + optimizer, data)
+
+
+def optimizer_ms(
+    sizes: Sequence[LayerSize],
+    machine: Machine,
+    job: Job,
+    layout: Layout,
+    counts: Sequence[int],
+) -> float:
+    """Returns the time of the optimizer on the device that has most to do.
+
+    It reads weights, gradients and its tensors, and writes all but the gradients.
+    """
+    tensors = 3 + 2 * job.optimizer_tensors_per_param
+    most = max(_by_device(layout, _by_stage([size.trained for size in sizes], counts)))
+    shares = 1 if layout.shard == "none" else layout.replicas
+    return tensors * most / shares / machine.sustained_bandwidth * 1e3
+
+
+def device_memory(
+    table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
+) -> list[DeviceMemory]:
+    """Returns the memory of each device at its peak.
+
+    A gradient is a view of a bucket of the all-reduce, which thus needs no more memory.
+    """
+    costs = table.costs_at(layout.samples(job))
+    in_flight = most_in_flight(layout)
+    own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
+    activations = [0] * layout.nb_part
+    boundaries = [0] * layout.nb_part
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+        device = stage % layout.nb_part
+        own[device] += table.sizes[start:end]
+        alive = 1 if _recomputed(layout) else in_flight[stage]
+        activations[device] += alive * sum(cost.activation_bytes for cost in costs[start:end])
+        if start:
+            boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
+    return [
+        replace(_fixed_memory(sizes, job, layout), activations=kept, boundaries=received)
+        for sizes, kept, received in zip(own, activations, boundaries, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _most_in_flight(
+    schedule: str, nb_part: int, chunks: int, stages_per_device: int
+) -> tuple[int, ...]:
+    """Returns `peak_in_flight`, of few micro-batches where more would hold as many."""
+    if schedule == "gpipe":
+        return (chunks,) * (nb_part * stages_per_device)
+    if stages_per_device == 1:
+        return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
+    # groups of `nb_part`, of which a device holds at most three
+    chunks = min(chunks, 4 * nb_part) if chunks % nb_part == 0 else chunks
+    return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
+
+
+def most_in_flight(layout: Layout) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage keeps alive at one time."""
+    return _most_in_flight(layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """The end of one batch, and of each stage's last backward with its begin; milliseconds."""
+
+    length: float
+    last_backward: tuple[tuple[float, float], ...]
+
+
+@lru_cache(maxsize=1024)
+def _simulated(
+    schedule: str, nb_part: int, chunks: int, stages_per_device: int, times: StageTimes
+) -> _Spread:
+    """Returns when the last actions of a batch run."""
+    stages = nb_part * stages_per_device
+    run = partial(_run, schedule, nb_part, stages_per_device, times)
+    # after some groups of `nb_part` the schedule repeats itself
+    groups = min(max(2, MOST_ACTIONS // (2 * stages * nb_part)), _MOST_GROUPS)
+    less = groups * nb_part + chunks % nb_part
+    if chunks <= less + nb_part:
+        return run(chunks)
+    short, longer = run(less), run(less + nb_part)
+    more = (longer.length - short.length) / nb_part * (chunks - less)
+    return _Spread(short.length + more, tuple((a + more, b + more) for a, b in short.last_backward))
+
+
+def _run(
+    name: str, nb_part: int, stages_per_device: int, times: StageTimes, chunks: int
+) -> _Spread:
+    schedule = make_schedule(name, nb_part, chunks, stages_per_device)
+    spans = simulate(schedule, times.forward, times.backward, times.transfer)
+    last = [(0.0, 0.0)] * schedule.stages
+    for lane in spans:
+        for (kind, stage, microbatch), start, end in lane:
+            if kind == "B" and microbatch == chunks - 1:
+                last[stage] = start, end
+    return _Spread(max(end for _, end in last), tuple(last))
+
+
+def _exchange_ms(
+    sizes: Sequence[LayerSize],
+    machine: Machine,
+    layout: Layout,
+    counts: Sequence[int],
+    spread: _Spread,
+) -> float:
+    """Returns how much longer the replicas' exchange makes a step.
+
+    A stage's gradients are reduced while its last backward runs, but for the last bucket. A device
+    reduces its stages one after the other. With shards, weights are gathered as well.
+    """
+    if layout.replicas == 1:
+        return 0.0
+    end = spread.length
+    done = [0.0] * layout.nb_part
+    gather = [0.0] * layout.nb_part
+    trained = _by_stage([size.trained for size in sizes], counts)
+    order = sorted(range(layout.stages), key=lambda stage: spread.last_backward[stage])
+    for stage in order:
+        begin, finish = spread.last_backward[stage]
+        device = stage % layout.nb_part
+        one_way = machine.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
+        # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
+        reduce = 2 * one_way
+        last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained[stage]))
+        begin = max(begin, done[device])
+        done[device] = max(begin + reduce, finish + last_bucket)
+        gather[device] += one_way if layout.shard != "none" else 0.0
+    return max(0.0, max(done) - end) + max(gather)
+
+
+def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
+    """Returns the time of a message from stage `border` to the next one."""
+    device = border % layout.nb_part
+    to = (border + 1) % layout.nb_part
+    in_node = machine.devices_per_node
+    if device == to or (layout.engine == "local" and machine.device == "cpu"):
+        return 0.0
+    return machine.transfer_s(nbytes, device // in_node != to // in_node) * 1e3
+
+
+def _host_bound_ms(layout: Layout, times: StageTimes) -> float:
+    """Returns the time of the process that calls most operators.
+
+    The threads of `engine=local` take turns in one interpreter.
+    """
+    by_device = _by_device(layout, times.host)
+    called = sum(by_device) if layout.engine == "local" else max(by_device)
+    return called * layout.chunks
+
+
+def _recomputed(layout: Layout) -> float:
+    """Returns how many forwards a backward computes again, on average."""
+    if layout.checkpoint == "except_last":
+        return (layout.chunks - 1) / layout.chunks
+    return float(layout.checkpoint == "always")
+
+
+def _sums(times: StageTimes) -> list[float]:
+    return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+
+
+def _by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
+    return [sum(values[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:
+    return [sum(values[device :: layout.nb_part]) for device in range(layout.nb_part)]
+
+
+def with_weight_bytes(
+    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], job: Job, layout: Layout
+) -> list[LayerCost]:
+    """Returns the costs with the bytes of a layer's weights, gradients and state, for a cut."""
+
+    def weight_bytes(size: LayerSize) -> int:
+        memory = _fixed_memory([size], job, layout)
+        return memory.weights + memory.gradients + memory.state + memory.shards
+
+    return [
+        replace(cost, weight_bytes=weight_bytes(size), crossing_ms=0.0)
+        for cost, size in zip(costs, sizes, strict=True)
+    ]
+
+
+def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> DeviceMemory:
+    """Returns the memory of layers that does not depend on the micro-batches."""
+    trained = sum(size.trained for size in sizes)
+    state = trained * job.optimizer_tensors_per_param
+    return DeviceMemory(
+        weights=sum(size.weights for size in sizes),
+        gradients=trained,
+        state=state if layout.shard == "none" else -(-state // layout.replicas),
+        shards=-(-trained // layout.replicas) if layout.shard == "full" else 0,
+    )
+
+
+def gib(size: float) -> str:
+    """Returns `3.2 GiB`."""
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,163 @@
+"""Priced plans: the fastest layouts of a model on a machine, as a table and as a `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridtrain.cluster import Cluster
+from hybridtrain.errors import check_choice
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.machine import Machine
+from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
+from hybridtrain.planning.layout import Choices, Job
+from hybridtrain.planning.layout_search import find_layouts
+from hybridtrain.planning.plan import Plan, StagePlan
+from hybridtrain.planning.price import Price, most_in_flight
+from hybridtrain.text_table import text_table
+
+COSTS = ("estimated", "measured")
+
+
+@dataclass(frozen=True)
+class PricedPlans:
+    """The fastest layouts of a model, the fastest first.
+
+    Attributes:
+        table: the costs of the model's layers.
+        machine: the hardware.
+        job: the work of a step.
+        prices: one for each layout.
+    """
+
+    table: CostTable
+    machine: Machine
+    job: Job
+    prices: Sequence[Price]
+
+    def __str__(self) -> str:
+        return "\n".join(price_table(self.prices, self.job))
+
+    def plan(self, number: int = 0) -> Plan:
+        """Returns the plan of the layout `number`; 0 is the fastest."""
+        return plan_of(self.table, self.job, self.prices[number])
+
+
+def find_plans(
+    net: nn.Module,
+    example_inputs: Any,
+    machine: Machine,
+    job: Job,
+    *,
+    choices: Choices | None = None,
+    costs: str = "estimated",
+    precision: str = "fp32",
+    tf32: bool = False,
+    best: int = 10,
+) -> PricedPlans:
+    """Returns the fastest ways to train `net` on `machine`, by their predicted times.
+
+        plans = find_plans(net, tokens, Machine(nodes=4, devices_per_node=8, ...), Job(samples=512))
+        print(plans)
+        plans.plan().write("plan.yaml")
+
+    Args:
+        net: any module, also on the meta device; with `costs="measured"` layers get random values.
+        example_inputs: the inputs of a batch of at least 2 samples. Where layers are measured, a
+            micro-batch as large as they usually are.
+        machine: the hardware.
+        job: the work of a step.
+        choices: what may be chosen from.
+        costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
+            layer on this machine's first device.
+        precision: `fp32`, `bf16` or `fp16`.
+        tf32: fp32 products are in TF32.
+        best: how many layouts.
+
+    Raises:
+        ConfigError: an argument is wrong, or no layout uses all devices.
+        SplitError: the model cannot be cut, or nothing fits into memory.
+    """
+    check_choice("cluster.costs", costs, COSTS)
+    chain = ChainBuilder(net, example_inputs).chain()
+    if costs == "measured":
+        device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+        table = measured_costs(chain, example_inputs, device, precision)
+    else:
+        table = counted_costs(chain, example_inputs, machine, precision, tf32)
+    table = CostTable(**{**vars(table), "model": type(net).__name__})
+    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+
+
+def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
+    """Returns the plan of a priced layout, which a run takes as its `split`."""
+    layout = price.layout
+    costs = table.costs_at(layout.samples(job))
+    processes = layout.nb_part if layout.engine == "distributed" else 1
+    cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas)
+    bounds = pairwise(accumulate(price.counts, initial=0))
+    return Plan(
+        model=table.model,
+        split="time",
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+        nb_part=layout.nb_part,
+        stages_per_device=layout.stages_per_device,
+        checkpoint=layout.checkpoint,
+        expand=list(table.expand),
+        costs_from=table.costs_from,
+        stages=[
+            StagePlan(
+                device=f"device {stage % layout.nb_part}",
+                process=cluster.process_of(stage),
+                in_flight=alive,
+                layers=list(costs[start:end]),
+            )
+            for stage, (alive, (start, end)) in enumerate(
+                zip(most_in_flight(layout), bounds, strict=True)
+            )
+        ],
+    )
+
+
+def price_table(prices: Sequence[Price], job: Job) -> list[str]:
+    """Returns a line for each price, under a header."""
+    lines: list[tuple[str, ...]] = [
+        (
+            *("step ms", "samples/s", "bubble", "memory GiB", "nb_part", "replicas", "chunks"),
+            *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+        )
+    ]
+    for price in prices:
+        layout = price.layout
+        lines.append(
+            (
+                f"{price.step_ms:.1f}",
+                f"{job.samples * job.accumulate / price.step_ms * 1e3:.1f}",
+                f"{price.bubble:.0%}",
+                f"{price.peak_bytes / 2**30:.2f}",
+                *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
+                str(layout.stages_per_device),
+                *(layout.schedule, layout.engine, layout.checkpoint, layout.shard, price.binds),
+            )
+        )
+    return text_table(lines, right_aligned=8)
+
+
+def in_words(price: Price) -> str:
+    """Returns the parts of a step in one line."""
+    parts = {
+        "compute": price.compute_ms,
+        "of which recomputed": price.recompute_ms,
+        "exposed transfers": price.transfer_ms,
+        "exposed all-reduce": price.reduce_ms,
+        "optimizer": price.optimizer_ms,
+        "data, in the background": price.data_ms,
+    }
+    told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
+    return f"{price.step_ms:.1f} ms per step: {told}; bubble {price.bubble:.0%}"

@@ -1,0 +1,213 @@
+"""Predicted against measured: the time of a step, and the memory of each stage.
+
+    emulated   stages that sleep, so that any number of devices fits on any number of cores
+    real       a GPT on CPU stages, whose layers are measured first
+    memory     the storages that a step of a GPT keeps, against the predicted ones
+
+Prints a line for each configuration, and the median error of each part. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.machine import Machine
+from hybridtrain.model import HybridModel
+from hybridtrain.models import gpt
+from hybridtrain.planning import LayerCost
+from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
+from hybridtrain.planning.layout import Job, Layout
+from hybridtrain.planning.price import device_memory, price
+from hybridtrain.world import World
+from scripts.bench import schedule_efficiency as emulated_devices
+from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed
+
+# Shares of a device's 5 and 10 ms; repeated for as many stages as there are.
+SHARES = {"even": (1.0,), "uneven": (1.0, 0.6, 1.4, 0.8)}
+Row = tuple[str, float, float]
+
+
+def emulated_layouts(devices: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[Layout, str]]:
+    """Yields 40 configurations by default: 2 engines x 2 x 2 x 2 or 3 schedules x 2 shares."""
+    kinds = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2))
+    for engine, nb_part, m in itertools.product(("local", "distributed"), devices, chunks):
+        for (schedule, v), shares in itertools.product(kinds, SHARES):
+            if v == 1 or (m % nb_part == 0 and m == max(chunks)):
+                yield Layout(nb_part, 1, engine, m, schedule, v), shares
+
+
+def share_of(shares: str, stage: int, layout: Layout) -> float:
+    """Returns the part of a device's time that `stage` takes."""
+    given = SHARES[shares]
+    return given[stage % len(given)] / layout.stages_per_device
+
+
+def emulated(options: argparse.Namespace) -> list[Row]:
+    """Returns predicted and measured milliseconds of steps on devices that sleep."""
+    emulated_devices.calibrate()
+    processes = Processes(max(options.devices))
+    rows = []
+    # the emulated times are calibrated to have PyTorch's own, and a message its latency alone
+    for layout, shares in emulated_layouts(options.devices, options.chunks):
+        local = layout.engine == "local"
+        machine = Machine(
+            device="cpu",
+            devices_per_node=layout.nb_part,
+            action_s=0.0,
+            node_latency_s=0.0 if local else options.message_s,
+        )
+        factors = [share_of(shares, stage, layout) for stage in range(layout.stages)]
+        costs = [
+            LayerCost(
+                f"{i}", 1, emulated_devices.FORWARD * 1e3 * f, emulated_devices.BACKWARD * 1e3 * f
+            )
+            for i, f in enumerate(factors)
+        ]
+        table = given_costs(lambda samples, costs=costs: costs)
+        predicted = price(table, machine, Job(layout.chunks), layout, [1] * layout.stages)
+        name = f"{layout.engine} {layout.schedule} P={layout.nb_part} m={layout.chunks} "
+        name += f"v={layout.stages_per_device} {shares}"
+        if local:
+            run = timed(emulated_step(layout, factors))
+        else:
+            processes.add(name, distributed_step, layout, factors, emulated_devices.sleeps)
+            run = partial(processes.seconds, name)
+        rows.append((name, predicted.step_ms, median_ms(run, options.repeats)))
+    processes.close()
+    return rows
+
+
+def emulated_step(
+    layout: Layout, factors: Sequence[float], world: World | None = None
+) -> Callable[[], object]:
+    """Returns a step over stages that sleep."""
+    model = HybridModel(
+        nn.Sequential(*map(emulated_devices.Emulated, factors)),
+        world or World.from_env(layout.nb_part, devices="cpu"),
+        chunks=layout.chunks,
+        schedule=layout.schedule,
+        stages_per_device=layout.stages_per_device,
+    )
+    x = torch.ones(layout.chunks, emulated_devices.WIDTH)
+    return lambda: model.train_step(x, None, mean_loss)
+
+
+def distributed_step(
+    layout: Layout, factors: Sequence[float], calibrated: emulated_devices.Sleeps
+) -> Callable[[], object] | None:
+    """Returns this process's part of a step with `engine=distributed`."""
+    emulated_devices.sleeps = calibrated
+    world = emulated_devices.part_of_pipeline(layout.nb_part)
+    return None if world is None else emulated_step(layout, factors, world)
+
+
+def real_layouts() -> Iterator[Layout]:
+    """Yields 12 configurations of two CPU stages."""
+    for schedule, chunks, checkpoint in itertools.product(
+        ("1f1b", "gpipe"), (2, 4, 8), ("never", "always")
+    ):
+        yield Layout(2, 1, "local", chunks, schedule, 1, checkpoint)
+
+
+def real(options: argparse.Namespace) -> list[Row]:
+    """Returns predicted and measured milliseconds of steps of a GPT on CPU stages."""
+    net, tokens = small_gpt()
+    table = measured_costs(ChainBuilder(net, tokens).chain(), tokens, torch.device("cpu"), "fp32")
+    machine = Machine(device="cpu", devices_per_node=2)
+    rows = []
+    for layout in real_layouts():
+        model, counts = model_of(layout)
+        predicted = price(table, machine, Job(len(tokens)), layout, counts)
+        run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
+        rows.append((str(layout), predicted.pipeline_ms, median_ms(run, options.repeats)))
+    return rows
+
+
+def memory() -> list[Row]:
+    """Returns predicted and counted MiB of each stage, in a step with AdamW."""
+    net, tokens = small_gpt()
+    machine = Machine(device="cpu", flops_per_s={"fp32": 1e11})
+    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, machine, "fp32")
+    rows = []
+    for layout in real_layouts():
+        # the count on a CPU leaves out what a backward recomputes
+        if layout.checkpoint != "never":
+            continue
+        model, counts = model_of(layout)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.train_step(tokens, None, mean_loss)
+        optimizer.step()
+        counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
+        predicted = device_memory(table, Job(len(tokens)), layout, counts)
+        for stage, (one, other) in enumerate(zip(predicted, counted, strict=True)):
+            rows.append((f"{layout} stage {stage}", one.total / 2**20, other / 2**20))
+    return rows
+
+
+def small_gpt() -> tuple[nn.Module, torch.Tensor]:
+    """Returns a GPT of some milliseconds a layer, and tokens for it."""
+    torch.manual_seed(0)
+    return gpt(512, 128, n_layer=6, n_head=4, d_model=192), torch.randint(512, (16, 128))
+
+
+def model_of(layout: Layout) -> tuple[HybridModel, list[int]]:
+    """Returns the GPT in two stages, and the number of layers of each."""
+    model = HybridModel(
+        small_gpt()[0],
+        World.from_env(layout.nb_part, devices="cpu"),
+        chunks=layout.chunks,
+        schedule=layout.schedule,
+        checkpoint=layout.checkpoint,
+    )
+    return model, model.plan.counts
+
+
+def median_ms(run: Callable[[], float], repeats: int) -> float:
+    """Returns the median of `repeats` runs in milliseconds, after one that warms up."""
+    run()
+    return statistics.median(run() for _ in range(repeats)) * 1e3
+
+
+def report(part: str, unit: str, rows: Sequence[Row]) -> None:
+    """Prints a table with the error of each prediction, and their median."""
+    errors = [abs(predicted / measured - 1) for _, predicted, measured in rows]
+    lines = [
+        (name, f"{predicted:.2f}", f"{measured:.2f}", f"{predicted / measured - 1:+.1%}")
+        for name, predicted, measured in rows
+    ]
+    print_table([part, f"predicted {unit}", f"measured {unit}", "error"], lines)
+    print(
+        f"{part}: {len(rows)} configurations, median error {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%}\n"
+    )
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["emulated", "real", "memory"])
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--message-s", type=float, default=4e-4, help="of a message over gloo")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    if "emulated" in options.parts:
+        report("emulated", "ms", emulated(options))
+    if "real" in options.parts:
+        report("real", "ms", real(options))
+    if "memory" in options.parts:
+        report("memory", "MiB", memory())
+    print_footer("Predicted against measured; median of the repeats after one warm-up.")
+
+
+if __name__ == "__main__":
+    main()

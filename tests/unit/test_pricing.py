@@ -1,0 +1,248 @@
+"""Prices and the search: what they promise for any machine, checked on random ones."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridtrain.app.config import ClusterConfig
+from hybridtrain.cluster import Cluster
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.machine import Machine
+from hybridtrain.models import gpt
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning import LayerCost, Plan, plan
+from hybridtrain.planning.cost_table import LayerSize, counted_costs, given_costs
+from hybridtrain.planning.estimates import count_chain
+from hybridtrain.planning.layout import Choices, Job, Layout, layouts
+from hybridtrain.planning.layout_search import _Search, find_layouts
+from hybridtrain.planning.price import (
+    device_memory,
+    least_step_ms,
+    most_in_flight,
+    price,
+    stage_times,
+)
+from hybridtrain.planning.priced import find_plans
+from hybridtrain.schedule import make_schedule, peak_in_flight, simulate
+
+few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+MIB = 2**20
+
+
+def table_of(times, nbytes=MIB, weights=4 * MIB):
+    def costs_at(samples):
+        return [
+            LayerCost(
+                f"{i}",
+                1000,
+                ms * samples,
+                2 * ms * samples,
+                0,
+                activation_bytes=nbytes * samples,
+                crossing_bytes=nbytes * samples,
+            )
+            for i, ms in enumerate(times)
+        ]
+
+    return given_costs(costs_at, [LayerSize(weights, weights)] * len(times))
+
+
+@st.composite
+def problems(draw):
+    times = draw(st.lists(st.floats(0.1, 3), min_size=2, max_size=5))
+    machine = Machine(
+        nodes=draw(st.sampled_from([1, 2])),
+        devices_per_node=draw(st.sampled_from([1, 2, 4])),
+        memory_gib=draw(st.floats(0.02, 0.2)),
+        reserved_gib=0.0,
+        memory_bytes_per_s=1e12,
+        node_bytes_per_s=draw(st.floats(1e8, 1e11)),
+        network_bytes_per_s=draw(st.floats(1e8, 1e11)),
+        action_s=draw(st.sampled_from([0.0, 1e-4])),
+    )
+    return table_of(times), machine, Job(8)
+
+
+@few
+@given(problems())
+def test_no_plan_is_over_the_memory_of_a_device(problem):
+    table, machine, job = problem
+    try:
+        found = find_layouts(table, machine, job)
+    except SplitError:
+        return
+    for one in found:
+        assert sum(one.counts) == len(table.sizes)
+        assert max(m.total for m in one.memory) <= machine.usable_bytes
+
+
+@few
+@given(problems())
+def test_the_first_plan_is_not_slower_than_any_other_that_fits(problem):
+    table, machine, job = problem
+    search = _Search(table, machine, job)
+    cuts = [(one, search.fitting_cut(one)) for one in layouts(machine, job, 2, Choices())]
+    prices = [price(table, machine, job, one, cut).step_ms for one, cut in cuts if cut]
+    if not prices:
+        return
+    found = find_layouts(table, machine, job)
+    steps = [one.step_ms for one in found]
+    assert steps == sorted(steps)
+    assert steps[0] <= min(prices) * (1 + 1e-9)
+
+
+@few
+@given(problems(), st.floats(1.1, 10))
+def test_a_step_is_not_slower_over_faster_links(problem, factor):
+    table, machine, job = problem
+    faster = replace(
+        machine,
+        node_bytes_per_s=factor * machine.node_bytes_per_s,
+        network_bytes_per_s=factor * machine.network_bytes_per_s,
+    )
+    search = _Search(table, machine, job)
+    for one in list(layouts(machine, job, len(table.sizes), Choices()))[::7]:
+        cut = search.fitting_cut(one)
+        if cut:
+            steps = [price(table, m, job, one, cut).step_ms for m in (machine, faster)]
+            assert steps[1] <= steps[0] * (1 + 1e-9)
+
+
+@few
+@given(problems())
+def test_no_simulated_step_is_faster_than_the_bound(problem):
+    table, machine, job = problem
+    search = _Search(table, machine, job)
+    for one in list(layouts(machine, job, len(table.sizes), Choices()))[::5]:
+        cut = search.fitting_cut(one)
+        if cut:
+            times = stage_times(table, machine, job, one, cut)
+            bound = least_step_ms(machine, job, one, times, 0.0)
+            assert search.bound(one) <= bound * (1 + 1e-9)
+            assert bound <= price(table, machine, job, one, cut).step_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("nb_part", "chunks", "v"), [(2, 3, 1), (4, 16, 2), (4, 24, 4), (3, 9, 2)])
+def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_part, chunks, v):
+    one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
+    assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
+    times = [1.0, 1.3, 0.7, 1.1, 1.0, 0.9, 1.2, 1.0]
+    table, machine = table_of(times), Machine(devices_per_node=4, action_s=0.0)
+    one = Layout(4, chunks=1536, stages_per_device=v, engine="distributed")
+    cut = [8 // (4 * v)] * 4 * v
+    job = Job(1536)
+    stages = stage_times(table, machine, job, one, cut)
+    schedule = make_schedule("1f1b", 4, one.chunks, v)
+    spans = simulate(schedule, stages.forward, stages.backward, stages.transfer)
+    whole = max(lane[-1].end for lane in spans)
+    assert price(table, machine, job, one, cut).pipeline_ms == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_message_delays_its_receiver_alone():
+    schedule = make_schedule("gpipe", 2, 2)
+    spans = simulate(schedule, [1, 1], [1, 1], [10])
+    assert [span.start for span in spans[0]] == [0, 1, 24, 25]
+    assert [span.start for span in spans[1]] == [11, 12, 13, 14]
+
+
+def test_shards_take_less_memory_and_recomputation_too():
+    table, job = table_of([1.0] * 4, weights=100 * MIB), Job(16)
+    base = Layout(2, 4, chunks=2)
+
+    def total(**changes):
+        return device_memory(table, job, replace(base, **changes), [2, 2])[0].total
+
+    assert total() - total(shard="optimizer") == 2 * 2 * 100 * MIB * 3 // 4
+    assert total(checkpoint="always") < total()
+
+
+def test_equal_layers_are_counted_as_if_each_was_run():
+    net = gpt(64, 8, n_layer=3, n_head=2, d_model=16, dropout=0.1)
+    net.blocks[1].attention.n_head = 4  # not to be seen in a parameter's shape
+    tokens = torch.randint(64, (3, 8))
+    layers = ChainBuilder(net, tokens).chain().layers
+    whole = count_chain(layers, tokens)
+    alone = [
+        count_chain([layer], torch.randn(3, 8, 16).requires_grad_())[0] for layer in layers[1:4]
+    ]
+    assert [one.forward for one in whole[1:4]] == [one.forward for one in alone]
+    assert [one.backward for one in whole[1:4]] == [one.backward for one in alone]
+    assert whole[1].forward == whole[3].forward
+    assert whole[1].cost.activation_bytes == whole[3].cost.activation_bytes
+    assert whole[1].cost.activation_bytes != whole[2].cost.activation_bytes
+
+
+def test_counted_costs_are_those_of_any_number_of_samples():
+    net, machine = gpt(64, 8, n_layer=1, d_model=16), Machine(flops_per_s={"fp32": 1e9})
+    tokens = torch.randint(64, (6, 8))
+    chain = ChainBuilder(net, tokens).chain()
+    small, large = (counted_costs(chain, tokens[:n], machine, "fp32") for n in (2, 6))
+    for one, other in zip(small.costs_at(12), large.costs_at(12), strict=True):
+        assert one.forward_ms == pytest.approx(other.forward_ms)
+        assert one.activation_bytes == pytest.approx(other.activation_bytes)
+
+
+def test_a_run_takes_the_plan_that_was_found(tmp_path):
+    net, tokens = gpt(64, 8, n_layer=6, d_model=16), torch.randint(64, (8, 8))
+    machine = Machine(nodes=1, devices_per_node=2, flops_per_s={"fp32": 1e12})
+    plans = find_plans(net, tokens, machine, Job(8), choices=Choices(nb_part=[2]))
+    path = tmp_path / "plan.yaml"
+    plans.plan().write(path)
+    assert Plan.read(path).counts == list(plans.prices[0].counts)
+    layout = plans.prices[0].layout
+    options = PipelineOptions(
+        chunks=layout.chunks, stages_per_device=layout.stages_per_device, split=str(path)
+    )
+    assert plan(net, options, tokens, Cluster.of_cpus(2)).counts == list(plans.prices[0].counts)
+    assert "step ms" in str(plans)
+
+
+def test_nothing_that_fits_is_one_line_with_what_is_missing():
+    machine = Machine(devices_per_node=2, memory_gib=0.01, reserved_gib=0.0)
+    with pytest.raises(SplitError, match=r"no plan fits: [\d.]+ GiB are missing on device \d"):
+        find_layouts(table_of([1.0] * 4, weights=10 * MIB), machine, Job(8))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"nodes": 0}, "cluster.nodes=0"),
+        ({"device": "tpu"}, "cluster.device=tpu"),
+        ({"flops_reached": 1.5}, "cluster.flops_reached=1.5"),
+        ({"node_bytes_per_s": 0.0}, "cluster.node_bytes_per_s=0"),
+        ({"memory_gib": float("nan")}, "cluster.memory_gib=nan"),
+        ({"memory_gib": 1.0, "reserved_gib": 2.0}, "cluster.reserved_gib=2"),
+        ({"flops_per_s": {"fp32": -1}}, "cluster.flops_per_s.fp32=-1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_an_error_that_names_the_key(values, told):
+    with pytest.raises(ConfigError, match=told):
+        Machine(**values)
+
+
+def test_a_precision_without_a_rate_is_an_error():
+    with pytest.raises(ConfigError, match=r"no rate for bf16 .*fp32"):
+        Machine(flops_per_s={"fp32": 1e12}).sustained_flops("bf16")
+
+
+def test_devices_that_no_layout_can_use_are_an_error():
+    with pytest.raises(ConfigError, match="no layout uses all 5 devices"):
+        find_layouts(table_of([1.0] * 2), Machine(devices_per_node=5), Job(8))
+
+
+def test_the_config_has_every_key_of_a_machine():
+    names = [each.name for each in fields(ClusterConfig)]
+    assert names == ["costs", *(each.name for each in fields(Machine))]
+    shared = {name: getattr(ClusterConfig(), name) for name in names[1:]}
+    assert Machine(**shared) == Machine()
