@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
+from hybridtrain.monitor import Monitor
 from support.compare import cpu_world
 from support.nets import WIDTH, regression
 
@@ -81,7 +82,7 @@ class Overflow(nn.Module):
         return y
 
 
-class Steps:
+class Steps(Monitor):
     """A monitor that keeps weights and scalars of every step, and counts steps for `Overflow`."""
 
     def __init__(self, net: nn.Module) -> None:

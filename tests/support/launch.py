@@ -53,7 +53,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def torchrun_script(
-    nproc: int, script: str | Path, *args: object, timeout: float = 100, ok: bool = True
+    nproc: int, script: str | Path, *args: object, timeout: float = 300, ok: bool = True
 ) -> str:
     """Runs `script`, which may import `support`, in `nproc` processes; returns their output.
 
@@ -69,14 +69,14 @@ def torchrun_script(
 
 
 def single(
-    args: Sequence[str], timeout: float = 100, env: Mapping[str, str] | None = None, flags: str = ""
+    args: Sequence[str], timeout: float = 300, env: Mapping[str, str] | None = None, flags: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """`python -m hybridtrain <args>`; `flags` are the interpreter's."""
     return _run([sys.executable, *flags.split(), "-m", "hybridtrain", *args], timeout, env)
 
 
 def torchrun(
-    nproc: int, args: Sequence[str], timeout: float = 100, env: Mapping[str, str] | None = None
+    nproc: int, args: Sequence[str], timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --standalone --nproc-per-node <nproc> -m hybridtrain <args>`."""
     return _run([*_torchrun(nproc), "-m", "hybridtrain", *args], timeout, env)
@@ -117,7 +117,7 @@ class Cells:
         """Runs all cells on this rank and writes down the outcome of each."""
         from hybridtrain.world import World
 
-        world = World.from_env(devices="cpu", timeout_s=30)
+        world = World.from_env(devices="cpu", timeout_s=120)
         outcome: dict[str, str] = {}
         for name, function in self.cells.items():
             try:

@@ -27,6 +27,7 @@ from support.nets import (
     token_loss,
     tokens,
 )
+from support.thorough import sample
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -48,7 +49,7 @@ from hybridtrain.pipeline import clocks, timeline
 torch.set_num_threads(1)
 cells = Cells()
 
-for cell in {replace(cell, nb_part=2): None for cell in matrix_cells()}:
+for cell in sample(list({replace(cell, nb_part=2): None for cell in matrix_cells()}), 2):
 
     @cells.add(str(cell))
     def _(world, cell=cell):
