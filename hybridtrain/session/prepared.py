@@ -151,7 +151,7 @@ class StepInUse:
 
     @property
     def at_last(self) -> bool:
-        """Whether the batch in use is the last one."""
+        """Tells whether the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
 
 

@@ -198,7 +198,7 @@ class Session:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch in use is the last one of its step."""
+        """Tells whether the batch in use is the last one of its step."""
         return self.in_use.at_last
 
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
