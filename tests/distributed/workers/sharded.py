@@ -11,11 +11,14 @@ from support.launch import Cells
 from support.nets import CASES, VOCABULARY, token_loss, tokens
 from support.sharded import OPTIMIZERS, check_same, make_optimizer, values
 from support.training import Recorder, data, rich_net
+from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, ShardedOptimizer, Trainer, World
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.evaluation import predict
 from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.sharded_tensors import gathered, is_sharded, own_part
 
 torch.set_num_threads(1)
@@ -498,6 +501,74 @@ def _(world):
         found = run_of(world, shard, net, at=at, clip_norm=1.0)
         assert_same(found[0], expected[0], shard)
         assert_same(found[1], expected[1], shard)
+
+
+def _net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(4)])
+
+
+def _train(model, world, **options):
+    generator = torch.Generator().manual_seed(world.rank)
+    inputs, targets = torch.randn(2, 4, 6, generator=generator).unbind()
+    model.train_step(inputs, targets, torch.nn.functional.mse_loss, **options)
+
+
+@cells.add("predictions of replicas with different numbers of batches are complete")
+def _(world):
+    model = HybridModel(_net(), world, shard="full")
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    found = predict(model, EvalLoader(TensorDataset(inputs, inputs), 2, world))
+    torch.testing.assert_close(found, _net()(inputs).detach())
+
+
+@cells.add("a parameter that is frozen between backward and step stays equal on all replicas")
+def _(world):
+    model = HybridModel(_net(), world, shard="optimizer")
+    optimizer = ShardedOptimizer(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    _train(model, world)
+    model.net[0].requires_grad_(False)
+    optimizer.step()
+    check_replicas(model.net, world)
+
+
+@cells.add("parameters that are frozen at first are spread over the replicas too")
+def _(world):
+    net = _net()
+    net[:3].requires_grad_(False)
+    model = HybridModel(net, world, shard="optimizer")
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW)
+    net.requires_grad_(True)
+    _train(model, world)
+    optimizer.step()
+    own = sum(entry["exp_avg"].numel() for entry in optimizer.state.values())
+    assert 0.3 < own / sum(parameter.numel() for parameter in net.parameters()) < 0.7
+
+
+@cells.add("a copy of a parameter that is not cut is compared between the replicas")
+def _(world):
+    net = _net()
+    net[1].weight.data = net[1].weight.data.t()  # not contiguous: each replica has all of it
+    model = HybridModel(net, world, shard="full")
+    check_replicas(model.net, world)
+    own_part(net[1].weight).add_(world.rank)
+    with pytest.raises(UserError, match=r"the replicas are apart: 1\.weight of rank 1 differs"):
+        check_replicas(model.net, world)
+
+
+@cells.add(
+    "a state taken inside whole_weights() outlives it, and gradients must be averaged to clip"
+)
+def _(world):
+    model = HybridModel(_net(), world, shard="full")
+    with model.whole_weights():
+        state = model.state_dict()
+        with pytest.raises(UserError, match="cannot be loaded inside whole_weights"):
+            model.load_state_dict(state)
+    assert torch.equal(state["0.weight"], _net()[0].weight.detach())
+    _train(model, world, sync=False)
+    with pytest.raises(UserError, match="not averaged over the replicas yet"):
+        model.clip_grad_norm_(1.0)
 
 
 if __name__ == "__main__":
