@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import shutil
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 import hybridtrain.smp as smp
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
 from hybridtrain.smp import runtime
+from hybridtrain.smp.process_state import flags
 
 cells = Cells()
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
@@ -683,6 +685,84 @@ def _(world):
     assert y.outputs[0].shape == (3, 4)
     with pytest.raises(ConfigError, match="-1 for 'x': count the axes from 0"):
         smp.step(input_split_axes={"x": -1})(lambda model, x: model(x))
+
+
+@cells.add("what the processes of a pipeline draw is the same after a step that draws in its end")
+def _(world):
+    net = build()
+    net.insert(1, nn.Dropout(0.5))
+    script = begin(net=net)
+
+    @smp.step
+    def step(model, x, y, draws):
+        output = model(x)
+        if draws:
+            output = F.dropout(output, 0.5)
+        loss = F.cross_entropy(output, y)
+        model.backward(loss)
+        return loss
+
+    torch.manual_seed(3)
+    for draws in (False, True, True):
+        before = torch.get_rng_state()
+        step(script.model, script.x, script.y, draws)
+        assert torch.equal(before, torch.get_rng_state()) is not draws
+        orders = smp.allgather(torch.randperm(50))
+        assert torch.equal(*orders)
+
+
+@cells.add("a value that cannot be sent is one error in all processes")
+def _(world):
+    script = begin()
+
+    @smp.step
+    def step(model, x):
+        model(x)
+        return lambda: 0
+
+    script.model.eval()
+    with pytest.raises(UserError, match=r"cannot be sent to the other processes .*lambda"):
+        step(script.model, script.x)
+    train_step(script.model.train(), script.x, script.y)
+
+
+@cells.add(
+    "flags of the whole process are refused around the model's call, and kept around the step's"
+)
+def _(world):
+    script = begin()
+    managers = {
+        "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+        "cudnn.benchmark": lambda: torch.backends.cudnn.flags(benchmark=True),
+        "flash": lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
+    }
+
+    @smp.step
+    def step(model, x, manager):
+        with manager():
+            return model(x)
+
+    before = flags()
+    for name, manager in managers.items():
+        with pytest.raises(UserError, match=rf"{name}.*put it around the call of the step"):
+            step(script.model, script.x, manager)
+        assert flags() == before
+    script.model.eval()
+    with torch.backends.cudnn.flags(benchmark=True):
+        step(script.model, script.x, contextlib.nullcontext)
+
+
+@cells.add("each root of model.backward has its own gradient")
+def _(world):
+    script = begin(LOCAL)
+
+    @smp.step
+    def step(model, x, gradients):
+        output = model(x)
+        model.backward([output, output * 2], gradients)
+
+    with pytest.raises(UserError, match=r"2 tensors was given 1 in grad_tensors="):
+        step(script.model, script.x, torch.ones(4, 3))
 
 
 @cells.add("messages between ranks")
