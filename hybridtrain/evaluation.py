@@ -138,11 +138,12 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     model.sync_buffers()
     outputs = []
     try:
-        for inputs, _ in data:
-            outputs += [
-                tree_map_only(Tensor, Tensor.cpu, output)
-                for output in model.map_outputs(inputs, None, lambda output, _: output)
-            ]
+        with model.whole_weights():  # replicas may have different numbers of batches
+            for inputs, _ in data:
+                outputs += [
+                    tree_map_only(Tensor, Tensor.cpu, output)
+                    for output in model.map_outputs(inputs, None, lambda output, _: output)
+                ]
     finally:
         for module, training in modes:
             module.training = training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 from torch.nn.parameter import Parameter
@@ -11,6 +12,12 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
 
 log = logging.getLogger(__name__)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` computes the loss itself, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 class OptimizerCheck:

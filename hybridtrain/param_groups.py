@@ -104,8 +104,22 @@ class CombinedOptimizer(Optimizer):
         if len(set(held)) < len(held):
             raise ConfigError("two of the optimizers hold the same parameter")
         groups = [dict(g) for each in self.optimizers for g in each.param_groups]
+        self._is_complete = False
         super().__init__(groups, {})
+        self._is_complete = True
         self._join()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible: which of the optimizers should have it?
+
+        Raises:
+            ConfigError: always.
+        """
+        if self._is_complete:
+            raise ConfigError(
+                "add the group to one of the optimizers, and make the CombinedOptimizer anew"
+            )
+        super().add_param_group(param_group)
 
     def _join(self) -> None:
         """Takes the groups and states of the optimizers, as the same objects."""
@@ -129,7 +143,13 @@ class CombinedOptimizer(Optimizer):
             each.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, each optimizer its part."""
+        """Loads a `state_dict`, each optimizer its part.
+
+        Raises:
+            ValueError: it has another number of groups.
+        """
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError("the state is of an optimizer with another number of parameter groups")
         groups = iter(state_dict["param_groups"])
         for each in self.optimizers:
             own = [next(groups) for _ in each.param_groups]

@@ -23,29 +23,33 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
+from hybridtrain.optimizer_check import needs_closure
+from hybridtrain.param_groups import CombinedOptimizer
 
 # Parameters of fewer bytes travel together, copied into one tensor.
 _PACKED_BYTES = 1 << 20
 
 
 class _Share(NamedTuple):
-    """A stage's parameters, the replica that updates each, and the bytes that each replica has."""
+    """A stage's parameters, the replica that updates each, and the bytes that each replica has.
+
+    Frozen parameters, which have no state yet, are spread by themselves.
+    """
 
     group: dist.ProcessGroup | None
     parameters: list[Parameter]
     owners: list[int]
     loads: list[int]
+    frozen_loads: list[int]
 
     def add(self, parameters: Sequence[Parameter]) -> None:
-        """Spreads `parameters`: the largest first, to the replica with the fewest bytes.
-
-        Frozen parameters have no state, and count nothing.
-        """
-        for parameter in sorted(parameters, key=_trained_bytes, reverse=True):
-            owner = self.loads.index(min(self.loads))
+        """Spreads `parameters`: the largest first, to the replica with the fewest bytes."""
+        for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):
+            loads = self.loads if parameter.requires_grad else self.frozen_loads
+            owner = loads.index(min(loads))
             self.parameters.append(parameter)
             self.owners.append(owner)
-            self.loads[owner] += _trained_bytes(parameter)
+            loads[owner] += parameter.nbytes
 
 
 class ReplicaShares:
@@ -73,7 +77,8 @@ class ReplicaShares:
         for index, of_stage in by_stage.items():
             if index not in self._shares:
                 group = model.pipeline.groups[index]
-                self._shares[index] = _Share(group, [], [], [0] * model.world.replicas)
+                none = [0] * model.world.replicas
+                self._shares[index] = _Share(group, [], [], none, list(none))
             self._shares[index].add(of_stage)
         self._own = {
             id(parameter)
@@ -131,6 +136,16 @@ class ShardedOptimizer(Optimizer):
                 f"optimizer itself"
             )
         self._inner = make(list(model.parameters()) if params is None else params)
+        if isinstance(self._inner, CombinedOptimizer):
+            raise ConfigError(
+                "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
+                "shard=none or shard=full"
+            )
+        if needs_closure(self._inner):
+            raise ConfigError(
+                f"{type(self._inner).__name__} computes the loss several times in a step, which a "
+                f"pipeline does not do: choose another optimizer"
+            )
         self._is_complete = False
         super().__init__([dict(group) for group in self._inner.param_groups], self._inner.defaults)
         self._is_complete = True
@@ -164,6 +179,7 @@ class ShardedOptimizer(Optimizer):
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(group))
         self._inner.step()
+        self.state = self._inner.state  # which some optimizers replace
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(own))  # some optimizers count their steps there
         self._shares.send_updates()
@@ -219,10 +235,6 @@ def check_sharded(model: HybridModel, optimizer: Optimizer) -> None:
         )
 
 
-def _trained_bytes(parameter: Tensor) -> int:
-    return parameter.nbytes if parameter.requires_grad else 0
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -235,7 +247,8 @@ def _broadcast(
     small: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for parameter, owner in zip(parameters, owners, strict=True):
         value = parameter.detach()
-        if not parameter.requires_grad or not value.numel():
+        # one that was frozen after its backward is updated once more
+        if not (parameter.requires_grad or parameter.grad is not None) or not value.numel():
             continue
         if value.nbytes < _PACKED_BYTES or not value.is_contiguous():
             small.setdefault((owner, value.device, value.dtype), []).append(value)

@@ -15,10 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parameter import Parameter
 
+from hybridtrain.errors import UserError
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Returns whether `tensor` is distributed over the replicas."""
     return isinstance(tensor, DTensor)
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Returns whether each replica has other values of `tensor`, not all of them alike."""
+    return isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
 
 
 @torch.no_grad()
@@ -48,14 +55,34 @@ def whole_gradient(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def own_parameters(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Returns parameters with the parts that this process has, and of the gradients; no copies."""
+    """Returns parameters with the parts that this process has, and of the gradients.
+
+    Nothing is copied.
+
+    Raises:
+        UserError: a gradient was not averaged over the replicas yet.
+    """
     own = []
     for parameter in parameters:
         part = Parameter(own_part(parameter), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
+            parameter.grad = _cut_alike(parameter.grad, parameter)
             part.grad = own_part(parameter.grad)
         own.append(part)
     return own
+
+
+def _cut_alike(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return gradient
+    if gradient.placements[0].is_partial():
+        raise UserError(
+            "these gradients are not averaged over the replicas yet: the last train_step before "
+            "clipping or unscaling must have sync=True"
+        )
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)  # each takes its part of all
 
 
 def part_of(whole: Tensor, own: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -122,6 +122,12 @@ class Trainer:
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
+        for name in ("data", "callbacks"):
+            if name in self.states:
+                raise ConfigError(
+                    f"states= has the name {name!r}, under which the trainer saves its own: use "
+                    f"another"
+                )
         if getattr(self.train, "has_state", False):
             self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
@@ -191,18 +197,19 @@ class Trainer:
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.texts = texts or {}
-        self._tell("on_start")
-        self.model.zero_grad()  # of a fit before that has ended in the middle of a step
-        self.optimizer.zero_grad()
-        self.model.pipeline.reset_peak_memory()  # of measurements, and of models before this one
         stream = self.train.stream(self.epoch, self.batch)
-        self.throughput = Throughput()
         try:
             with (
                 self._interruptions.listening(),
                 self._closing(stream),
                 saving.finishing(self.store, self.world),
             ):
+                self._tell("on_start")
+                self.model.zero_grad()  # of a fit before that has ended in the middle of a step
+                self.optimizer.zero_grad()
+                # of measurements, and of models before this one
+                self.model.pipeline.reset_peak_memory()
+                self.throughput = Throughput()
                 self._train(stream)
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)

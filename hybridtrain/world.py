@@ -100,6 +100,7 @@ class World:
     watchdog: Watchdog | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _saving_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _wait_for_save: Callable[[], None] | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
 
     @classmethod
@@ -276,13 +277,20 @@ class World:
         ranks = [self.rank_of(replica, owner) for replica in range(self.replicas)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
-    def saving_group(self) -> dist.ProcessGroup:
+    def saving_group(self, wait: Callable[[], None]) -> dist.ProcessGroup:
         """Returns a group of all processes for saves, which may go on in a thread.
 
         With gloo, and a long timeout. The first call is a collective one; only with several
         processes.
+
+        Args:
+            wait: returns when the caller has no save under way; called before another one gets the
+                group.
         """
         self._check_open()
+        if self._wait_for_save is not None and self._wait_for_save != wait:
+            self._wait_for_save()
+        self._wait_for_save = wait
         if self._saving_group is None:
             self._saving_group = _new_group("gloo", _SETUP_TIMEOUT)
         return self._saving_group
@@ -385,7 +393,7 @@ class World:
             dist.destroy_process_group()
             self._closed = True
             # the last references to them
-            self._object_group = self._saving_group = None
+            self._object_group = self._saving_group = self._wait_for_save = None
             self.pipeline_group = self.pipeline_object_group = None
 
     def _check_open(self) -> None:

@@ -21,7 +21,7 @@ def measured_file() -> Path:
 
 
 def register_cluster_file(override: str) -> str:
-    """Registers the file of `cluster=path/to/file.yaml` and returns `cluster=file`.
+    """Registers the file of `cluster=path/to/file.yaml` and returns the override for it.
 
     Any other override is returned unchanged.
 
@@ -47,5 +47,6 @@ def register_cluster_file(override: str) -> str:
         raise ConfigError(f"cluster={value} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"cluster={value} must be a mapping of keys to values")
-    ConfigStore.instance().store(group="cluster", name=path.stem, package="cluster", node=node)
-    return f"{key}={path.stem}"
+    name = f"{path.stem}-file"  # a preset of the same name would win
+    ConfigStore.instance().store(group="cluster", name=name, package="cluster", node=node)
+    return f"{key}={name}"

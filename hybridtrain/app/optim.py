@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from hybridtrain.app.config import GROUP_KEYS
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
+from hybridtrain.optimizer_check import needs_closure
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 
@@ -127,8 +127,7 @@ def build_optimizer(
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
     )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if needs_closure(optimizer):
         raise ConfigError(
             f"{key}._target_={config['_target_']}: its step computes the loss several times, which "
             f"a pipeline does not do; choose another optimizer"

@@ -45,6 +45,8 @@ class LastingStream:
         return not self.broken and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_stream":  # asked for by copy, of an empty object
+            raise AttributeError(f"'LastingStream' object has no attribute {name!r}")
         return getattr(self._stream, name)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.callbacks.base import Callback, check_whole_parameters
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -59,7 +59,7 @@ class EMA(Callback):
         """Moves the average."""
         average, parameters = self._pairs()
         with torch.no_grad():
-            # by device and dtype, as PyTorch's own foreach functions want them
+            # of several devices or dtypes, PyTorch goes through them one by one
             torch._foreach_lerp_(average, parameters, 1 - self._decay)
 
     @contextmanager
@@ -92,11 +92,22 @@ class EMA(Callback):
         return {name: value for part in found for name, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the average of this process's stages."""
+        """Loads the average of this process's stages.
+
+        Raises:
+            CheckpointError: it lacks a parameter, or has one of another shape; nothing is loaded.
+        """
         self._pairs()
         for name, value in self._average.items():
-            if name in state and state[name].shape == value.shape:
-                value.copy_(state[name])
+            if name not in state or state[name].shape != value.shape:
+                found = f"with shape {list(state[name].shape)}" if name in state else "not there"
+                raise CheckpointError(
+                    f"the checkpoint's average of EMA does not fit the model: {name}, of shape "
+                    f"{list(value.shape)}, is {found}. Train the model it was made with, or leave "
+                    f"EMA out"
+                )
+        for name, value in self._average.items():
+            value.copy_(state[name])
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the averages and their parameters; a new parameter begins its average."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.errors import ConfigError
-from hybridtrain.name_patterns import matching
+from hybridtrain.name_patterns import fits, matching
 
 if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
@@ -19,10 +19,10 @@ class Freeze(Callback):
 
         Freeze("features.*", until=500)      # trained from step 501 on
 
-    Before `start` and after `until` they are trained. Which they are is a function of the step
-    alone, so a resumed run goes on exactly. The optimizer must hold all of them from the beginning:
-    it leaves out those without a gradient. What a frozen batch norm does with its running
-    statistics is up to its mode.
+    Before `start` and after `until` they are trained, unless another `Freeze` freezes them then.
+    Which they are is a function of the step alone, so a resumed run goes on exactly. The optimizer
+    must hold all of them from the beginning: it leaves out those without a gradient. What a frozen
+    batch norm does with its running statistics is up to its mode.
 
     Args:
         match: a pattern for the names of parameters, such as `features.*`, or several.
@@ -69,11 +69,18 @@ class Freeze(Callback):
         self._apply(trainer)
 
     def _apply(self, trainer: Trainer) -> None:
-        until = math.inf if self._until is None else self._until
-        frozen = self._start <= trainer.step < until
+        frozen = self._freezes_at(trainer.step)
         if frozen is self._frozen:
             return
         self._frozen = frozen
         parameters = dict(trainer.model.net.named_parameters())
+        active = [
+            each._match
+            for each in trainer.callbacks
+            if isinstance(each, Freeze) and each._freezes_at(trainer.step)
+        ]
         for name in matching(self._match, parameters, "match"):
-            parameters[name].requires_grad_(not frozen)
+            parameters[name].requires_grad_(not any(fits(name, match) for match in active))
+
+    def _freezes_at(self, step: int) -> bool:
+        return self._start <= step < (math.inf if self._until is None else self._until)

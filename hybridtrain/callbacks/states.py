@@ -67,4 +67,5 @@ class CallbackStates:
 
 
 def _has_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict
+    # one that is main_only has none, since other processes do not have it: see Callback
+    return not callback.main_only and type(callback).state_dict is not Callback.state_dict

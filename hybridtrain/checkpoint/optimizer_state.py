@@ -23,7 +23,8 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     return {
-        "state": {names[number]: entry for number, entry in state["state"].items()},
+        # an empty parameter, which stands for none, may have a state too
+        "state": {names[n]: entry for n, entry in state["state"].items() if names[n]},
         "param_groups": [
             {**group, "params": [names[number] for number in group["params"] if names[number]]}
             for group in state["param_groups"]
@@ -42,14 +43,14 @@ def check_groups(
     names = parameter_names(model, optimizer)
     numbers = {name: number for number, name in enumerate(names)}
     own = [
-        [number for number in group["params"] if names[number]]
+        sorted(number for number in group["params"] if names[number])
         for group in optimizer.state_dict()["param_groups"]
     ]
     elsewhere = {name for name, p in model.net.named_parameters() if p.is_meta}
     try:
         groups = state["param_groups"]
         saved = [
-            [numbers.get(name, -1) for name in group["params"] if name not in elsewhere]
+            sorted(numbers.get(name, -1) for name in group["params"] if name not in elsewhere)
             for group in groups
         ]
         if not all(isinstance(entry, dict) for entry in state["state"].values()):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.checkpoint.gathered_save import GatheredState
 from hybridtrain.checkpoint.host_copies import HostCopies
@@ -29,7 +30,7 @@ from hybridtrain.checkpoint.state_table import StateTable
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_tensors import is_sharded
+from hybridtrain.sharded_tensors import gathered, is_sharded
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -74,7 +75,10 @@ def save(
             processes see the directory that they should write to.
     """
     world = model.world
-    dicts = {name: entry.state_dict() for name, entry in states.items()}
+    model.pipeline.check_in_parts("a checkpoint cannot be saved")
+    dicts = {
+        name: tree_map_only(Tensor, gathered, entry.state_dict()) for name, entry in states.items()
+    }
     whole = _rank_0_has_all(model)
     store.is_joint = _is_joint(store, world, whole)
     if store.is_joint:
@@ -84,12 +88,14 @@ def save(
         files = share_of_state(
             model, table, progress, dicts, copies=copies, copies_all=store.background
         )
-        path = _save(store, step, files, prune, required, joint=JointSave(world.saving_group()))
+        path = _save(
+            store, step, files, prune, required, joint=JointSave(world.saving_group(store.wait))
+        )
         # of a save in the background it is the name that it will have
         return world.broadcast(path)
     others = None
     if not whole:
-        others = GatheredState(StateTable(model, optimizer), world.saving_group())
+        others = GatheredState(StateTable(model, optimizer), world.saving_group(store.wait))
 
     def save_on_main() -> Path | None:
         try:

@@ -119,7 +119,9 @@ class StateTable:
             "model": {
                 name: tensor
                 for name, tensor in tensors_of_model.items()
-                if model.world.replica == 0 or isinstance(tensor, nn.Parameter)
+                if model.world.replica == 0
+                or isinstance(tensor, nn.Parameter)
+                or is_sharded(tensor)
             },
             "optimizer": pack("optimizer", own)[1],
         }

@@ -62,19 +62,19 @@ def notebook_launcher(
         folder = Path(name)
         (folder / "call.pkl").write_bytes(dumped((function, tuple(args)), "function= and args="))
         variables = {**_environment(num_processes, nb_part), **(env or {})}
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", "hybridtrain.launch.notebook_child", name],
-                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt comes from here alone, and once
-            )
-            for rank in range(num_processes)
-        ]
+        children: list[subprocess.Popen[bytes]] = []
         try:
-            _follow(children)
+            for rank in range(num_processes):
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "hybridtrain.launch.notebook_child", name],
+                    env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # an interrupt comes from here alone, and once
+                )
+                children.append(child)
+            failed = _follow(children)
         finally:
             for child in children:
                 if child.poll() is None:
@@ -82,8 +82,14 @@ def notebook_launcher(
                 child.wait()
                 if child.stdout is not None:
                     child.stdout.close()
-        _raise_first_failure(folder, children)
-        return pickle.loads((folder / "result.pkl").read_bytes())
+        _raise_first_failure(folder, children, failed)
+        result = folder / "result.pkl"
+        if not result.exists():
+            raise ProcessFailedError(
+                f"rank 0 of {num_processes} ended by exit code 0 before function= returned, as "
+                f"os._exit(0) does; what it printed is above"
+            )
+        return pickle.loads(result.read_bytes())
 
 
 def dumped(value: Any, what: str) -> bytes:
@@ -126,27 +132,40 @@ def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
     }
 
 
-def _follow(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Shows what the children print until all have ended; passes on an interrupt."""
+def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Shows what the children print until all have ended; passes on an interrupt.
+
+    Returns:
+        the rank that was the first to fail, before others were stopped; None: none has.
+    """
     rests = [b""] * len(children)
+    failed: int | None = None
     deadline: float | None = None
     interrupted = False
     with selectors.DefaultSelector() as selector:
         for rank, child in enumerate(children):
             assert child.stdout is not None
             selector.register(child.stdout, selectors.EVENT_READ, rank)
-        while selector.get_map():
+        while True:
             try:
-                for key, _ in selector.select(timeout=0.2):
+                # asked first, so that what an ended child has printed is read below
+                codes = [child.poll() for child in children]
+                running = None in codes
+                if failed is None:
+                    failed = next((rank for rank, code in enumerate(codes) if code), None)
+                events = selector.select(timeout=0.2) if running or selector.get_map() else []
+                if not running and not events:
+                    break  # a process that a child has started may keep the output open
+                for key, _ in events:
                     rank = key.data
                     read = os.read(key.fd, 65536)
                     *lines, rests[rank] = (rests[rank] + read).split(b"\n")
                     if not read:
                         selector.unregister(key.fileobj)
                         lines += [rests[rank]] if rests[rank] else []
+                        rests[rank] = b""
                     _show(rank, lines)
-                failed = any(child.poll() not in (None, 0) for child in children)
-                if deadline is None and failed:
+                if deadline is None and (failed is not None or not running):
                     deadline = time.monotonic() + _GRACE_S
                 if deadline is not None and time.monotonic() > deadline:
                     break
@@ -158,11 +177,11 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> None:
                 for child in children:
                     if child.poll() is None:
                         child.send_signal(signal.SIGINT)
+    for rank, rest in enumerate(rests):
+        _show(rank, [rest] if rest else [])
     if interrupted:
         raise KeyboardInterrupt
-    for child in children:
-        if deadline is None:
-            child.wait()
+    return failed
 
 
 def _show(rank: int, lines: Sequence[bytes]) -> None:
@@ -172,20 +191,20 @@ def _show(rank: int, lines: Sequence[bytes]) -> None:
     sys.stdout.flush()
 
 
-def _raise_first_failure(folder: Path, children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Raises the error of the process that has failed first, if one has."""
+def _raise_first_failure(
+    folder: Path, children: Sequence[subprocess.Popen[bytes]], failed: int | None
+) -> None:
+    """Raises the error of the process that has failed first, which is `failed` without a report."""
     reports = [pickle.loads(path.read_bytes()) for path in folder.glob("error*.pkl")]
     if reports:
         first = min(reports, key=lambda report: report["time"])
         raise ProcessFailedError(
             f"{first['summary']} on rank {first['rank']} of {len(children)}\n\n{first['traceback']}"
         )
-    for rank, child in enumerate(children):
-        if child.returncode:
-            reason = f"exit code {child.returncode}"
-            if child.returncode < 0:
-                reason = f"signal {signal.Signals(-child.returncode).name}"
-            raise ProcessFailedError(
-                f"rank {rank} of {len(children)} ended by {reason}, without an exception; what it "
-                f"printed is above"
-            )
+    if failed is not None:
+        code = children[failed].returncode
+        reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        raise ProcessFailedError(
+            f"rank {failed} of {len(children)} ended by {reason}, without an exception; what it "
+            f"printed is above"
+        )

@@ -154,8 +154,7 @@ class Pipeline:
 
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
         """
-        if self._is_whole and self.shards_weights:
-            raise UserError("train_step cannot run inside whole_weights(): leave its block before")
+        self.check_in_parts("train_step cannot run")
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
@@ -232,6 +231,15 @@ class Pipeline:
     def shards_weights(self) -> bool:
         """True if each replica has a part of the weights."""
         return self._options.shard == "full" and self._world.replicas > 1
+
+    def check_in_parts(self, what: str) -> None:
+        """Makes sure that sharded weights are not whole just now.
+
+        Raises:
+            UserError: they are; says `what` cannot be.
+        """
+        if self._is_whole and self.shards_weights:
+            raise UserError(f"{what} inside whole_weights(): leave its block before")
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -318,11 +326,11 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole model; see `HybridModel.state_dict`."""
         if self._world.pipeline_group is None:
-            state: dict[str, Any] = self._net.state_dict()
-            return _gathered(state) if self.shards_weights else state
+            state: dict[str, Any] = self._net.state_dict(keep_vars=self.shards_weights)
+            return _gathered(state, self._is_whole) if self.shards_weights else state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in _gathered(self.own_state()).items()
+            for name, value in _gathered(self.own_state(), self._is_whole).items()
         }
         found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor
@@ -338,7 +346,12 @@ class Pipeline:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Lets a state of whole tensors be loaded into the model; not a collective call."""
+        """Lets a state of whole tensors be loaded into the model; not a collective call.
+
+        Raises:
+            UserError: the weights are whole just now.
+        """
+        self.check_in_parts("a state cannot be loaded")
         reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
         for reducer in reducers:
             reducer.begin_load()
@@ -498,10 +511,16 @@ class Pipeline:
         return list(chain.from_iterable(parts))
 
 
-def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state with whole tensors; a tied one is gathered once."""
+def _gathered(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
+    """Returns a state with whole tensors; a tied one is gathered once.
+
+    Args:
+        state: with tensors as modules have them, not detached.
+        copies: copy also what is whole already, whose memory is given back later.
+    """
     whole: dict[int, Any] = {}
     for value in state.values():
         if isinstance(value, Tensor) and id(value) not in whole:
-            whole[id(value)] = gathered(value.detach())
+            values = gathered(value.detach())
+            whole[id(value)] = values.clone() if copies else values
     return {name: whole.get(id(value), value) for name, value in state.items()}

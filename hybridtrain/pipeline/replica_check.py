@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.errors import UserError
-from hybridtrain.sharded_tensors import is_sharded
+from hybridtrain.sharded_tensors import is_cut, own_part
 from hybridtrain.world import World
 
 # Whole numbers of as many bytes.
@@ -27,9 +27,9 @@ def check_replicas(net: nn.Module, world: World) -> None:
     """
     if world.replicas == 1:
         return
-    # of one in parts each replica has its own, which nobody else can differ from
-    named = {n: p for n, p in net.named_parameters() if not (p.is_meta or is_sharded(p))}
-    mine = {name: int(checksum(parameter)) for name, parameter in named.items()}
+    # of one that is cut each replica has its own part, which nobody else can differ from
+    named = {n: p for n, p in net.named_parameters() if not (p.is_meta or is_cut(p))}
+    mine = {name: int(checksum(own_part(parameter))) for name, parameter in named.items()}
     everyones = world.gather((world.replica, mine))
     first: dict[str, int] = {}
     for replica, sums in everyones:

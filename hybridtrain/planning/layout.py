@@ -111,7 +111,7 @@ def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[
             if engine == "local" and nb_part > in_node:
                 continue
             for chunks in choices.chunks or _divisors(of_replica):
-                if of_replica % chunks:
+                if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
                     for checkpoint in choices.checkpoint:

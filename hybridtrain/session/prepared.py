@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
+    from hybridtrain.loss_weights import StepWeights
     from hybridtrain.session.session import Session
 
 
@@ -58,11 +61,22 @@ class PreparedModel:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.hybrid, name)
+        return _attribute(self, "hybrid", name)
 
 
 def _to_cpu(value: Any) -> Any:
     return value.cpu() if hasattr(value, "cpu") else value
+
+
+def _attribute(wrapper: object, field: str, name: str) -> Any:
+    """Returns the attribute `name` of what `wrapper` has in `field`, if it is not a special one.
+
+    `copy` and `pickle` ask an object without a state for special methods; those of the wrapped
+    object would be wrong for the wrapper.
+    """
+    if name.startswith("__") or field not in vars(wrapper):
+        raise AttributeError(f"{type(wrapper).__name__!r} object has no attribute {name!r}")
+    return getattr(vars(wrapper)[field], name)
 
 
 class PreparedOptimizer:
@@ -78,35 +92,81 @@ class PreparedOptimizer:
             self._session._step(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, unless more batches are to be accumulated."""
-        if self._session.sync_gradients:
+        """Drops the gradients, unless more batches are to be accumulated to them."""
+        if not self._session.in_use.open:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+        return _attribute(self, "optimizer", name)
 
 
 class PreparedScheduler:
-    """A learning rate schedule that steps once per optimizer step."""
+    """A learning rate schedule that steps once per optimizer step.
+
+    Attributes:
+        scheduler: the schedule itself.
+        steps: how often it was stepped.
+    """
 
     def __init__(self, scheduler: LRScheduler, session: Session) -> None:
         self.scheduler = scheduler
+        self.steps = 0
         self._session = session
 
     def step(self) -> None:
         """Steps, unless more batches are to be accumulated."""
         if self._session.sync_gradients:
             self.scheduler.step()
+            self.steps += 1
+
+    def catch_up(self, steps: int) -> None:
+        """Steps on to `steps`, whether or not the optimizer has stepped in between."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has not
+            while self.steps < steps:
+                self.scheduler.step()
+                self.steps += 1
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.scheduler, name)
+        return _attribute(self, "scheduler", name)
+
+
+@dataclass
+class StepInUse:
+    """The step whose batch a loop uses, and how far it is.
+
+    Attributes:
+        batches: of the step, of this replica.
+        index: of the batch in use.
+        weights: of the batches, once they are known.
+        open: gradients are there of a part of its batches.
+        looping: the loop that uses it has not been left.
+    """
+
+    batches: Sequence[Batch] = ()
+    index: int = 0
+    weights: StepWeights | None = None
+    open: bool = False
+    looping: bool = False
+
+    @property
+    def at_last(self) -> bool:
+        """Tells whether the batch in use is the last one."""
+        return self.index + 1 >= len(self.batches)
 
 
 class PreparedLoader:
-    """A loader that tells the session which batch is in use; see `Loader` for its batches."""
+    """A loader that tells the session which batch is in use; see `Loader` for its batches.
 
-    def __init__(self, loader: Loader, session: Session) -> None:
+    A loop inside another loop, such as an evaluation, leaves the step of the outer one as it was. A
+    loop that is left in the middle of a step drops its gradients.
+
+    Everything else is that of the loader that was prepared, `original`.
+    """
+
+    def __init__(self, loader: Loader, original: Any, session: Session) -> None:
         self.loader = loader
+        self.original = original
         self._session = session
 
     def __len__(self) -> int:
@@ -116,11 +176,18 @@ class PreparedLoader:
         # All batches of a step are read before the first of them is used, since their weights are
         # shares of the whole step.
         session = self._session
-        with closing(self.loader.batches()) as batches:
-            while group := _next_step(batches, session.accumulate):
-                for index, batch in enumerate(group):
-                    session._use(group, index)
-                    yield batch.inputs, session._on_output_device(batch.targets)
+        outer, step = session.in_use, StepInUse()
+        try:
+            with closing(self.loader.batches()) as batches:
+                while group := _next_step(batches, session.accumulate):
+                    session.in_use = step = StepInUse(group, looping=True)
+                    for index, batch in enumerate(group):
+                        session.in_use, step.index = step, index
+                        yield batch.inputs, session._on_output_device(batch.targets)
+        finally:
+            step.looping = False
+            if session.in_use is step:  # not if another loop has begun since
+                session._leave(step, outer)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Loader.state_dict`."""
@@ -129,6 +196,9 @@ class PreparedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Loader.load_state_dict`."""
         self.loader.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, "original", name)
 
 
 def _next_step(batches: Iterator[Batch], count: int) -> list[Batch]:
@@ -144,18 +214,34 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
     `batch_size` becomes that of a global batch, and the order is the one of `Loader`.
 
     Raises:
-        DataError: its sampler is neither PyTorch's random nor its sequential one.
+        DataError: its sampler is neither PyTorch's random nor its sequential one, draws with
+            replacement or a number of samples; or it has a `generator` or a `worker_init_fn`.
     """
     if isinstance(loader, Loader):
         return loader
     sampler = type(loader.sampler)
     stream = loader.batch_size is not None and sampler.__name__ == "_InfiniteConstantSampler"
+    permutes = not getattr(loader.sampler, "replacement", False) and (
+        getattr(loader.sampler, "_num_samples", None) is None
+    )
     if not stream and (
-        sampler not in (RandomSampler, SequentialSampler) or loader.batch_size is None
+        sampler not in (RandomSampler, SequentialSampler)
+        or loader.batch_size is None
+        or not permutes
     ):
         raise DataError(
             f"{name_of(loader)} has its own sampler, and the batches of replicas are cut from "
             f"one order: pass Loader(dataset, batch_size, world) of a data set in the wanted order"
+        )
+    if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
+        raise DataError(
+            f"{name_of(loader)} has a generator, which would have no effect: the order is drawn "
+            f"from a seed, the same on all replicas; leave it out and give Session(seed=)"
+        )
+    if loader.worker_init_fn is not None:
+        raise DataError(
+            f"{name_of(loader)} has a worker_init_fn, which would have no effect: do its work in "
+            f"the data set, when its first sample is read"
         )
     default = DataLoader([0]).collate_fn  # type: ignore[arg-type]
     return Loader(

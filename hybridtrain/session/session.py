@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.batch import Batch, share_of
+from hybridtrain.data.batch import share_of
 from hybridtrain.data.epochs import Loader
 from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
@@ -34,6 +33,7 @@ from hybridtrain.session.prepared import (
     PreparedModel,
     PreparedOptimizer,
     PreparedScheduler,
+    StepInUse,
     as_loader,
     keep_own_parameters,
 )
@@ -41,8 +41,6 @@ from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-    from hybridtrain.loss_weights import StepWeights
 
 
 class Session:
@@ -65,8 +63,8 @@ class Session:
     Args:
         nb_part: the stages; None: what the launcher says, see `World.from_env`.
         world: in place of `nb_part`, a World that is there already.
-        accumulate: batches per optimizer step. `optimizer.step`, `zero_grad` and `scheduler.step`
-            do nothing until the last of them, as `sync_gradients` says.
+        accumulate: batches per optimizer step. `optimizer.step` and `scheduler.step` do nothing
+            until the last of them, as `sync_gradients` says, and `zero_grad` nothing in between.
         seed: of the order of the samples.
         monitors: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
         options: how the model is cut and run; see `PipelineOptions`.
@@ -75,7 +73,7 @@ class Session:
     Attributes:
         world: the processes.
         steps: optimizer steps done.
-        sync_gradients: whether the batch in use is the last one of its step.
+        in_use: the step whose batch is in use.
         states: what else `save_state` saves, by name: objects with `state_dict` and
             `load_state_dict`.
 
@@ -102,7 +100,7 @@ class Session:
         self.world = world or World.from_env(nb_part)
         self.accumulate = accumulate
         self.steps = 0
-        self.sync_gradients = True
+        self.in_use = StepInUse()
         self.states: dict[str, Stateful] = {}
         fp16 = self.options.precision == "fp16"
         self._scaler = GradScaler(self.world.devices[0].type, enabled=fp16)
@@ -112,11 +110,8 @@ class Session:
         self._before: set[int] = set()  # the module's parameters before it was prepared
         self._optimizers: list[Optimizer] = []
         self._check: OptimizerCheck | None = None
-        self._schedulers: list[LRScheduler] = []
+        self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[Loader] = []
-        self._group: Sequence[Batch] = ()
-        self._index = 0
-        self._weights: StepWeights | None = None
         self._stats: RunStats | None = None
         self._monitor = Monitors(monitors if self.world.is_main else ())
         self._logs = False
@@ -161,7 +156,7 @@ class Session:
 
     def _prepared(self, each: Any, loaders: Mapping[int, Loader]) -> Any:
         if id(each) in loaders:
-            return PreparedLoader(loaders[id(each)], self)
+            return PreparedLoader(loaders[id(each)], each, self)
         if isinstance(each, nn.Module):
             return PreparedModel(self.model)
         if isinstance(each, Optimizer):
@@ -170,9 +165,14 @@ class Session:
             self._optimizers.append(each)
             self._check = None
             return PreparedOptimizer(each, self)
+        if isinstance(each, ReduceLROnPlateau):
+            raise ConfigError(
+                "prepare() takes no ReduceLROnPlateau, since it depends on a metric, and a script "
+                "can be resumed at any step only if its schedule depends on the step alone"
+            )
         if isinstance(each, LRScheduler):
-            self._schedulers.append(each)
-            return PreparedScheduler(each, self)
+            self._schedulers.append(PreparedScheduler(each, self))
+            return self._schedulers[-1]
         raise ConfigError(
             f"prepare() does not know a {type(each).__name__}: it takes an nn.Module, optimizers, "
             f"learning rate schedules, DataLoaders and Loaders"
@@ -196,6 +196,11 @@ class Session:
             raise ConfigError("prepare() a model first, or together with its optimizer")
         return self._model
 
+    @property
+    def sync_gradients(self) -> bool:
+        """Tells whether the batch in use is the last one of its step."""
+        return self.in_use.at_last
+
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
         """Runs forward, loss and backward of the batch in use; returns its loss.
 
@@ -214,23 +219,29 @@ class Session:
         Raises:
             BatchError: no prepared loader is in use.
         """
-        if not self._group:
+        step = self.in_use
+        if not step.batches:
             raise BatchError("forward_backward() is for a batch of a prepared loader: none is used")
-        if self._weights is None:
-            self._weights = self.model.step_weights(
-                [(batch.inputs, batch.targets) for batch in self._group],
+        if step.index == 0 and self._unscaled:  # the step before was clipped, and never taken
+            self._scaler.update()
+            self._unscaled = False
+        if step.weights is None:
+            step.weights = self.model.step_weights(
+                [(batch.inputs, batch.targets) for batch in step.batches],
                 loss_fn,
-                samples=[batch.samples for batch in self._group],
-                total=sum(batch.total for batch in self._group),
+                samples=[batch.samples for batch in step.batches],
+                total=sum(batch.total for batch in step.batches),
             )
+        step.open = True  # also if an error leaves a part of the gradients
         out = self.model.train_step(
             inputs,
             targets,
             loss_fn,
-            weight=self._weights[self._index],
-            sync=self.sync_gradients,
+            weight=step.weights[step.index],
+            sync=step.at_last,
             scale_loss=self._scaler.scale,
         )
+        step.open = not step.at_last
         assert self._stats is not None
         self._stats.add(out.loss, out.count)
         return out.loss
@@ -264,9 +275,9 @@ class Session:
         Raises:
             BatchError: no prepared loader is in use, or a tensor has no samples.
         """
-        if not self._group:
+        if not self.in_use.batches:
             raise BatchError("gather_for_metrics() is for a batch of a prepared loader")
-        samples = self._group[self._index].samples
+        samples = self.in_use.batches[self.in_use.index].samples
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -321,11 +332,12 @@ class Session:
     def load_state(self, path: str | Path) -> None:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
-        Schedules are stepped again, from the beginning; hyperparameters are the script's. The next
+        Schedules are stepped on to where they were; hyperparameters are the script's. The next
         loop over the first loader continues in its epoch.
 
         Raises:
-            CheckpointError: it is missing or damaged, or is of another model.
+            CheckpointError: it is missing or damaged, is of another model or of other schedules, or
+                a schedule is further than it was then.
         """
         path = Path(path)
         newest = self.world.on_main(
@@ -334,23 +346,45 @@ class Session:
         found = self.world.broadcast(newest)
         if found is None:
             raise CheckpointError(f"{path} has no checkpoint")
-        state.restore(found, self.model, self._optimizer(), {"session": self}, self._all_states())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-            for scheduler in self._schedulers:
-                for _ in range(self.steps):
-                    scheduler.step()
+        saved = state.restore(
+            found, self.model, self._optimizer(), {"session": self}, self._all_states()
+        )
+        for scheduler, steps in zip(self._schedulers, self._schedule_steps(saved), strict=True):
+            scheduler.catch_up(steps)
+
+    def _schedule_steps(self, saved: Mapping[str, Any]) -> list[int]:
+        """Returns how often each schedule was stepped when `saved` was.
+
+        Raises:
+            CheckpointError: there were others, or one cannot go back to where it was.
+        """
+        # a Trainer does not say, and steps its schedule in every step
+        counts: list[int] = saved.get("schedule_steps", [saved["step"]] * len(self._schedulers))
+        if len(counts) != len(self._schedulers):
+            raise CheckpointError(
+                f"the checkpoint has {len(counts)} schedules, and {len(self._schedulers)} were "
+                f"prepared: prepare the same as when it was saved"
+            )
+        for scheduler, steps in zip(self._schedulers, counts, strict=True):
+            if steps < scheduler.steps:
+                raise CheckpointError(
+                    f"{type(scheduler.scheduler).__name__} has done {scheduler.steps} steps, and "
+                    f"{steps} in the checkpoint; it cannot go back: load it in a new Session"
+                )
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress in JSON's types."""
         return {
             "step": self.steps,
+            "schedule_steps": [scheduler.steps for scheduler in self._schedulers],
             "scaler": self._scaler.state_dict() or None,
             **(self._stats.state_dict() if self._stats is not None else {}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`."""
+        """Loads a `state_dict`, but for the schedules."""
+        self._schedule_steps(state_dict)  # refused before anything is loaded
         self.steps = state_dict["step"]
         if state_dict["scaler"] is not None:
             self._scaler.load_state_dict(state_dict["scaler"])
@@ -364,12 +398,16 @@ class Session:
         self._check = None
         self.world.close()
 
-    def _use(self, group: Sequence[Batch], index: int) -> None:
-        """Notes the batch in use: number `index` of the batches of its step."""
-        if index == 0:
-            self._weights = None
-        self._group, self._index = group, index
-        self.sync_gradients = index + 1 == len(group)
+    def _leave(self, step: StepInUse, outer: StepInUse) -> None:
+        """Ends the use of `step`, whose loop is left, inside that of `outer`."""
+        if step.open:
+            self.model.zero_grad()
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+        if outer.looping:
+            self.in_use = outer
+        elif not step.at_last:  # else its last batch may be used after the loop
+            self.in_use = StepInUse()
 
     def _on_output_device(self, targets: Any) -> Any:
         return self.model.pipeline.to_output_device(targets)

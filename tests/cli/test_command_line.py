@@ -308,7 +308,7 @@ def test_training_goes_on_when_nobody_reads_its_output() -> None:
     assert process.stderr is not None
     process.stdout.close()
     process.stderr.close()
-    assert process.wait(timeout=100) == 0
+    assert process.wait(timeout=300) == 0
     assert Path("outputs/digits/summary.json").exists()
     log = Path("outputs/digits/logs/rank_000.log").read_text()
     assert re.findall(r"step (\d)/2  loss", log) == ["1", "2"]

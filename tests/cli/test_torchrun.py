@@ -113,7 +113,7 @@ def test_processes_that_srun_starts_train_together() -> None:
         for rank in (0, 1)
     ]
     try:
-        (out0, err0), (out1, err1) = (process.communicate(timeout=100) for process in processes)
+        (out0, err0), (out1, err1) = (process.communicate(timeout=300) for process in processes)
     finally:
         for process in processes:
             process.kill()

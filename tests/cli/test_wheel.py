@@ -53,7 +53,7 @@ def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env=environment({"PYTHONPATH": str(installed)}),
     )
     assert done.returncode == 0, done.stderr

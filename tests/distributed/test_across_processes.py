@@ -32,7 +32,7 @@ def test_across_processes(worker, cell, results):
 
 @pytest.mark.parametrize("who", ["all", "1"])
 def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who):
-    output = torchrun_script(2, WORKERS / "failing.py", who, "distributed", ok=False, timeout=60)
+    output = torchrun_script(2, WORKERS / "failing.py", who, "distributed", ok=False, timeout=200)
     assert "ArithmeticError: boom" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
     assert "the end was reached" not in output
@@ -40,7 +40,7 @@ def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who):
 
 def test_sizes_that_do_not_follow_from_the_inputs_are_one_clear_error():
     output = torchrun_script(
-        2, WORKERS / "failing.py", "sizes", "distributed", ok=False, timeout=60
+        2, WORKERS / "failing.py", "sizes", "distributed", ok=False, timeout=200
     )
     assert "stage 0 (0 to 1) sends values of other shapes or types than before" in output
     assert "use engine=local for this model" in output

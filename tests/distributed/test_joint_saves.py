@@ -31,7 +31,7 @@ def test_joint_saves(cell, processes, results):
 
 @pytest.mark.parametrize("when", ["foreground", "background"])
 def test_a_process_killed_in_its_write_ends_the_run_and_costs_that_save_only(when, tmp_path):
-    output = torchrun_script(2, WORKERS / "killed_save.py", tmp_path, when, ok=False, timeout=100)
+    output = torchrun_script(2, WORKERS / "killed_save.py", tmp_path, when, ok=False, timeout=300)
     assert "the end was reached" not in output
     store = CheckpointStore(tmp_path)
     assert store.steps() == [1, 2]

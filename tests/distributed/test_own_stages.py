@@ -33,7 +33,7 @@ def test_no_process_has_the_memory_of_the_whole_model():
         [*command, "--layers=4", "--width=1024", "--limits", "0.4", "0.9"],
         cwd=Path(__file__).parents[2],
         env=environment(),
-        timeout=100,
+        timeout=300,
         capture_output=True,
         text=True,
     )

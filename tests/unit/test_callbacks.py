@@ -21,7 +21,7 @@ from hybridtrain.callbacks import (
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.losses import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -73,6 +73,17 @@ def test_an_exception_is_told_and_every_callback_ends():
         trainer(callbacks=diaries).fit()
     for diary in diaries:
         assert [line[0] for line in diary.lines[-2:]] == ["exception", "end"]
+
+
+def test_a_start_that_fails_ends_the_callbacks_that_have_started():
+    class Failing(Callback):
+        def on_start(self, trainer):
+            raise RuntimeError("boom")
+
+    diary = Diary()
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer(callbacks=[diary, Failing()]).fit()
+    assert [line[0] for line in diary.lines] == ["init", "start", "exception", "end"]
 
 
 def test_what_a_callback_adds_to_the_log_reaches_the_monitor():
@@ -188,6 +199,24 @@ def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     assert torch.equal(seen[8]["2.weight"], seen[4]["2.weight"])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_parameter_is_frozen_while_one_of_several_freezes_it(reverse):
+    class Watch(Callback):
+        def __init__(self):
+            self.frozen = []
+
+        def on_gradients(self, trainer):
+            parameters = dict(trainer.model.net.named_parameters())
+            names = ("0.weight", "0.bias")
+            self.frozen.append(tuple(not parameters[name].requires_grad for name in names))
+
+    freezes = [Freeze("0.*", start=1, until=3), Freeze("0.weight", start=2, until=5)]
+    watch = Watch()
+    trainer(steps=6, callbacks=[*(freezes[::-1] if reverse else freezes), watch]).fit()
+    both, first, none = (True, True), (True, False), (False, False)
+    assert watch.frozen == [none, both, both, first, first, none]
+
+
 def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
     best = BestWeights(tmp_path, k=2)
     ours = trainer(steps=6, eval_every=1, callbacks=[best])
@@ -268,12 +297,29 @@ def test_mistakes_name_the_argument(tmp_path):
         EMA(1)
     with pytest.raises(ConfigError, match="patience=0"):
         EarlyStopping(patience=0)
+    for name in ("data", "callbacks"):
+        with pytest.raises(ConfigError, match=f"states= has the name '{name}'"):
+            trainer(states={name: EMA()})
+    ema = EMA()
+    trainer(callbacks=[ema])
+    average = {name: value + 1 for name, value in ema.average().items()}
+    del average["2.weight"]
+    with pytest.raises(CheckpointError, match=r"2\.weight, of shape .* is not there"):
+        ema.load_state_dict(average)
+    assert_same(ema.average(), dict(plain_net().named_parameters()), "nothing was loaded")
 
 
 def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
+    class OnMain(Callback):
+        main_only = True
+
+        def state_dict(self):
+            return {"on": 1}
+
     store = CheckpointStore(tmp_path)
     trainer(steps=1, store=store, callbacks=[GradientNorms()]).fit()
     assert not list(tmp_path.rglob("callbacks*"))
-    trainer(steps=2, store=store, callbacks=[EMA()]).fit()
+    trainer(steps=2, store=store, callbacks=[EMA(), OnMain()]).fit()
     state = json.loads((store.newest() / "callbacks.json").read_text())
+    assert "on_main" not in json.dumps(state)
     assert "ema" in json.dumps(state)

@@ -1,5 +1,7 @@
 """Runs that are started from a notebook: a real kernel, its cells, and what they show."""
 
+import os
+import signal
 import threading
 
 import nbformat
@@ -8,6 +10,7 @@ from nbclient import NotebookClient
 from support.launch import environment
 
 from hybridtrain.errors import ConfigError, ProcessFailedError
+from hybridtrain.launch import notebook
 from hybridtrain.launch.notebook import notebook_launcher
 
 FIRST = """
@@ -112,4 +115,42 @@ def test_a_process_that_is_killed_is_named():
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(ProcessFailedError, match="rank 0 of 1 ended by signal SIGKILL"):
+        notebook_launcher(ends)
+
+
+def test_the_process_that_ended_first_is_named_not_one_that_was_stopped(monkeypatch):
+    def ends():
+        import os
+        import time
+
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+        time.sleep(600)
+
+    monkeypatch.setattr(notebook, "_GRACE_S", 0.1)
+    with pytest.raises(ProcessFailedError, match="rank 1 of 2 ended by exit code 3"):
+        notebook_launcher(ends, num_processes=2)
+
+
+def test_a_process_that_outlives_the_function_is_not_waited_for(capfd):
+    def leaves():
+        import subprocess
+        import sys
+
+        left = subprocess.Popen(["sleep", "600"])  # it holds stdout
+        sys.stdout.write("no newline")
+        return left.pid
+
+    pid = notebook_launcher(leaves)
+    os.kill(pid, signal.SIGKILL)  # it runs, or this is an error
+    assert "no newline" in capfd.readouterr().out
+
+
+def test_an_end_before_the_function_returns_is_named():
+    def ends():
+        import os
+
+        os._exit(0)
+
+    with pytest.raises(ProcessFailedError, match="ended by exit code 0 before function= returned"):
         notebook_launcher(ends)

@@ -1,11 +1,13 @@
 """Session and Loader in one process: the trainer's losses, saving in mid-epoch, plain errors."""
 
+import copy
+
 import pytest
 import torch
 from support.heights import NAMES, Small, losses_of
 from support.training import assert_same, data, rich_net
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from hybridtrain import HybridModel, Loader, Session, Trainer, World
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
@@ -131,6 +133,8 @@ def test_mistakes_are_named(tmp_path):
     )
     with pytest.raises(BatchError, match="none is used"):
         session.forward_backward(torch.zeros(4, 6), torch.zeros(4).long(), cross_entropy)
+    with pytest.raises(ConfigError, match="takes no ReduceLROnPlateau"):
+        session.prepare(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer))
     for inputs, targets in loader:
         session.forward_backward(inputs, targets, cross_entropy)
         with pytest.raises(CheckpointError, match="step is not complete"):
@@ -144,3 +148,121 @@ def test_mistakes_are_named(tmp_path):
         Session(2, world=world)
     assert model(torch.zeros(4, 6)).shape == (4, 3)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def grads(small):
+    return {n: p.grad.clone() for n, p in small.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["zero_grad first", "zero_grad last"])
+def test_gradients_may_be_dropped_before_a_batch_or_after_it(first):
+    whole = Small(accumulate=2).fit(4)
+    small = Small(accumulate=2)
+    while small.session.steps < 4:
+        for inputs, targets in small.train:
+            if first:
+                small.optimizer.zero_grad()
+            small.session.forward_backward(inputs, targets, cross_entropy)
+            small.session.clip_grad_norm_(1.0)
+            small.optimizer.step()
+            if not first:
+                small.optimizer.zero_grad()
+            small.schedule.step()
+            if small.session.steps == 4:
+                break
+    assert_same(small.state(), whole.state(), "weights and buffers")
+
+
+def test_an_evaluation_inside_a_step_leaves_the_step_as_it_was():
+    found = []
+    for evaluates in (False, True):
+        small = Small(accumulate=2)
+        for number, (inputs, targets) in enumerate(small.train):
+            small.session.forward_backward(inputs, targets, cross_entropy)
+            if evaluates and number == 0:
+                with torch.no_grad():
+                    for _ in small.evaluation:
+                        break
+                    small.gathered()
+                small.model.train()
+                assert not small.session.sync_gradients
+            if small.session.sync_gradients:
+                break
+        assert number == 1
+        found.append(grads(small))
+    assert found[0]
+    assert_same(found[1], found[0], "gradients")
+
+
+def test_a_loop_left_in_the_middle_of_a_step_drops_its_gradients(tmp_path):
+    small = Small(accumulate=2)
+    for inputs, targets in small.train:
+        small.session.forward_backward(inputs, targets, cross_entropy)
+        break
+    assert not grads(small)
+    assert small.session.sync_gradients
+    with pytest.raises(BatchError, match="none is used"):
+        small.session.forward_backward(inputs, targets, cross_entropy)
+
+
+def test_a_batch_may_be_used_after_its_loop():
+    small = Small()
+    inputs, targets = next(iter(small.train))
+    small.session.forward_backward(inputs, targets, cross_entropy)
+    assert grads(small)
+
+
+def test_a_clipped_step_that_is_not_taken_leaves_the_next_one_scaled():
+    small = Small(precision="fp16")
+    norms = []
+    for inputs, targets in small.train:
+        small.session.forward_backward(inputs, targets, cross_entropy)
+        norms.append(float(small.session.clip_grad_norm_(1e9)))
+        small.optimizer.zero_grad()  # and no step
+        if len(norms) == 2:
+            break
+    assert 0 < norms[1] < 100 * norms[0]
+
+
+def test_a_schedule_continues_where_it_was_or_is_refused(tmp_path):
+    first = Small().fit(3)
+    first.session.save_state(tmp_path)
+    first.session.load_state(tmp_path)  # already there
+    saved = first.schedule.get_last_lr()
+    again = Small()
+    again.session.load_state(tmp_path)
+    assert again.schedule.get_last_lr() == saved == first.schedule.get_last_lr()
+    assert again.schedule.last_epoch == 3
+    once = Small()
+    once.schedule.step()  # one of the three
+    once.session.load_state(tmp_path)
+    assert once.schedule.get_last_lr() == saved
+    state = first.fit(5).state()
+    with pytest.raises(CheckpointError, match="has done 5 steps, and 3 in the checkpoint"):
+        first.session.load_state(tmp_path)
+    assert_same(first.state(), state, "nothing was loaded")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": RandomSampler(range(22), replacement=True)}, "has its own sampler"),
+        ({"sampler": RandomSampler(range(22), num_samples=4)}, "has its own sampler"),
+        ({"shuffle": True, "generator": torch.Generator()}, "has a generator"),
+        ({"sampler": RandomSampler(range(22), generator=torch.Generator())}, "has a generator"),
+        ({"worker_init_fn": print}, "has a worker_init_fn"),
+    ],
+)
+def test_what_would_have_no_effect_on_a_loader_is_refused(options, message):
+    session = Session(world=World.from_env(devices="cpu"))
+    with pytest.raises(DataError, match=message):
+        session.prepare(DataLoader(data(22), 4, **options))
+
+
+def test_prepared_objects_have_the_attributes_of_those_of_the_user():
+    small = Small()
+    assert len(small.train.dataset) == 22
+    assert small.train.batch_size == 4
+    for each in (small.model, small.optimizer, small.schedule, small.train):
+        assert vars(copy.copy(each)) == vars(each)
+        assert not hasattr(each, "no_such_attribute")

@@ -31,7 +31,7 @@ def main(who: str, engine: str) -> None:
         nn.Softmax(1) if sizes else Faulty(),
         nn.Softmax(1) if sizes else nn.Linear(4, 2),
     )
-    world = World.from_env(2, "cpu", timeout_s=60, engine=engine)
+    world = World.from_env(2, "cpu", timeout_s=600, engine=engine)
     model = HybridModel(net, world, chunks=2)
     seed = world.replica
     batch = floats(5, 4, seed=seed), None if sizes else floats(5, 2, seed=10 + seed)

@@ -18,7 +18,7 @@ from hybridtrain.losses import cross_entropy
 
 
 def main(folder: Path, background: bool) -> None:
-    world = World.from_env(2, "cpu", timeout_s=60, engine="distributed")
+    world = World.from_env(2, "cpu", timeout_s=600, engine="distributed")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     model = HybridModel(net, world, chunks=2)
