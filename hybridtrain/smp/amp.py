@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ class GradScaler(TorchGradScaler):
         super().update(new_scale)
         if self._min_scale and self.get_scale() < self._min_scale:
             super().update(self._min_scale)
+
+    def load_scale(self, state: Mapping[str, Any]) -> None:
+        """Loads the scale of a `state_dict`, and none of the arguments; a fixed one stays."""
+        if self._adapts and state:
+            names = ("scale", "_growth_tracker")
+            self.load_state_dict({**self.state_dict(), **{name: state[name] for name in names}})
 
     def _make_scale(self) -> None:
         if self.is_enabled():  # made where no loss was scaled: it is so at the last stage alone

@@ -7,8 +7,9 @@ which waits in between; only one of the two threads runs at a time:
     engine     start --.                .-- inputs      resume --.            .-- value, root
     body               '-- ... model(x) -'                       '-- ... return
 
-What PyTorch keeps for each thread (gradients on or off, autocast) is at first the caller's, and
-what a body changes stays its own: a `with autocast():` around the model's call works.
+What PyTorch keeps for each thread (gradients on or off, autocast, the default device) is at first
+the caller's, and what a body changes stays its own: `with autocast():` around the model's call
+works.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -83,7 +85,8 @@ class Body:
         self._context = contextvars.copy_context()
         self._to_body: SimpleQueue[Any] = SimpleQueue()
         self._from_body: SimpleQueue[Any] = SimpleQueue()
-        self._called = self._answered = self._waits = False
+        self._default_device = torch.get_default_device()
+        self._called = self._answered = self._waits = self._runs = False
         self._root: Tensor | None = None
         self._gradient: Tensor | None = None
         self._has_backward = False
@@ -91,20 +94,27 @@ class Body:
     def start(self) -> Call | Result:
         """Runs the body up to its call of the model, or to its end if it makes none."""
         worker = _idle.pop() if _idle else _Worker()
+        self._runs = True
         worker.jobs.put((self, _thread_facts()))
         return self._answer()
 
     def resume(self, output: Any, trains: bool) -> Result:
         """Lets the call of the model return `output`, and runs the body to its end."""
         self.trains = trains
+        self._waits, self._runs = False, True
         self._to_body.put((output, _thread_facts()))
         result = self._answer()
         assert isinstance(result, Result)
         return result
 
     def abandon(self) -> None:
-        """Ends a body that waits; does nothing with one that has ended."""
-        if self._waits:
+        """Ends a body that waits; does nothing with one that has ended.
+
+        One that still runs, since the wait for it was interrupted, ends at its call of the model.
+        """
+        if self._runs:
+            self._to_body.put((_Abandoned(), _thread_facts()))
+        elif self._waits:
             self._to_body.put((_Abandoned(), _thread_facts()))
             self._from_body.get()
             self._waits = False
@@ -145,8 +155,13 @@ class Body:
         """Runs the function in the thread of the body."""
         function, self._function = self._function, None
         assert function is not None
+        device = self._default_device
         try:
-            with self._state.applied(), self._state.autocast():
+            with (
+                self._state.applied(),
+                self._state.autocast(),
+                nullcontext() if device.type == "cpu" else device,
+            ):
                 value = self._context.run(function)
             answer: Any = Result(value, self._root, self._gradient)
         except BaseException as error:
@@ -156,6 +171,7 @@ class Body:
 
     def _answer(self) -> Call | Result:
         found: Any = self._from_body.get()
+        self._runs = False
         self._waits = isinstance(found, Call)
         if isinstance(found, _Failure):
             try:

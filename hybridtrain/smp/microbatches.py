@@ -39,7 +39,7 @@ class ArgumentCutter:
         axes: the batch's axis of an argument, by name; 0 for all others.
 
     Raises:
-        ConfigError: there is no such argument.
+        ConfigError: there is no such argument, or an axis is negative.
     """
 
     def __init__(
@@ -55,6 +55,12 @@ class ArgumentCutter:
                     f"{self._name} has no argument {name!r}: non_split_inputs= and "
                     f"input_split_axes= take the names of its arguments"
                 )
+        for name, axis in axes.items():
+            if type(axis) is not int or axis < 0:
+                raise ConfigError(
+                    f"input_split_axes= of {self._name} has {axis!r} for {name!r}: count the axes "
+                    f"from 0, or name {name!r} in non_split_inputs= to pass it whole"
+                )
         self._non_split, self._axes = frozenset(non_split), dict(axes)
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int) -> CutArguments:
@@ -65,11 +71,12 @@ class ArgumentCutter:
                 DataLoader.
         """
         bound = self._signature.bind(*args, **kwargs)
-        whole: list[tuple[str, Any, int]] = []  # leaves, with the argument's name and axis
+        # leaves, with the argument's name and axis; None: not cut
+        whole: list[tuple[str, Any, int | None]] = []
         trees: list[tuple[Any, int]] = []
-        given: list[tuple[int | str, Any]] = [*enumerate(bound.args), *bound.kwargs.items()]
-        for key, value in given:
-            name = self._name_of(key)
+        names = self._names_of_positional(bound)
+        given = [*zip(names, bound.args, strict=True), *bound.kwargs.items()]
+        for name, value in given:
             if isinstance(value, DataLoader):
                 raise BatchError(
                     f"{self._name} was given a DataLoader as {name}: a step takes the batches that "
@@ -79,21 +86,21 @@ class ArgumentCutter:
             # a module is a leaf, whatever it holds
             leaves, spec = ([value], None) if self._is_whole(name, value) else _flat(value)
             trees.append((spec, len(leaves)))
-            whole += [(name, leaf, axis if spec is not None else -1) for leaf in leaves]
+            whole += [(name, leaf, axis if spec is not None else None) for leaf in leaves]
         sizes = {
             (name, leaf.shape[axis])
             for name, leaf, axis in whole
-            if axis >= 0 and isinstance(leaf, Tensor) and leaf.dim() > axis
+            if axis is not None and isinstance(leaf, Tensor) and leaf.dim() > axis
         }
         if not sizes and not any(
-            hasattr(leaf, "smp_slice") for _, leaf, axis in whole if axis >= 0
+            hasattr(leaf, "smp_slice") for _, leaf, axis in whole if axis is not None
         ):
             raise BatchError(
                 f"{self._name} was given no tensor to cut into micro-batches: pass it the batch"
             )
         samples = self._samples(sizes, microbatches)
         columns = [
-            [leaf] * len(samples) if axis < 0 else _parts(leaf, axis, samples)
+            [leaf] * len(samples) if axis is None else _parts(leaf, axis, samples)
             for _, leaf, axis in whole
         ]
         calls = []
@@ -104,16 +111,18 @@ class ArgumentCutter:
                 own, leaves = leaves[:count], leaves[count:]
                 values.append(own[0] if spec is None else _joined(own, spec))
             count = len(bound.args)
-            names = list(bound.kwargs)
-            calls.append((tuple(values[:count]), dict(zip(names, values[count:], strict=True))))
-        tensors = [leaf for _, leaf, axis in whole if axis >= 0 and isinstance(leaf, Tensor)]
+            keywords = dict(zip(bound.kwargs, values[count:], strict=True))
+            calls.append((tuple(values[:count]), keywords))
+        tensors = [leaf for _, leaf, axis in whole if axis is not None and isinstance(leaf, Tensor)]
         return CutArguments(calls, samples, tensors)
 
-    def _name_of(self, key: int | str) -> str:
-        if isinstance(key, str):
-            return key
-        names = list(self._signature.parameters)
-        return names[min(key, len(names) - 1)]
+    def _names_of_positional(self, bound: inspect.BoundArguments) -> list[str]:
+        """Returns the parameter of each of `bound.args`; those of `*args` have one."""
+        names = []
+        for name, value in bound.arguments.items():
+            several = self._signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            names += [name] * (len(value) if several else 1)
+        return names[: len(bound.args)]
 
     def _is_whole(self, name: str, value: Any) -> bool:
         return name in self._non_split or isinstance(value, nn.Module)

@@ -133,7 +133,8 @@ class DistributedModel(nn.Module):
         It runs when the pipeline comes to it: gradients are there when the step has returned.
 
         Raises:
-            UserError: not in a step, or a second time in it, or before the model's call.
+            UserError: not in a step, or a second time in it, or before the model's call, or with
+                another number of `grad_tensors`.
         """
         body = current_body()
         if body is None:
@@ -141,12 +142,16 @@ class DistributedModel(nn.Module):
                 "model.backward can be called in a function under @smp.step alone, after the model"
             )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = (
-            [grad_tensors]
-            if grad_tensors is None or isinstance(grad_tensors, Tensor)
-            else list(grad_tensors)
-        )
-        gradients = given if len(given) == len(roots) else given * len(roots)
+        gradients: list[Tensor | None] = [None] * len(roots)
+        if isinstance(grad_tensors, Tensor):
+            gradients = [grad_tensors]
+        elif grad_tensors is not None:
+            gradients = list(grad_tensors)
+        if len(gradients) != len(roots):
+            raise UserError(
+                f"model.backward of {len(roots)} tensors was given {len(gradients)} in "
+                f"grad_tensors=: give one for each tensor, None for a loss with one element"
+            )
         for root, gradient in zip(roots, gradients, strict=True):
             if gradient is None and root.numel() != 1:
                 raise UserError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from itertools import count
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,7 +52,8 @@ class DistributedOptimizer(Optimizer):
         loss_scaler: scales the loss; None without `fp16`.
 
     Raises:
-        ConfigError: `optimizer` is none, or an argument is unknown.
+        ConfigError: `optimizer` is none, or an argument is unknown, or its `step` was replaced by
+            something other than a learning rate schedule of `torch.optim`.
     """
 
     loss_scaler: GradScaler | None
@@ -62,9 +66,17 @@ class DistributedOptimizer(Optimizer):
             )
         if not isinstance(optimizer, DistributedOptimizer):
             kind = type(optimizer)
+            replaced = vars(optimizer).get("step")
+            if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+                raise ConfigError(
+                    "the optimizer's step was replaced before smp.DistributedOptimizer: call "
+                    "smp.DistributedOptimizer first"
+                )
             optimizer.__class__ = type(
                 f"Distributed{kind.__name__}", (DistributedOptimizer, kind), {}
             )
+            if replaced is not None:
+                _track_steps(optimizer)
         return optimizer  # type: ignore[return-value]
 
     def __init__(  # the optimizer's own __init__ has run
@@ -88,15 +100,20 @@ class DistributedOptimizer(Optimizer):
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
         self._shares: ReplicaShares | None = None
-        self._numbers, self._group_numbers = self._counted()
+        self._numbers: dict[int, int] = {}
+        self._group_numbers: list[list[int]] = []
+        self._number(self.param_groups)
         runtime.optimizers.append(self)
         if runtime.model is not None and runtime.model.partitioned:
             self.take_own_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`."""
+        """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`.
+
+        All processes of a pipeline call it together.
+        """
         super().add_param_group(param_group)
-        self._numbers, self._group_numbers = self._counted()
+        self._number(self.param_groups[-1:])
         if self._shares is not None:
             self._shares.add(self.param_groups[-1]["params"])
 
@@ -107,8 +124,13 @@ class DistributedOptimizer(Optimizer):
         in all processes if any gradient has overflowed.
 
         Raises:
-            UserError: it is called in a step.
+            UserError: it is called in a step, or with a closure and `fp16`.
         """
+        if closure is not None and self.loss_scaler is not None:
+            raise UserError(
+                "optimizer.step(closure) does not go with fp16, which must see the gradients "
+                "before the update: run the step first, then call optimizer.step()"
+            )
         if self.loss_scaler is None or self._scales:
             with self._own_share():
                 result = super().step(closure) if closure is not None else super().step()
@@ -160,6 +182,9 @@ class DistributedOptimizer(Optimizer):
                 self.state.pop(parameter, None)
             gone = {id(p) for p in others}
             group["params"] = [p for p in group["params"] if id(p) not in gone]
+        kept = {id(p) for group in self.param_groups for p in group["params"]}
+        # new parameters may get the identities of those that are gone
+        self._numbers = {key: number for key, number in self._numbers.items() if key in kept}
         if current().config.shard_optimizer_state and current().world.replicas > 1:
             self._shares = ReplicaShares(model.partitioned_hybrid())
             self._shares.add(p for group in self.param_groups for p in group["params"])
@@ -190,7 +215,8 @@ class DistributedOptimizer(Optimizer):
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
         Parameters have the numbers of the optimizer that was given. All processes of a pipeline
-        call it together. Tensors are on the CPU where stages are in several processes.
+        call it together, and with `shard_optimizer_state` those of all replicas. Tensors are on the
+        CPU where stages are in several processes. With `fp16` it also has the loss's factor.
         """
         own = self._numbered()
         if current().world.pipeline_group is None:
@@ -198,14 +224,19 @@ class DistributedOptimizer(Optimizer):
         described = tree_map_only(Tensor, lambda t: t.detach().cpu(), own["state"])
         parts = allgather(described, CommGroup.MP_GROUP)
         state = {number: entry for part in parts for number, entry in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": own["param_groups"]}
+        return {**own, "state": dict(sorted(state.items()))}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns the state for this process's stages, marked as a part."""
+        """Returns the state for this process's stages, marked as a part.
+
+        With `shard_optimizer_state` all replicas call it together, as each has some of the entries.
+        """
         return {**self._numbered(), PARTIAL: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
+
+        With `fp16` and a dynamic factor of the loss, the factor is loaded too, if it is there.
 
         Raises:
             ConfigError: it has other groups of parameters.
@@ -230,6 +261,16 @@ class DistributedOptimizer(Optimizer):
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
         self._keep_own_share()
+        self.load_loss_scale(state_dict.get("loss_scaler"))
+
+    def loss_scaler_state(self) -> dict[str, Any]:
+        """Returns the entry of a state that has the loss's factor; empty without `fp16`."""
+        return {} if self.loss_scaler is None else {"loss_scaler": self.loss_scaler.state_dict()}
+
+    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
+        """Loads the loss's factor of a state, unless this optimizer's is static."""
+        if self.loss_scaler is not None and state is not None:
+            self.loss_scaler.load_scale(state)
 
     def _numbered(self) -> dict[str, Any]:
         local = Optimizer.state_dict(self)
@@ -243,25 +284,29 @@ class DistributedOptimizer(Optimizer):
             own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
             parts = allgather(own, CommGroup.RDP_GROUP)
             state = {number: entry for part in parts for number, entry in part.items()}
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": groups, **self.loss_scaler_state()}
 
-    def _counted(self) -> tuple[dict[int, int], list[list[int]]]:
-        """Returns the parameters' numbers, by identity and by group, as of a plain optimizer.
+    def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the parameters of further groups the next numbers, as a plain optimizer does.
 
-        Of an optimizer that is made over a part of the model, the number is that among all
-        parameters of the model; a collective call of the pipeline then.
+        Where each process has a part of the model, it is a collective call of the pipeline. The
+        numbers of a group then follow the order of the model, and parameters outside it come last.
         """
-        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
-        model = current().model
-        if model is None or not model.partitioned or current().world.pipeline_group is None:
-            numbers = {key: n for n, key in enumerate(key for group in groups for key in group)}
-            return numbers, [[numbers[key] for key in group] for group in groups]
-        numbers = {id(p): number for number, p in enumerate(model.module.parameters())}
-        own = [[numbers[key] for key in group] for group in groups]
-        parts = allgather(own, CommGroup.MP_GROUP)
-        return numbers, [
-            sorted({n for one in same for n in one}) for same in zip(*parts, strict=True)
-        ]
+        model, places = current().model, {}
+        in_parts = model is not None and model.partitioned
+        in_parts = in_parts and current().world.pipeline_group is not None
+        if model is not None and in_parts:
+            places = {id(p): place for place, p in enumerate(model.module.parameters())}
+        keys = [_ordered_by(group["params"], places) for group in groups]
+        parts = allgather(keys, CommGroup.MP_GROUP) if in_parts else [keys]
+        first = 1 + max((n for numbers in self._group_numbers for n in numbers), default=-1)
+        for group, own, *same in zip(groups, keys, *parts, strict=True):
+            order = sorted({key for one in same for key in one})
+            numbers = {key: first + place for place, key in enumerate(order)}
+            first += len(order)
+            self._group_numbers.append(list(numbers.values()))
+            for parameter, key in zip(group["params"], own, strict=True):
+                self._numbers[id(parameter)] = numbers[key]
 
     def _of_model(self, parameter: Tensor) -> bool:
         """Returns whether `parameter` was the model's; others, of the script's own, stay."""
@@ -289,6 +334,30 @@ class LocalOptimizer:
         """Loads a state of this process's stages."""
         Optimizer.load_state_dict(self._optimizer, dict(state))
         self._optimizer._keep_own_share()
+
+
+def _track_steps(optimizer: Any) -> None:
+    """Has calls of `step` be seen by a schedule that was made before.
+
+    The schedule has replaced `step` of the instance by one that calls the plain optimizer's.
+    """
+    own = ref(optimizer)
+
+    @wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = own()
+        assert found is not None
+        found._opt_called = True
+        return type(found).step(found, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step
+
+
+def _ordered_by(parameters: Sequence[Tensor], places: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Returns the keys that sort parameters: by their place in the model, and others after them."""
+    others = count()
+    return [(0, places[id(p)]) if id(p) in places else (1, next(others)) for p in parameters]
 
 
 def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:

@@ -11,7 +11,6 @@ Rank 0 reads and writes `path/step_*`; the file system need not be shared.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from hybridtrain.checkpoint.manifest import verify
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.trees import broadcast_tree
 from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.files import atomic_file, make_directory
+from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
 from hybridtrain.smp.ranks import pp_rank, pp_size
@@ -42,10 +41,13 @@ def save(
     Args:
         obj: what to save.
         f: the file's path.
-        partial: each process of the pipeline writes its own file, `f` with `_<mp_rank>` at its end;
-            False: the first one writes `f`.
+        partial: each process of the pipeline writes its own file, `f` with `_<mp_rank>` at its end,
+            and `f` with `.parts` at its end has their number; False: the first one writes `f`.
         pickle_module: as in `torch.save`.
         pickle_protocol: see there.
+
+    Raises:
+        CheckpointError: `.parts` is there, and is of something else.
     """
     options = {} if pickle_module is None else {"pickle_module": pickle_module}
     place = pp_rank()
@@ -53,11 +55,15 @@ def save(
         return
     path = Path(f"{f}_{place}" if partial else f)
     make_directory(path.parent)
+    before = _number_of_parts(f) if partial else 0
     with atomic_file(path) as file:
         torch.save(obj, file, pickle_protocol=pickle_protocol, **options)
-    if partial and place == 0:  # of a save by more processes
-        for part in _parts(f)[pp_size() :]:
-            part.unlink(missing_ok=True)
+    if not partial:
+        return
+    # by all: the first of them has seen the number of a save by more processes
+    write_atomically(Path(f"{f}.parts"), f"{pp_size()}\n")
+    for number in range(pp_size(), before):
+        Path(f"{f}_{number}").unlink(missing_ok=True)
 
 
 def load(
@@ -80,18 +86,21 @@ def load(
             tensors and plain values, of a file that you trust.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: there is no such file, or a part is missing.
     """
     options = dict(pickle_load_args, map_location=map_location)
     if pickle_module is not None:
         options["pickle_module"] = pickle_module
-    paths = _parts(f) if partial else [Path(f)]
-    if partial and len(paths) == pp_size():
-        paths = [paths[pp_rank()]]
-    if not paths or not all(path.is_file() for path in paths):
+    paths = [Path(f)]
+    if partial:
+        paths = [Path(f"{f}_{number}") for number in range(_number_of_parts(f))]
+        if len(paths) == pp_size():
+            paths = [paths[pp_rank()]]
+    missing = [path for path in paths or [Path(f"{f}.parts")] if not path.is_file()]
+    if missing:
         raise CheckpointError(
-            f"there is no {f}{'_0, saved with partial=True' if partial else ''}: give the path and "
-            f"the partial= that smp.save had"
+            f"there is no {missing[0]}{', saved with partial=True' if partial else ''}: give the "
+            f"path and the partial= that smp.save had"
         )
     objects = [torch.load(path, **options) for path in paths]
     return objects[0] if len(objects) == 1 else joined(objects)
@@ -138,12 +147,14 @@ def save_checkpoint(
         runtime.world.on_main(lambda: max(store.steps(), default=0) + 1)
     )
     assert number is not None
+    own = _optimizer(optimizer)  # refuses others
+    scale = {} if optimizer is None else optimizer.loss_scaler_state()
     saving.save(
         store,
         number,
         hybrid,
-        _optimizer(optimizer),
-        {"smp": _Entry({"smp_tag": tag, "step": number})},
+        own,
+        {"smp": _Entry({"smp_tag": tag, "step": number, **scale})},
         {_CONTENT: _Entry({"value": user_content})},
     )
 
@@ -204,7 +215,10 @@ def resume_from_checkpoint(
         assert model.hybrid is not None
         own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
         optimizer = _optimizer(own) if own is not None else None
-        state.restore(directory, model.hybrid, optimizer, states={_CONTENT: _Entry({})})
+        states = {_CONTENT: _Entry({})}
+        progress = state.restore(directory, model.hybrid, optimizer, states=states)
+        if own is not None:
+            own.load_loss_scale(progress.get("loss_scaler"))
 
     if model.partitioned:
         restore()
@@ -261,15 +275,17 @@ def _with_tag(store: CheckpointStore, tag: str) -> Path:
     )
 
 
-def _parts(f: str) -> list[Path]:
-    """Returns the files of a partial save, by their number."""
-    path = Path(f)
-    pattern = re.compile(re.escape(path.name) + r"_(\d+)")
-    found = {}
-    for candidate in path.parent.glob("*") if path.parent.is_dir() else ():
-        if match := pattern.fullmatch(candidate.name):
-            found[int(match[1])] = candidate
-    return [found[number] for number in sorted(found)]
+def _number_of_parts(f: str) -> int:
+    """Returns the number of files of the last partial save; 0 if there was none."""
+    path = Path(f"{f}.parts")
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has no number of parts: it is not of smp.save; move it, or choose another path"
+        ) from error
 
 
 def _save_full(

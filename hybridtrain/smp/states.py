@@ -26,10 +26,9 @@ def whole_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def whole_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the optimizer's state that `state` is, or is this process's part of; as above."""
     if not state.get(PARTIAL, False):
-        return {"state": dict(state["state"]), "param_groups": state["param_groups"]}
+        return {**state, "state": dict(state["state"])}
     parts = allgather(dict(state), CommGroup.MP_GROUP)
-    entries = {number: entry for part in parts for number, entry in part["state"].items()}
-    return {"state": entries, "param_groups": state["param_groups"]}
+    return _with_entries_of(parts)
 
 
 def joined(parts: list[Any]) -> Any:
@@ -43,6 +42,12 @@ def joined(parts: list[Any]) -> Any:
     if not first.get(PARTIAL, False):
         return {name: joined([part[name] for part in parts]) for name in first}
     if "param_groups" in first:
-        entries = {number: entry for part in parts for number, entry in part["state"].items()}
-        return {"state": entries, "param_groups": first["param_groups"]}
+        return _with_entries_of(parts)
     return {name: value for part in parts for name, value in part.items() if name != PARTIAL}
+
+
+def _with_entries_of(parts: list[Any]) -> dict[str, Any]:
+    """Returns the first part, whole: with the entries of all."""
+    entries = {number: entry for part in parts for number, entry in part["state"].items()}
+    rest = {name: value for name, value in parts[0].items() if name != PARTIAL}
+    return {**rest, "state": entries}

@@ -19,6 +19,7 @@ from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.model_inputs import inputs_of
+from hybridtrain.smp.process_state import flags, random_states, set_flags
 from hybridtrain.smp.runtime import current
 from hybridtrain.smp.step_function import (
     check_attributes,
@@ -124,8 +125,10 @@ class _Step:
             Body(partial(self._function, *own_args, **own_kwargs), self._name, state)
             for own_args, own_kwargs in cut.calls
         ]
+        flags_before, is_done = flags(), False
         try:
             calls = [self._begin(body) for body in bodies]
+            self._check_flags(flags_before)
             trains = calls[0].state.grad and bool(self._trains)
             if trains:
                 runtime.attendance.begin()
@@ -135,12 +138,29 @@ class _Step:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
                 runtime.attendance.finish()
+            drawn_from = random_states(runtime.world)
             values = self._run(model, bodies, calls, cut, trains)
+            is_done = True
         finally:
             for body in bodies:
                 body.abandon()
+            if not is_done:
+                set_flags(flags_before)  # bodies that end in another order may leave them changed
         self._is_checked = True
-        return collected(shared(values, runtime.world), cut.samples)
+        return collected(shared(values, runtime.world, drawn_from), cut.samples)
+
+    def _check_flags(self, before: Mapping[str, Any]) -> None:
+        """Refuses flags of the whole process that are changed where the model is called.
+
+        Raises:
+            UserError: the bodies of all micro-batches would change them under one another.
+        """
+        changed = [name for name, value in flags().items() if value != before[name]]
+        if changed:
+            raise UserError(
+                f"{self._name} changes {', '.join(changed)} before it calls the model, for the "
+                f"whole process: put it around the call of the step"
+            )
 
     def _begin(self, body: Body) -> Call:
         answer = body.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, UserError
+from hybridtrain.smp.process_state import random_states, set_random_states
 from hybridtrain.world import World
 
 _SMALL = 1 << 16  # bytes of a CPU tensor that travels with the structure around it
@@ -87,12 +89,19 @@ def collected(values: Sequence[Any], samples: Sequence[int]) -> Any:
     return tree_unflatten([gathered(column) for column in zip(*columns, strict=True)], spec)
 
 
-def shared(values: list[Any], world: World) -> list[Any]:
+def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> list[Any]:
     """Returns the last stage's `values` in all processes of the pipeline; a collective call.
+
+    It also sets their random generators to those of the last stage, if the step has drawn there, so
+    that what the script draws next is the same in all of them.
 
     Args:
         values: by micro-batch; ignored in a process without the last stage.
         world: the processes.
+        drawn_from: `random_states` from before the forward.
+
+    Raises:
+        UserError: a value cannot be pickled.
     """
     group = world.pipeline_group
     if group is None:
@@ -108,9 +117,20 @@ def shared(values: list[Any], world: World) -> list[Any]:
         large.append(tensor.contiguous())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    message: list[Any] = [tree_map_only(Tensor, described, values) if here else None]
+    message: list[Any] = [None]
+    if here:
+        states = random_states(world)
+        has_drawn = not all(map(torch.equal, states, drawn_from))
+        described_values = tree_map_only(Tensor, described, values)
+        message = [_pickled((described_values, states if has_drawn else None))]
     # the group for objects, since reading what is pickled must not wait for a GPU
     dist.broadcast_object_list(message, group=world.pipeline_object_group, group_src=last)
+
+    if isinstance(message[0], str):
+        raise UserError(message[0])
+    structure, drawn = pickle.loads(message[0])
+    if drawn is not None and not here:
+        set_random_states(world, drawn)
 
     def received(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -120,5 +140,16 @@ def shared(values: list[Any], world: World) -> list[Any]:
         dist.broadcast(sent.view(torch.uint8) if sent.dim() else sent, group=group, group_src=last)
         return sent.to(world.devices[0])
 
-    found: list[Any] = tree_map_only(Tensor, received, message[0])
+    found: list[Any] = tree_map_only(Tensor, received, structure)
     return values if here else found
+
+
+def _pickled(content: Any) -> bytes | str:
+    """Returns `content` as bytes, or the text of the error that all processes are to raise."""
+    try:
+        return pickle.dumps(content)
+    except Exception as error:
+        return (
+            f"the step returns a value that cannot be sent to the other processes of the pipeline "
+            f"({error}): return tensors, numbers, texts, and lists and dictionaries of them"
+        )

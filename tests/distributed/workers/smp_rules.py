@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import shutil
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 import hybridtrain.smp as smp
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
 from hybridtrain.smp import runtime
+from hybridtrain.smp.process_state import flags
 
 cells = Cells()
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
@@ -560,6 +562,207 @@ def _(world):
     assert static.loss_scale == 16.0
     static.step()
     assert static.loss_scale == 16.0
+
+
+@cells.add("a schedule may be made before the DistributedOptimizer")
+def _(world):
+    runtime._runtime = None
+    smp.init({**PIPELINE, "fp16": True})
+    optimizer = torch.optim.SGD(build().parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer = smp.DistributedOptimizer(optimizer, static_loss_scale=1024.0)
+    net = build()
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    (parameter, *_others) = net.parameters()
+    before = parameter.detach().clone()
+    parameter.grad = torch.full_like(parameter, 1024.0)
+    optimizer.step()
+    assert torch.allclose(parameter, before - 0.1)  # divided by the factor of the loss
+    assert optimizer._opt_called  # or the schedule warns
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    with pytest.raises(UserError, match="does not go with fp16"):
+        optimizer.step(lambda: None)
+    replaced = torch.optim.SGD(net.parameters(), lr=0.1)
+    replaced.step = lambda: None
+    with pytest.raises(ConfigError, match=r"call smp.DistributedOptimizer first"):
+        smp.DistributedOptimizer(replaced)
+
+
+@cells.add("a save removes no file of another name, and a load reads what was saved last")
+def _(world):
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
+    begin()
+    if world.rank == 0:
+        for name in ("ckpt_100", "ckpt_7"):
+            (folder / name).write_text("the script's own")
+    smp.save(smp.rank(), f"{folder}/ckpt")
+    smp.barrier()
+    assert smp.load(f"{folder}/ckpt") == smp.rank()
+    begin(REPLICAS)
+    assert smp.load(f"{folder}/ckpt") == 0
+    smp.barrier()
+    smp.save("one part", f"{folder}/ckpt")
+    smp.barrier()
+    assert smp.load(f"{folder}/ckpt") == "one part"
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["ckpt.parts", "ckpt_0", "ckpt_100", "ckpt_7"]
+    begin()
+    assert smp.load(f"{folder}/ckpt") == "one part"
+    with pytest.raises(CheckpointError, match=r"there is no .*other"):
+        smp.load(f"{folder}/other")
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@cells.add("the factor of the loss is in the optimizer's states and in checkpoints")
+def _(world):
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
+    fp16 = {**PIPELINE, "fp16": True}
+
+    def script_with(scale):
+        script = begin(fp16)
+        smp.DistributedOptimizer(script.optimizer, dynamic_loss_scale=True, init_scale=scale)
+        train_step(script.model, script.x, script.y)
+        return script
+
+    script = script_with(64.0)
+    whole, part = script.optimizer.state_dict(), script.optimizer.local_state_dict()
+    smp.save_checkpoint(folder, "a", model=script.model, optimizer=script.optimizer)
+    smp.save(part, f"{folder}/part")
+    smp.barrier()
+    for state in (whole, part):
+        other = script_with(2.0)
+        other.optimizer.load_state_dict(copy.deepcopy(state))
+        assert other.optimizer.loss_scale == 64.0
+    other = script_with(2.0)
+    smp.resume_from_checkpoint(folder)
+    assert other.optimizer.loss_scale == 64.0
+    begin(REPLICAS).optimizer.load_state_dict(smp.load(f"{folder}/part"))
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@cells.add("groups of parameters added after the division keep the numbers of the others")
+def _(world):
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    of_weights = [p for p in script.model.parameters() if p.dim() == 2]
+    of_biases = [p for p in script.model.parameters() if p.dim() == 1]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(of_weights, lr=0.1))
+    optimizer.add_param_group({"params": of_biases})
+    temperature = nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [temperature], "lr": 1.0})
+    temperature.grad = torch.ones(1)
+    optimizer.step()
+    state = optimizer.state_dict()
+    net = build()
+    plain = torch.optim.AdamW([p for p in net.parameters() if p.dim() == 2], lr=0.1)
+    plain.add_param_group({"params": [p for p in net.parameters() if p.dim() == 1]})
+    plain.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 1.0})
+    expected = [group["params"] for group in plain.state_dict()["param_groups"]]
+    assert [group["params"] for group in state["param_groups"]] == expected
+    assert list(state["state"]) == list(range(7))
+    shapes = [state["state"][n]["exp_avg"].shape for n in range(7)]
+    assert shapes == [p.shape for group in plain.param_groups for p in group["params"]]
+    optimizer.load_state_dict(copy.deepcopy(state))
+
+
+@cells.add("arguments keep their names behind *args, and an axis is counted from 0")
+def _(world):
+    script = begin()
+
+    @smp.step(non_split_inputs=["rest"], input_split_axes={"y": 1})
+    def step(model, x, *rest, y):
+        return model(x), [one.clone() for one in rest], y.clone()
+
+    script.model.eval()
+    ones = torch.ones(3), torch.ones(5)
+    _, rest, y = step(script.model, script.x, *ones, y=torch.zeros(3, 8))
+    assert [one.outputs[0].shape[0] for one in rest] == [3, 5]
+    assert y.outputs[0].shape == (3, 4)
+    with pytest.raises(ConfigError, match="-1 for 'x': count the axes from 0"):
+        smp.step(input_split_axes={"x": -1})(lambda model, x: model(x))
+
+
+@cells.add("what the processes of a pipeline draw is the same after a step that draws in its end")
+def _(world):
+    net = build()
+    net.insert(1, nn.Dropout(0.5))
+    script = begin(net=net)
+
+    @smp.step
+    def step(model, x, y, draws):
+        output = model(x)
+        if draws:
+            output = F.dropout(output, 0.5)
+        loss = F.cross_entropy(output, y)
+        model.backward(loss)
+        return loss
+
+    torch.manual_seed(3)
+    for draws in (False, True, True):
+        before = torch.get_rng_state()
+        step(script.model, script.x, script.y, draws)
+        assert torch.equal(before, torch.get_rng_state()) is not draws
+        orders = smp.allgather(torch.randperm(50))
+        assert torch.equal(*orders)
+
+
+@cells.add("a value that cannot be sent is one error in all processes")
+def _(world):
+    script = begin()
+
+    @smp.step
+    def step(model, x):
+        model(x)
+        return lambda: 0
+
+    script.model.eval()
+    with pytest.raises(UserError, match=r"cannot be sent to the other processes .*lambda"):
+        step(script.model, script.x)
+    train_step(script.model.train(), script.x, script.y)
+
+
+@cells.add(
+    "flags of the whole process are refused around the model's call, and kept around the step's"
+)
+def _(world):
+    script = begin()
+    managers = {
+        "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+        "cudnn.benchmark": lambda: torch.backends.cudnn.flags(benchmark=True),
+        "flash": lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
+    }
+
+    @smp.step
+    def step(model, x, manager):
+        with manager():
+            return model(x)
+
+    before = flags()
+    for name, manager in managers.items():
+        with pytest.raises(UserError, match=rf"{name}.*put it around the call of the step"):
+            step(script.model, script.x, manager)
+        assert flags() == before
+    script.model.eval()
+    with torch.backends.cudnn.flags(benchmark=True):
+        step(script.model, script.x, contextlib.nullcontext)
+
+
+@cells.add("each root of model.backward has its own gradient")
+def _(world):
+    script = begin(LOCAL)
+
+    @smp.step
+    def step(model, x, gradients):
+        output = model(x)
+        model.backward([output, output * 2], gradients)
+
+    with pytest.raises(UserError, match=r"2 tensors was given 1 in grad_tensors="):
+        step(script.model, script.x, torch.ones(4, 3))
 
 
 @cells.add("messages between ranks")
