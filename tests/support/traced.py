@@ -45,8 +45,15 @@ def hybrid(net: nn.Module, stages: int, **options: Any) -> HybridModel:
     return HybridModel(net, World.from_env(nb_part=stages), chunks=CHUNKS, **options)
 
 
-def assert_same(net: nn.Module, inputs: Any, stages: int, **options: Any) -> HybridModel:
-    """`net` in `stages` gives bit for bit what it gives whole: outputs, gradients, buffers."""
+def assert_same(
+    net: nn.Module, inputs: Any, stages: int, exact: bool = True, **options: Any
+) -> HybridModel:
+    """`net` in `stages` gives bit for bit what it gives whole: outputs, gradients, buffers.
+
+    Unless `exact`, last bits of gradients may differ: a copy of the samples, which a recomputed
+    layer that works in place gets, is aligned otherwise than the samples, and some CPUs then add
+    up in another order.
+    """
     whole = copy.deepcopy(net)
     model = hybrid(net, stages, **options)
     model.train_step(inputs, None, loss_of)
@@ -60,7 +67,9 @@ def assert_same(net: nn.Module, inputs: Any, stages: int, **options: Any) -> Hyb
     ):
         assert name == same
         assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+        if ours.grad is not None:
+            same_values = torch.equal if exact else torch.allclose
+            assert same_values(ours.grad, theirs.grad), name
     for name, buffer in whole.named_buffers():
         assert torch.equal(net.get_buffer(name), buffer), name
     model.eval()

@@ -239,7 +239,8 @@ def line_of(kind, text):
 def test_counters_and_caches_that_a_forward_sets_advance_with_each_micro_batch(kind, checkpoint):
     net = kind()
     whole = copy.deepcopy(net)
-    assert_same(net, samples(), 2, example_inputs=samples(), checkpoint=checkpoint)
+    exact = checkpoint == "never"
+    assert_same(net, samples(), 2, exact, example_inputs=samples(), checkpoint=checkpoint)
     net, model = whole, hybrid(whole, 2, example_inputs=samples(), checkpoint=checkpoint)
     model.train_step(samples(), None, loss_of)
     model.train_step(samples(), None, loss_of)

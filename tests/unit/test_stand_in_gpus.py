@@ -174,8 +174,8 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(trains):
                 model.map_outputs(x, y, F.mse_loss)
             gpus.synchronize(gpus.devices[0])
             peaks.append([gpus.peak_memory(device).allocated for device in gpus.devices[:2]])
-    # but for the losses and a few blocks, whatever the threads' order
-    assert all(many < 1.3 * few for few, many in zip(*peaks, strict=True)), peaks
+    # three times as much if it grew; a few blocks depend on the threads' order
+    assert all(many < 2 * few for few, many in zip(*peaks, strict=True)), peaks
 
 
 def test_a_timeline_has_one_zero_for_all_devices():
