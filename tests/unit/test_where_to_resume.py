@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hybridtrain.app import resume
-from hybridtrain.app.build import _data
 from hybridtrain.app.config import Config
+from hybridtrain.app.load_data import load_data
 from hybridtrain.app.resume import checkpoint_to_resume
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError, ConfigError, DataError
@@ -85,9 +85,9 @@ def test_a_data_set_that_one_process_cannot_load_is_an_error_with_its_host_on_al
     world = Others()
     world.others = [lambda own: None, lambda own: "rank 2 on n3: no files in data"]
     with pytest.raises(DataError, match="rank 2 on n3: no files in data"):
-        _data(config, world)
+        load_data(config, world)
     world.others = ()
-    assert len(_data(config, world).train) > 1000
+    assert len(load_data(config, world).train) > 1000
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ def test_each_node_fetches_the_data_that_is_not_on_its_disk(
 
     monkeypatch.setattr("hybridtrain.app.instantiate.build", build)
     config = Config(data={"_target_": "x", "download": True}, model={}, optim={})
-    assert _data(config, Rank(rank=rank, local_rank=local_rank)) == "data"
+    assert load_data(config, Rank(rank=rank, local_rank=local_rank)) == "data"
     assert asked == downloads
