@@ -162,11 +162,14 @@ def test_two_kinds_of_values_from_one_device_do_not_wait_for_each_other():
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(trains):
     peaks = []
-    for chunks in (6, 18):
-        net = nn.Sequential(*[TanhLinear() for _ in range(6)])
+    # an evaluation has up to 2 micro-batches in the pipeline for each of the 3 stages, and has
+    # them, since the last stage is slow
+    for chunks in (6, 18) if trains else (12, 36):
+        net = nn.Sequential(*[TanhLinear() for _ in range(6 if trains else 16)])
         x, y = regression(chunks * 64)
         with stand_in_gpus(3, operation_s=1e-3, copy_s=5e-3) as gpus:
-            model = model_on(gpus, net, chunks=chunks)
+            split = "uniform" if trains else [2, 2, 12]
+            model = model_on(gpus, net, chunks=chunks, split=split)
             if trains:
                 model.train_step(x, y, F.mse_loss)
             else:
@@ -174,8 +177,8 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(trains):
                 model.map_outputs(x, y, F.mse_loss)
             gpus.synchronize(gpus.devices[0])
             peaks.append([gpus.peak_memory(device).allocated for device in gpus.devices[:2]])
-    # three times as much if it grew; a few blocks depend on the threads' order
-    assert all(many < 2 * few for few, many in zip(*peaks, strict=True)), peaks
+    # but for the losses and a few blocks, whatever the threads' order
+    assert all(many < 1.3 * few for few, many in zip(*peaks, strict=True)), peaks
 
 
 def test_a_timeline_has_one_zero_for_all_devices():

@@ -6,7 +6,9 @@ queues, one for activations and one for gradients:
     lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
     lane 1      F0 B0 F1 ..                <---gradients---
 
-A thread whose input is not there yet waits in the queue; there is no barrier and no clock. PyTorch
+A thread whose input is not there yet waits in the queue; there is no barrier and no clock. In an
+evaluation, where no backward holds the first stage back, it takes a micro-batch in when there is
+room: `_MOST_INSIDE` for each stage, since what waits before a slow stage is memory. PyTorch
 releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
 CPU a backward runs in the thread that calls it.
 """
@@ -16,14 +18,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch.activity import Lane, activity
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
@@ -34,6 +36,15 @@ from hybridtrain.skip import skip_scope
 from hybridtrain.world import World
 
 Inbox = SimpleQueue[Callable[[], None] | None]
+
+# Micro-batches for each stage that are in the pipeline at one time, in an evaluation: one is
+# computed, one waits. More than a group of `schedule.forward_only`, or the stages would wait in a
+# circle.
+_MOST_INSIDE = 2
+
+# How long a wait of the main thread may last. A signal that comes just before a wait does not end
+# it, and Python calls the signal's handler when the wait is over.
+_LONGEST_WAIT_S = 0.5
 
 
 class ThreadEngine:
@@ -176,6 +187,12 @@ class _StepRun:
         }
         self._runner = ActionRunner(step, {stage.index: stage for stage in stages}, ports)
         self._queues = [*activations.values(), *gradients.values()]
+        schedule = step.schedule
+        self._last = schedule.stages - 1
+        trains = any(action.kind == "B" for action in schedule.lanes[0])
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(schedule.chunks if trains else _MOST_INSIDE * schedule.stages):
+            self._room.put(None)
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._activity = activity.begin_step(len(step.schedule.lanes))
@@ -198,7 +215,11 @@ class _StepRun:
                         break
                     doing.begin(action)
                     if action.kind == "F":
+                        if action.stage == 0:
+                            self._wait_for_room(doing)
                         runner.forward(lane, action, doing)
+                        if action.stage == self._last:
+                            self._room.put(None)
                     else:
                         runner.backward(lane, action, doing)
         except _PipelineAborted:
@@ -212,11 +233,21 @@ class _StepRun:
             self._running.discard(lane)
             self._lane_ends.put(lane)
 
+    def _wait_for_room(self, doing: Lane) -> None:
+        """Waits until the first stage may take one more micro-batch in."""
+        doing.wait(True)
+        self._room.get()
+        doing.wait(False)
+        if self.stop.requested:
+            raise _PipelineAborted
+
     def join(self) -> None:
         """Waits until every lane has stopped; a second Ctrl-C does not wait."""
         while self._running:
             try:
-                self._lane_ends.get()
+                self._lane_ends.get(timeout=_LONGEST_WAIT_S)
+            except Empty:
+                continue
             except BaseException as interrupt:
                 if self.stop.requested:
                     raise
@@ -230,6 +261,7 @@ class _StepRun:
             self.stop.requested = True
         for queue in self._queues:
             queue.wake_receiver()
+        self._room.put(None)
 
 
 def threads_per_lane(lanes: int) -> int:
