@@ -239,8 +239,10 @@ def line_of(kind, text):
 def test_counters_and_caches_that_a_forward_sets_advance_with_each_micro_batch(kind, checkpoint):
     net = kind()
     whole = copy.deepcopy(net)
-    exact = checkpoint == "never"
-    assert_same(net, samples(), 2, exact, example_inputs=samples(), checkpoint=checkpoint)
+    # A recomputed stage that works in place is given a copy of its samples. Here each micro-batch
+    # begins at a multiple of 64 bytes as its copy does: some CPUs add up otherwise if it does not.
+    x = samples(count=24)
+    assert_same(net, x, 2, example_inputs=x, checkpoint=checkpoint)
     net, model = whole, hybrid(whole, 2, example_inputs=samples(), checkpoint=checkpoint)
     model.train_step(samples(), None, loss_of)
     model.train_step(samples(), None, loss_of)
