@@ -44,9 +44,10 @@ def work(options: argparse.Namespace) -> None:
 
     def train(layers: int, width: int) -> None:
         torch.manual_seed(0)
-        model = HybridModel(
-            gpt(VOCABULARY, options.length, layers, 16, width), world, chunks=4, shard=options.shard
-        )
+        net = gpt(VOCABULARY, options.length, layers, 16, width)
+        net = net.to(getattr(torch, options.dtype))
+        model = HybridModel(net, world, chunks=4, shard=options.shard)
+        del net
         if options.shard == "optimizer":
             optimizer = ShardedOptimizer(model, AdamW)
         else:
@@ -94,6 +95,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights, gradients and state: bfloat16 has room for a model twice as large",
+    )
     parser.add_argument("--shard", nargs="+", default=list(SHARD_MODES))
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -109,15 +116,16 @@ def main() -> None:
             command += ["--nproc-per-node", "2", "-m", "scripts.bench.sharding"]
             command += ["--layers", str(options.layers), "--width", str(options.width)]
             command += ["--length", str(options.length), "--steps", str(options.steps)]
+            command += ["--dtype", options.dtype]
             subprocess.run([*command, "--shard", shard, "--folder", folder], check=True)
             ranks = [json.loads(Path(folder, f"rank{i}.json").read_text()) for i in range(2)]
         mib = [" ".join(f"{rank[name] / 2**20:.0f}" for rank in ranks) for name in names]
         rows.append([shard, *mib, f"{ranks[0]['norm']!r}", f"{ranks[0]['seconds']:.1f}"])
     print_table(["shard", *(f"{name}, MiB" for name in names), "norm", "seconds"], rows)
     print_footer(
-        f"gpt with {options.layers} blocks of width {options.width}, AdamW, 2 replicas of one "
-        f"process each: the figures of both. {options.steps} steps of 4 micro-batches of "
-        f"{options.length} tokens."
+        f"gpt with {options.layers} blocks of width {options.width} in {options.dtype}, AdamW, "
+        f"2 replicas of one process each: the figures of both. {options.steps} steps of "
+        f"4 micro-batches of {options.length} tokens."
     )
 
 

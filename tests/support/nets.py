@@ -45,10 +45,15 @@ def scaling_inplace_net() -> nn.Sequential:
 
 
 def conv_net(**batch_norm: Any) -> nn.Sequential:
-    """Convolutions with batch norm, for images of shape (2, 6, 6). Layers 1 and 4 are the norms."""
+    """Convolutions with batch norm, for images of shape (2, 6, 6). Layers 1 and 4 are the norms.
+
+    No bias before a norm: its gradient would be rounding noise alone.
+    """
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4, **batch_norm), nn.ReLU(inplace=True),
-        nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, **batch_norm), nn.ReLU(inplace=True),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4, **batch_norm), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, bias=False),
+        nn.BatchNorm2d(4, **batch_norm), nn.ReLU(inplace=True),
         nn.Flatten(), nn.Linear(64, CLASSES),
     )  # fmt: skip
 
