@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,29 +13,30 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.callbacks.states import CallbackStates
-from hybridtrain.checkpoint import saving, state
-from hybridtrain.checkpoint.progress import check_progress
+from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
-from hybridtrain.finite_check import FiniteCheck
-from hybridtrain.interruption import Interruptions
 from hybridtrain.launch.activity import activity
 from hybridtrain.loss_weights import StepWeights
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
-from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.pipeline.replica_check import check_replicas
-from hybridtrain.run_stats import RunStats
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.trainer_options import TrainerOptions
+from hybridtrain.training.best_checkpoint import BestCheckpoint
+from hybridtrain.training.checkpoints import RunCheckpoints
+from hybridtrain.training.checks import check_last_batch, check_state_names
+from hybridtrain.training.interruption import Interruptions
+from hybridtrain.training.optimizer_step import OptimizerStep
+from hybridtrain.training.progress import Progress
+from hybridtrain.training.run_stats import RunStats
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -76,9 +75,6 @@ class Trainer:
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
     Attributes:
-        step: optimizer steps done.
-        samples: samples trained on so far, over all replicas.
-        epoch, batch: the next batch.
         logging: whether the step in progress will be logged.
         texts: those of `fit`.
 
@@ -117,17 +113,12 @@ class Trainer:
         self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
-        self._check_last_batch(model)
+        self._progress = Progress(self.train, self.options)
+        check_last_batch(model, self.train)
         self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
-        for name in ("data", "callbacks"):
-            if name in self.states:
-                raise ConfigError(
-                    f"states= has the name {name!r}, under which the trainer saves its own: use "
-                    f"another"
-                )
+        check_state_names(self.states)
         if getattr(self.train, "has_state", False):
             self.states["data"] = cast("Stateful", self.train)
         self.monitor = monitor or Monitor()
@@ -139,25 +130,26 @@ class Trainer:
         self.logging = False
         if callback_states := CallbackStates(self, self.callbacks):
             self.states["callbacks"] = callback_states
-        self.step = self.samples = self.epoch = self.batch = 0
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._optimizer_check = OptimizerCheck(model, optimizer)
-        self._finite = FiniteCheck(
+        self._step = OptimizerStep(
             model,
+            optimizer,
+            self.loss_fn,
+            self.options,
             self.scaler,
-            self.options.max_skipped,
-            adaptive_scale=self.options.loss_scale is None,
+            lr_schedule,
+            self._stats,
         )
+        self._finite = self._step.finite
         self._interruptions = Interruptions(
             self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
         )
         values = None if evaluation is None else ("loss", *self.metrics)
         self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
-        # the last of each, and its step
+        self._checkpoints = RunCheckpoints(store, model, optimizer, self, self.states, self._best)
+        # the last evaluation, and its step
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
-        self._checkpoint: tuple[int, Path | None] = -1, None
-        self._resumed_from: Path | None = None
         self._tell("on_init")
 
     def _chosen_loss(self, loss_fn: LossFn | None) -> LossFn:
@@ -294,7 +286,7 @@ class Trainer:
             activity.now(f"step {self.step + 1}: train")
             # a tensor, if the user chose so; read before the schedule changes it in place
             lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
-            norm = self._train_step(batches, timeline=log_due or timeline_due)
+            norm = self._take_step(batches, timeline=log_due or timeline_due)
             if log_due:
                 self._log(lr, norm)
             if timeline_due:
@@ -344,28 +336,19 @@ class Trainer:
         """
         if self.store is None:
             return
-        if self._checkpoint[0] != self.step:
+        if self._checkpoints.step != self.step:
             activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step, self.optimizer)
             check_replicas(self.model.net, self.world)
             self._stats.gather()
-            path = saving.save(
-                self.store,
-                self.step,
-                self.model,
-                self.optimizer,
-                {"trainer": self},
-                self.states,
-                required=required,
-                # weights that the last step could not be taken with may be at fault
-                prune=not self._finite.skipping,
-            )
+            # weights that the last step could not be taken with may be at fault
+            prune = not self._finite.skipping
+            path = self._checkpoints.write(self.step, required=required, prune=prune)
             if path is None:
-                self._best.mark(self.step, self.store, self.world, saved=False)
+                self._checkpoints.mark_best(self.step, saved=False)
                 return
-            self._checkpoint = self.step, path
             self._tell("on_save", path)
-        self._best.mark(self.step, self.store, self.world)
+        self._checkpoints.mark_best(self.step)
         self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
@@ -378,26 +361,14 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        state.restore(path, self.model, self.optimizer, {"trainer": self}, self.states)
-        if self.lr_schedule is not None:
-            # stepped again from 0 instead of loaded: its parameters and length are this run's
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-                for _ in range(self.step):
-                    self.lr_schedule.step()
-        self._resumed_from = path
-        self._checkpoint = self.step, path
-        if self.store is not None:  # in case the run ended between the two
-            self._best.mark(self.step, self.store, self.world)
+        self._checkpoints.restore(path)
+        self._step.replay_schedule(self.step)
+        self._checkpoints.begun_from(path, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
         return {
-            "step": self.step,
-            "samples": self.samples,
-            "epoch": self.epoch,
-            "row": self.batch * self.train.batch_size,  # the files' key; words: ok
-            "rows_per_step": self._samples_per_step,
+            **self._progress.state_dict(self.train),
             "scaler": self.scaler.state_dict() or None,
             "evaluated_step": self._evaluated[0],
             **self._stats.state_dict(),
@@ -412,20 +383,7 @@ class Trainer:
             CheckpointError: a number is not of its type or out of bounds.
             ConfigError: see `resume`.
         """
-        check_progress(state_dict, self.total_steps)
-        per_step, before = self._samples_per_step, state_dict["rows_per_step"]
-        if self.options.epochs is not None and before != per_step:
-            raise ConfigError(
-                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
-                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
-                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
-            )
-        self.step, self.samples = state_dict["step"], state_dict["samples"]
-        self.epoch = state_dict["epoch"]
-        self.batch = state_dict["row"] // self.train.batch_size  # words: ok
-        # the rest is what drop_last leaves out
-        if self.batch >= (self.train.batches_per_epoch or math.inf):
-            self.epoch, self.batch = self.epoch + 1, 0
+        self._progress.load_state_dict(state_dict, self.train)
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
         self._evaluated = state_dict.get("evaluated_step", self.step), None
@@ -438,7 +396,8 @@ class Trainer:
         With `engine="distributed"` all processes of a pipeline call this together.
         """
         speed = self.throughput.summary()
-        checkpoint = self._checkpoint_on_disk(self.step)
+        checkpoint = self._checkpoints.on_disk(self.step)
+        resumed_from = self._checkpoints.resumed_from
         return {
             "steps": self.step,
             "samples": self.samples,
@@ -458,20 +417,37 @@ class Trainer:
             },
             "checkpoint": checkpoint and str(checkpoint),
             "best": self._best.state_dict(),
-            "resumed_from": self._resumed_from and str(self._resumed_from),
+            "resumed_from": resumed_from and str(resumed_from),
         }
 
-    def _checkpoint_on_disk(self, step: int) -> Path | None:
-        """Returns the last checkpoint up to `step`; on rank 0 one that is there.
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._progress.step
 
-        A save in the background may have failed since.
-        """
-        own_step, path = self._checkpoint
-        if not self.world.is_main or self.store is None:
-            return path
-        if path is not None and own_step <= step and path.exists():
-            return path
-        return self.store.newest_up_to(step)
+    @property
+    def samples(self) -> int:
+        """Samples trained on so far, over all replicas."""
+        return self._progress.samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._progress.epoch
+
+    @property
+    def batch(self) -> int:
+        """The next batch of this epoch."""
+        return self._progress.batch
+
+    @property
+    def total_steps(self) -> int:
+        """The length of the run; may be set between two calls of `fit`."""
+        return self._progress.total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self._progress.total_steps = steps
 
     @property
     def finished(self) -> bool:
@@ -489,73 +465,23 @@ class Trainer:
         """Steps without an optimizer step because the loss or a gradient was not finite."""
         return self._finite.skipped
 
-    @property
-    def _samples_per_step(self) -> int:
-        return self.train.batch_size * self.options.accumulate
-
-    def _check_last_batch(self, model: HybridModel) -> None:
-        """Refuses what a synchronised batch norm would refuse at the end of the first epoch."""
-        samples = getattr(self.train, "samples", None)
-        drops = getattr(getattr(self.train, "options", None), "drop_last", True)
-        if not model.options.sync_batch_norm or drops or samples is None:
-            return
-        last = samples % self.train.batch_size
-        if last and last // self.world.replicas < model.options.chunks:
-            raise ConfigError(
-                f"the last batch of an epoch has {last} samples, which are not enough for "
-                f"chunks={model.options.chunks} micro-batches on each of {self.world.replicas} "
-                f"replicas, as sync_batch_norm=true needs: set drop_last=true, or lower chunks="
-            )
-
-    def _ends_epoch(self, every: int | None) -> bool:
-        """Returns whether the last step has ended every `every`th epoch."""
-        return bool(every and self.step and self.batch == 0 and self.epoch % every == 0)
-
     def _is_due(self, every: int | None, step: int) -> bool:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
         last = step == self.total_steps or (step == self.step and self._ended)
         return last or (every is not None and step % every == 0)
 
-    def _train_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
+    def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
-        total = sum(batch.total for batch in batches)
-        weights = self.model.step_weights(
-            [(batch.inputs, batch.targets) for batch in batches],
-            self.loss_fn,
-            samples=[batch.samples for batch in batches],
-            total=total,
+        norm = self._step.take(
+            self.step + 1,
+            batches,
+            lambda weights: self._training_step(self, batches, weights, timeline),
+            lambda: self._tell("on_gradients"),
         )
-        self._finite.begin_step()
-        outs = self._training_step(self, batches, weights, timeline)
-        self._stats.record(outs[-1].timeline)
-        self._optimizer_check.drop_gradients_left_out()
-        self.model.unscale_(self.scaler, self.optimizer)
-        self._tell("on_gradients")
-        norm = self.model.grad_norm()
-        try:
-            if not weights.total:  # no target of any replica counts
-                self._finite.skip_empty(self.step + 1)
-            elif self._finite.allows_step(
-                self.step + 1, norm, batches, [out.loss for out in outs], self.loss_fn
-            ):
-                for out in outs:
-                    self._stats.add(out.loss, out.count)
-                if self.options.clip_norm is not None:
-                    self.model.pipeline.clip_grads_with_norm_(self.options.clip_norm, norm)
-                activity.now(f"step {self.step + 1}: optimizer")
-                self.scaler.step(self.optimizer)
-        finally:  # or the scaler would refuse the first step of another fit
-            self.scaler.update(self.options.loss_scale)
-        if self.lr_schedule is not None:
-            self.lr_schedule.step()  # also where a step is skipped: it is a function of the step
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.samples += total
-        self.batch += len(batches)
-        if batches[-1].last:
-            self.epoch, self.batch = self.epoch + 1, 0
-        self.throughput.tick(total)
-        self._tell("on_step", total)
+        samples = sum(batch.total for batch in batches)
+        self._progress.advance(batches)
+        self.throughput.tick(samples)
+        self._tell("on_step", samples)
         return norm
 
     def _log(self, lr: float, norm: torch.Tensor) -> None:
@@ -565,7 +491,7 @@ class Trainer:
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
-            "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
+            "train/epoch": self._progress.epochs(self.train),
             "train/grad_norm": float(norm),
         }
         for name in ("skipped_steps", "empty_steps"):
@@ -582,13 +508,13 @@ class Trainer:
             self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
         ):
             evaluates = self._is_due(options.eval_every, self.step)
-            if evaluates or self._ends_epoch(options.eval_every_epochs):
+            if evaluates or self._progress.ends_epoch(options.eval_every_epochs):
                 activity.now(f"step {self.step}: evaluate")
                 with self.throughput.pause():
                     save |= self._evaluate_in_run()
         last = self._ended  # which an evaluation may decide
         save |= self._is_due(options.checkpoint_every, self.step)
-        save |= self._ends_epoch(options.checkpoint_every_epochs)
+        save |= self._progress.ends_epoch(options.checkpoint_every_epochs)
         # nothing is saved on the way until a step succeeds
         best = self._best.step == self.step
         if save and (last or best or not self._finite.skipping):
@@ -622,7 +548,7 @@ class Trainer:
     def _stop(self) -> NoReturn:
         with self.throughput.pause():
             self.save()
-        path = self.world.broadcast(self._checkpoint[1])
+        path = self.world.broadcast(self._checkpoints.path)
         saved = "nothing was saved, since the run makes no checkpoints"
         if self.store is not None:
             saved = f"saved {path}; the same command goes on from there"
@@ -635,7 +561,7 @@ class Trainer:
         """Returns what to do about a run that has diverged; a collective call."""
         good_step = self._finite.last_good_step
         path = self.world.on_main(
-            lambda: self._checkpoint_on_disk(self.step if good_step is None else good_step)
+            lambda: self._checkpoints.on_disk(self.step if good_step is None else good_step)
         )
         path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"

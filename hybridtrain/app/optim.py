@@ -17,9 +17,9 @@ from hybridtrain.app.config import GROUP_KEYS
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.optimizer_check import needs_closure
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
 from hybridtrain.sharded_optimizer import ShardedOptimizer
+from hybridtrain.training.optimizer_check import needs_closure
 
 _log = logging.getLogger(__name__)
 

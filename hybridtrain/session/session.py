@@ -24,10 +24,8 @@ from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import merge
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import Monitor, Monitors
-from hybridtrain.optimizer_check import OptimizerCheck
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.param_groups import CombinedOptimizer
-from hybridtrain.run_stats import RunStats
 from hybridtrain.session.prepared import (
     PreparedLoader,
     PreparedModel,
@@ -37,6 +35,8 @@ from hybridtrain.session.prepared import (
     as_loader,
     keep_own_parameters,
 )
+from hybridtrain.training.optimizer_check import OptimizerCheck
+from hybridtrain.training.run_stats import RunStats
 from hybridtrain.world import World
 
 if TYPE_CHECKING:

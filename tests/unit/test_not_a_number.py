@@ -12,11 +12,11 @@ from support.engine import fp16_trainer
 from support.training import SAMPLES, Recorder, assert_same, data, plain_net, rich_net, trainer
 from torch import nn
 
-from hybridtrain.buffer_snapshot import BufferSnapshot
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.losses import cross_entropy
-from hybridtrain.non_finite import non_finite_names
+from hybridtrain.training.buffer_snapshot import BufferSnapshot
+from hybridtrain.training.non_finite import non_finite_names
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

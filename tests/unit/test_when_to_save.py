@@ -21,14 +21,14 @@ from support.training import (
 )
 from torch.distributed import HashStore
 
-from hybridtrain import interruption
-from hybridtrain.best_checkpoint import BestCheckpoint
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
-from hybridtrain.interruption import Interruptions
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.job import Job
 from hybridtrain.trainer_options import TrainerOptions, seconds
+from hybridtrain.training import interruption
+from hybridtrain.training.best_checkpoint import BestCheckpoint
+from hybridtrain.training.interruption import Interruptions
 from hybridtrain.world import World
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -7,8 +7,8 @@ queues, one for activations and one for gradients:
     lane 1      F0 B0 F1 ..                <---gradients---
 
 A thread whose input is not there yet waits in the queue; there is no barrier and no clock. In an
-evaluation, where no backward holds the first stage back, it takes a micro-batch in when there is
-room: `_MOST_INSIDE` for each stage, since what waits before a slow stage is memory. PyTorch
+evaluation, where no backward holds the first stage back, it waits while the pipeline has
+`_MOST_INSIDE` micro-batches for each stage, since what waits before a slow stage is memory. PyTorch
 releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
 CPU a backward runs in the thread that calls it.
 """
@@ -190,9 +190,9 @@ class _StepRun:
         schedule = step.schedule
         self._last = schedule.stages - 1
         trains = any(action.kind == "B" for action in schedule.lanes[0])
-        self._room: SimpleQueue[None] = SimpleQueue()
+        self._free: SimpleQueue[None] = SimpleQueue()
         for _ in range(schedule.chunks if trains else _MOST_INSIDE * schedule.stages):
-            self._room.put(None)
+            self._free.put(None)
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._activity = activity.begin_step(len(step.schedule.lanes))
@@ -216,10 +216,10 @@ class _StepRun:
                     doing.begin(action)
                     if action.kind == "F":
                         if action.stage == 0:
-                            self._wait_for_room(doing)
+                            self._wait_until_free(doing)
                         runner.forward(lane, action, doing)
                         if action.stage == self._last:
-                            self._room.put(None)
+                            self._free.put(None)
                     else:
                         runner.backward(lane, action, doing)
         except _PipelineAborted:
@@ -233,10 +233,10 @@ class _StepRun:
             self._running.discard(lane)
             self._lane_ends.put(lane)
 
-    def _wait_for_room(self, doing: Lane) -> None:
+    def _wait_until_free(self, doing: Lane) -> None:
         """Waits until the first stage may take one more micro-batch in."""
         doing.wait(True)
-        self._room.get()
+        self._free.get()
         doing.wait(False)
         if self.stop.requested:
             raise _PipelineAborted
@@ -261,7 +261,7 @@ class _StepRun:
             self.stop.requested = True
         for queue in self._queues:
             queue.wake_receiver()
-        self._room.put(None)
+        self._free.put(None)
 
 
 def threads_per_lane(lanes: int) -> int:

@@ -43,8 +43,8 @@ from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
-from hybridtrain.non_finite import find_origin
 from hybridtrain.pipeline import clocks, timeline
+from hybridtrain.training.non_finite import find_origin
 
 torch.set_num_threads(1)
 cells = Cells()

@@ -22,12 +22,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hybridtrain.buffer_snapshot import BufferSnapshot
 from hybridtrain.data.loader import Batch
 from hybridtrain.errors import DataError, DivergedError
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
-from hybridtrain.non_finite import find_origin, largest_gradient, non_finite_names
+from hybridtrain.training.buffer_snapshot import BufferSnapshot
+from hybridtrain.training.non_finite import find_origin, largest_gradient, non_finite_names
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.buffer_snapshot import BufferSnapshot
 from hybridtrain.data.loader import Batch
 from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 from hybridtrain.sharded_tensors import own_part
+from hybridtrain.training.buffer_snapshot import BufferSnapshot
 
 
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:

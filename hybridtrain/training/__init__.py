@@ -1,0 +1,1 @@
+"""The parts of the training loop, which `hybridtrain.trainer` puts together."""
