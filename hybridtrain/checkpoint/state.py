@@ -182,7 +182,7 @@ def restore(
         check_fits(path, weights | extra, model.net.state_dict())
         trees: dict[str, Any] = {}
         if optimizer is not None:
-            trees["optimizer"] = _read_tree(path, "optimizer", files)
+            trees["optimizer"] = read_tree(path, "optimizer", files)
             check_groups(path, model, optimizer, trees["optimizer"])
         for name in states:
             if f"{name}.json" not in files:
@@ -192,7 +192,7 @@ def restore(
                     f"{path} has no state {name!r}: it was saved without it. Leave {name!r} out of "
                     f"states=, or resume a checkpoint that has it"
                 )
-            trees[name] = _read_tree(path, name, files)
+            trees[name] = read_tree(path, name, files)
         if optimizer is not None and world.is_main:
             known = {f"{name}.json" for name in (*_OWN_FILES, *states)}
             for name in files:
@@ -224,7 +224,7 @@ def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor
     """
     if "model.pt" in files:  # format 1
         return split_state(_mapped(path / "model.pt"))
-    extra = _read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
+    extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
     return read_tensors(path, "model", files), extra
 
 
@@ -258,8 +258,17 @@ def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -
         )
 
 
-def _read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
-    """Returns what `pack` was given under `name`; its tensors are memory-mapped."""
+def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
+    """Returns what `pack` was given under `name`; its tensors are memory-mapped.
+
+    Args:
+        path: of the checkpoint.
+        name: such as `optimizer`.
+        files: of its manifest.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     if name == "optimizer" and "optimizer.pt" in files:  # format 1
         return _mapped(path / "optimizer.pt")
     has_tensors = {f"{name}.safetensors", f"{name}.safetensors.index.json"} & files.keys()

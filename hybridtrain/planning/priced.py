@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import check_choice
+from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
@@ -80,13 +80,19 @@ def find_plans(
         best: how many layouts.
 
     Raises:
-        ConfigError: an argument is wrong, or no layout uses all devices.
+        ConfigError: an argument is wrong, no layout uses all devices, or `measured` needs a GPU
+            that is not here.
         SplitError: the model cannot be cut, or nothing fits into memory.
     """
     check_choice("cluster.costs", costs, COSTS)
     chain = ChainBuilder(net, example_inputs).chain()
     if costs == "measured":
         device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "cluster.costs=measured needs one of the cluster's GPUs here, and there is none: "
+                "set cluster.costs=estimated"
+            )
         table = measured_costs(chain, example_inputs, device, precision)
     else:
         table = counted_costs(chain, example_inputs, machine, precision, tf32)

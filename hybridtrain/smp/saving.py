@@ -204,7 +204,7 @@ def resume_from_checkpoint(
         if not model.partitioned:  # or the first step would find out
             state.check_fits(found, weights | extra, model.module.state_dict())
         name = f"{_CONTENT}.json"
-        content = state._read_tree(found, _CONTENT, files) if name in files else None
+        content = state.read_tree(found, _CONTENT, files) if name in files else None
         return found, content
 
     found, content = world.on_main(find) or (None, None)

@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+import torch
 import yaml
 from cli_runs import fail, succeed
 from support.launch import SMALL
@@ -49,11 +50,13 @@ def test_auto_says_what_was_chosen_and_why(tmp_path, monkeypatch, capfd):
         (["cluster=jean-zay-v100", "trainer.precision=bf16"], "no rate for bf16"),
         (["cluster=h100", "cluster.memory_gib=1.0001"], "no plan fits"),
         (["cluster=h100", "cluster.costs=guessed"], "cluster.costs=guessed is unknown"),
+        (["cluster=h100", "cluster.costs=measured"], "set cluster.costs=estimated"),
     ],
 )
 def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     error = fail(capfd, "plan", *SMALL, *keys)
     assert told in error
     assert len(error.strip().splitlines()) == 1
