@@ -1,38 +1,46 @@
-"""Metrics that torchmetrics does not have in this form."""
+"""Metrics by name. They need no torchmetrics, whose import takes longer than PyTorch's half."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
 
 from hybridtrain.losses import IGNORED, classes_in_dim_1, main_output
 
 
-class Accuracy(Metric):
+class Accuracy(nn.Module):
     """The share of predictions that are right; NaN without any. Targets of -100 are left out.
 
-    Unlike torchmetrics' own, it needs no number of classes and takes them in the last dimension
-    too: (N, C) with (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
+    Used as a metric of torchmetrics is. Unlike torchmetrics' own, it needs no number of classes and
+    takes them in the last dimension too: (N, C) with (N), (N, T, C) with (N, T), (N, C, ...) with
+    (N, ...).
+
+    Attributes:
+        dist_sync_fn: given a tensor of counts, returns those of all replicas; None: there is one.
     """
 
-    full_state_update = False
-    correct: Tensor
-    total: Tensor
+    counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("correct", "total"):
-            self.add_state(name, torch.tensor(0), dist_reduce_fx="sum")
+        self.dist_sync_fn: Callable[[Tensor], list[Tensor]] | None = None
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+    def reset(self) -> None:
+        """Forgets all predictions."""
+        self.counts.zero_()
 
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Adds the predictions of a batch."""
         logits, targets = classes_in_dim_1(main_output(outputs), targets)
-        self.correct += (logits.argmax(1) == targets).sum()  # which -100 never is
-        self.total += (targets != IGNORED).sum()
+        right = (logits.argmax(1) == targets).sum()  # which -100 never is
+        self.counts += torch.stack([right, (targets != IGNORED).sum()]).to(self.counts.device)
 
     def compute(self) -> Tensor:
         """Returns the accuracy, 0-dim, float64."""
-        return self.correct.double() / self.total
+        gather = self.dist_sync_fn or (lambda counts: [counts])
+        counts = torch.stack(gather(self.counts)).sum(0).double()
+        return counts[0] / counts[1]
