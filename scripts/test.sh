@@ -16,10 +16,8 @@ echo "== words"
 python scripts/words.py
 echo "== mypy"
 mypy
-if [ "${THOROUGH:-}" = 1 ]; then
-    echo "== Slurm, for tests/cluster"
-    why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
-fi
+echo "== Slurm, for tests/cluster"
+why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
 echo "== pytest"
 # two at a time, a file in one process: its launches are shared by its tests
 python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

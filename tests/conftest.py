@@ -11,6 +11,7 @@ from support.launch import logging_as_before
 LONG = (
     "test_across_processes",
     "test_faults",
+    "test_core",
     "test_two_processes",
     "test_torchrun",
     "test_zoo",

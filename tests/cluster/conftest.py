@@ -1,7 +1,7 @@
 """The cluster of the tests in this folder.
 
-`test_core.py` is collected by `scripts/thorough.sh` too, the rest by `scripts/cluster_check.sh`
-alone, which also makes a missing cluster a failure.
+`test_core.py` is in every run of the tests, the rest in `scripts/cluster_check.sh` alone, which also
+makes a missing cluster a failure.
 """
 
 import os
@@ -10,13 +10,10 @@ from collections.abc import Iterator
 import pytest
 from cluster.runs import NET
 from cluster.slurm import NoClusterError, Slurm, what_is_missing
-from support.thorough import THOROUGH
 
 REQUIRED = "HYBRIDTRAIN_CLUSTER_REQUIRED" in os.environ
 
 collect_ignore = [] if REQUIRED else ["test_slurm.py"]
-if not (REQUIRED or THOROUGH):
-    collect_ignore.append("test_core.py")
 
 
 @pytest.fixture(scope="session")
