@@ -12,6 +12,8 @@ from support.launch import SMALL, environment
 
 ROOT = Path(__file__).parents[2]
 
+DATA = ("configs", "recipes")  # packages of the wheel, which are folders beside the package here
+
 # `python -m hybridtrain` without the import hook of an editable install of the checkout, which
 # would fill in what a wheel lacks.
 WITHOUT_THE_CHECKOUT = """
@@ -78,6 +80,15 @@ def test_the_wheel_has_the_configs_and_recipes(installed: Path) -> None:
         for folder in ("configs", "recipes")
         for path in (ROOT / folder).rglob("*.yaml")
     }
+
+
+def test_the_wheel_has_all_modules(installed: Path) -> None:
+    def modules(folder: Path) -> set[str]:
+        return {str(path.relative_to(folder)) for path in (folder / "hybridtrain").rglob("*.py")}
+
+    assert modules(installed) - {f"hybridtrain/{kind}/__init__.py" for kind in DATA} == modules(
+        ROOT
+    )
 
 
 def test_the_recipe_digits_trains_in_an_empty_folder_on_the_data_of_the_wheel(
