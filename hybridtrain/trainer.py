@@ -34,7 +34,7 @@ from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
 from hybridtrain.training.checks import check_last_batch, check_state_names
 from hybridtrain.training.interruption import Interruptions
-from hybridtrain.training.optimizer_step import OptimizerStep
+from hybridtrain.training.optimizer_step import OptimizerStep, replay
 from hybridtrain.training.progress import Progress
 from hybridtrain.training.run_stats import RunStats
 
@@ -132,22 +132,14 @@ class Trainer:
             self.states["callbacks"] = callback_states
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._step = OptimizerStep(
-            model,
-            optimizer,
-            self.loss_fn,
-            self.options,
-            self.scaler,
-            lr_schedule,
-            self._stats,
-        )
+        self._step = OptimizerStep(model, optimizer, self.scaler, self.options)
         self._finite = self._step.finite
         self._interruptions = Interruptions(
             self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
         )
         values = None if evaluation is None else ("loss", *self.metrics)
         self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
-        self._checkpoints = RunCheckpoints(store, model, optimizer, self, self.states, self._best)
+        self._checkpoints = RunCheckpoints(self._best)
         # the last evaluation, and its step
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
         self._tell("on_init")
@@ -343,12 +335,12 @@ class Trainer:
             self._stats.gather()
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
-            path = self._checkpoints.write(self.step, required=required, prune=prune)
+            path = self._checkpoints.write(self, required=required, prune=prune)
             if path is None:
-                self._checkpoints.mark_best(self.step, saved=False)
+                self._checkpoints.mark_best(self, saved=False)
                 return
             self._tell("on_save", path)
-        self._checkpoints.mark_best(self.step)
+        self._checkpoints.mark_best(self)
         self._interruptions.saved()
 
     def resume(self, path: Path) -> None:
@@ -361,9 +353,9 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        self._checkpoints.restore(path)
-        self._step.replay_schedule(self.step)
-        self._checkpoints.begun_from(path, self.step)
+        self._checkpoints.restore(self, path)
+        if self.lr_schedule is not None:
+            replay(self.lr_schedule, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
@@ -396,7 +388,7 @@ class Trainer:
         With `engine="distributed"` all processes of a pipeline call this together.
         """
         speed = self.throughput.summary()
-        checkpoint = self._checkpoints.on_disk(self.step)
+        checkpoint = self._checkpoints.on_disk(self, self.step)
         resumed_from = self._checkpoints.resumed_from
         return {
             "steps": self.step,
@@ -473,10 +465,11 @@ class Trainer:
     def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
         norm = self._step.take(
-            self.step + 1,
+            self,
             batches,
             lambda weights: self._training_step(self, batches, weights, timeline),
             lambda: self._tell("on_gradients"),
+            self._stats,
         )
         samples = sum(batch.total for batch in batches)
         self._progress.advance(batches)
@@ -561,7 +554,7 @@ class Trainer:
         """Returns what to do about a run that has diverged; a collective call."""
         good_step = self._finite.last_good_step
         path = self.world.on_main(
-            lambda: self._checkpoints.on_disk(self.step if good_step is None else good_step)
+            lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
         path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
