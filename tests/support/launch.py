@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from support import forked
+
 TESTS = Path(__file__).parents[1]
 WORKERS = TESTS / "distributed" / "workers"
 
@@ -137,8 +139,14 @@ class Cells:
 class Results:
     """The outcome of each cell on each rank."""
 
-    def __init__(self, worker: str, nproc: int, folder: Path) -> None:
-        torchrun_script(nproc, WORKERS / f"{worker}.py", folder)
+    def __init__(self, worker: str, nproc: int, folder: Path, timeout: float = 300) -> None:
+        script = WORKERS / f"{worker}.py"
+        status, output = forked.run(nproc, script, [str(folder)], environment(), timeout)
+        if status != 0:
+            ended = (
+                f"hangs: not done after {timeout} s" if status is None else f"ended with {status}"
+            )
+            pytest.fail(f"{script} {ended}\n{output}", pytrace=False)
         self.ranks = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(nproc)]
 
     def check(self, cell: str) -> None:

@@ -1,0 +1,104 @@
+"""Processes of a worker script, forked from one that has imported PyTorch and hybridtrain.
+
+They have torchrun's environment without its agent. A process of their own would need seconds for
+its imports, in each of the many launches; `launch.torchrun_script` is the real thing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOADED = ["torch", "torch._dynamo", "hybridtrain.trainer", "hybridtrain.smp", "pytest"]
+
+# How long the others have to end by themselves after one has failed.
+PATIENCE_S = 60.0
+
+
+def run(
+    nproc: int, script: Path, arguments: Sequence[str], env: Mapping[str, str], timeout: float
+) -> tuple[int | None, str]:
+    """Runs `script` in `nproc` processes that can talk to each other.
+
+    Args:
+        nproc: how many.
+        script: run as `__main__`, with `arguments`.
+        arguments: of the command line.
+        env: the environment, but for the variables that a launcher sets.
+        timeout: seconds.
+
+    Returns:
+        the exit status of the first process that has failed, 0 if none has, None after `timeout`;
+        and the output of all.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _environment(env):  # PyTorch reads the number of threads when it is imported
+        forkserver.ensure_running()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output = Path(arguments[0]) / "output.txt"
+    processes: list[BaseProcess] = []
+    for rank in range(nproc):
+        launched = {
+            **env,
+            **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+            **{name: str(nproc) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        process = context.Process(target=_main, args=(script, arguments, launched, output))
+        process.start()
+        processes.append(process)
+    status = _wait(processes, time.monotonic() + timeout)
+    return status, output.read_text(errors="replace") if output.exists() else ""
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _wait(processes: Sequence[BaseProcess], end: float) -> int | None:
+    """Waits for all; after a failure, or at `end`, the rest is killed."""
+    failed: int | None = None
+    while alive := [process for process in processes if process.is_alive()]:
+        wait([process.sentinel for process in alive], timeout=max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes if process.exitcode]
+        if codes and failed is None:
+            failed, end = codes[0], min(end, time.monotonic() + PATIENCE_S)
+        if time.monotonic() >= end:
+            for process in processes:
+                process.kill()
+            return failed
+    return failed or next((p.exitcode for p in processes if p.exitcode), 0)
+
+
+def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+    """Runs in the new process."""
+    os.environ.clear()
+    os.environ.update(env)
+    with output.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
