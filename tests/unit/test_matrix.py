@@ -2,11 +2,10 @@
 
 import pytest
 from support.matrix import Cell, cells, check_cell
-from support.thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.mark.parametrize("cell", cells(more=80 if THOROUGH else 20), ids=str)
+@pytest.mark.parametrize("cell", cells(more=80), ids=str)
 def test_training_equals_the_unsplit_model(cell: Cell) -> None:
     check_cell(cell)
