@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests of launching on a real Slurm, of three nodes in namespaces of this machine (tests/cluster);
-# scripts/thorough.sh runs the core of them. Needs Debian or Ubuntu and root, and installs slurm-wlm and
+# scripts/test.sh runs the core of them. Needs Debian or Ubuntu and root, and installs slurm-wlm and
 # iproute2. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
