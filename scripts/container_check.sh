@@ -38,14 +38,14 @@ finish() {
 trap finish EXIT
 say() { echo "== $* (${SECONDS} s)"; }
 
-base=$folder/base.tar
+base=$folder/base
 if [ ! -e "$base" ]; then
     say "a Debian with Python"
     mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-pip,libgomp1 \
         bookworm "$base.part"
     mv "$base.part" "$base"
 fi
-say "the base image: $(du -h "$base" | cut -f1)"
+say "the base image: $(du -sh "$base" | cut -f1)"
 container=$("${store[@]}" from scratch)
 "${store[@]}" add --quiet "$container" "$base" / >/dev/null
 "${store[@]}" commit --quiet "$container" base >/dev/null
