@@ -44,7 +44,7 @@ def test_processes_that_meet_in_the_store_of_another_run_say_so(slurm: Slurm) ->
         "srun", "--overlap", "-N2", "-n2", *command("owner", *ENDLESS), env=env, output="owner.log"
     )
     slurm.wait_for("outputs/owner/metrics.jsonl", '"step": 5,')
-    said = slurm.run("srun", "-K1", "-N2", "-n2", *command("guest"), env=env, code=2)
+    said = slurm.run("srun", "-N2", "-n2", *command("guest"), env=env, code=2)
     assert "error: the port 23456 of n1, where the processes are to meet, is" in said
     assert "set MASTER_PORT to a free one" in said
     assert not (slurm.work / "outputs" / "guest").exists()
