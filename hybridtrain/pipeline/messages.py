@@ -140,10 +140,15 @@ def from_bytes(data: Tensor) -> MessageFormat:
 
 def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     """Returns whether values are equal and of the same types; True is not 1, and NaN is NaN."""
-    return len(leaves) == len(others) and all(
-        one is other or (type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other))
-        for one, other in zip(leaves, others, strict=True)
-    )
+    return len(leaves) == len(others) and all(map(_is_same, leaves, others))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return one == other if type(one) is _Place else pickle.dumps(one) == pickle.dumps(other)
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
