@@ -100,6 +100,18 @@ def torch_pipelining(samples: int, length: int, chunks: int) -> Callable[[], Non
     return step
 
 
+def over_processes(samples: int, length: int, chunks: int) -> Callable[[], None]:
+    """This process's part of a step of this project's `engine=distributed`."""
+    world = World.from_env(STAGES, devices="cpu", engine="distributed")
+    x, model = batch(samples, length), HybridModel(network(), world, chunks=chunks)
+
+    def step() -> None:
+        model.train_step(x, None, square_loss)
+        model.zero_grad()
+
+    return step
+
+
 def half(samples: int, length: int, chunks: int, alone: bool) -> Callable[[], None] | None:
     """Half the layers in each process, or in the first alone: what the second core is worth."""
     if alone and dist.get_rank():
@@ -129,15 +141,18 @@ def main() -> None:
     rows = []
     for chunks in options.chunks:
         check(x, chunks)
-        processes.add("torch", torch_pipelining, options.samples, options.length, chunks)
+        sizes = options.samples, options.length, chunks
+        processes.add("torch", torch_pipelining, *sizes)
+        processes.add("ours", over_processes, *sizes)
         for alone in (True, False):
-            processes.add(f"half {alone}", half, options.samples, options.length, chunks, alone)
+            processes.add(f"half {alone}", half, *sizes, alone)
         times = interleave(
             {
                 "one thread, unsplit": timed(unsplit(network(), x, chunks)),
                 "torchgpipe": timed(peer(x, chunks)) if optional("torchgpipe") else None,
                 "torch.distributed.pipelining": lambda: processes.seconds("torch"),
                 "hybridtrain": timed(hybrid(x, chunks)[1]),
+                "hybridtrain, engine=distributed": lambda: processes.seconds("ours"),
                 "alone": lambda: processes.seconds("half True"),
                 "both": lambda: processes.seconds("half False"),
             },
