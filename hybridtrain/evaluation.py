@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from hybridtrain.launch.activity import activity, kind_of
 from hybridtrain.loss_counts import checked_loss
 from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
+from hybridtrain.metrics import Metric
 from hybridtrain.microbatch import batch_size, chunk_sizes, merge
 from hybridtrain.model import HybridModel
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 _log = logging.getLogger(__name__)
 

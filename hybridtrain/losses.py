@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtrain.metrics import Metric
 
 IGNORED = -100
 """The target that PyTorch's losses leave out."""
@@ -120,7 +123,7 @@ def model_output(output: Any, targets: Any) -> Tensor:
     return loss
 
 
-def accuracy() -> Any:
+def accuracy() -> Metric:
     """A new `hybridtrain.metrics.Accuracy`."""
     from hybridtrain.metrics import Accuracy  # which imports this module
 
@@ -133,7 +136,7 @@ LOSSES: dict[str, LossFn] = {
     "mse": mse,
     "model_output": model_output,
 }
-METRICS: dict[str, Callable[[], Any]] = {"accuracy": accuracy}
+METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy}
 
 
 def main_output(outputs: Any) -> Tensor:

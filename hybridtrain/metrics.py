@@ -1,9 +1,9 @@
-"""Metrics by name. They need no torchmetrics, whose import takes longer than PyTorch's half."""
+"""Metrics, of torchmetrics or not: that package takes nearly as long to import as PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,35 @@ from torch import Tensor, nn
 from hybridtrain.losses import IGNORED, classes_in_dim_1, main_output
 
 
+class Metric(Protocol):
+    """The interface that an evaluation uses; metrics of torchmetrics have it.
+
+    A module in it whose attribute `dist_sync_fn` is None is given a function there, while `compute`
+    runs, that returns a tensor's values of all replicas.
+    """
+
+    def to(self, device: torch.device) -> Any:
+        """Moves what it has to a device."""
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Adds a batch."""
+
+    def compute(self) -> Any:
+        """Returns the value of all batches of all replicas."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Returns the metric and those that it is made of."""
+
+
 class Accuracy(nn.Module):
     """The share of predictions that are right; NaN without any. Targets of -100 are left out.
 
-    Used as a metric of torchmetrics is. Unlike torchmetrics' own, it needs no number of classes and
-    takes them in the last dimension too: (N, C) with (N), (N, T, C) with (N, T), (N, C, ...) with
-    (N, ...).
+    A `Metric`, but not one of torchmetrics, and so not for a `MetricCollection`. It needs no number
+    of classes and takes them in the last dimension too: (N, C) with (N), (N, T, C) with (N, T),
+    (N, C, ...) with (N, ...).
 
     Attributes:
         dist_sync_fn: given a tensor of counts, returns those of all replicas; None: there is one.
@@ -27,7 +50,7 @@ class Accuracy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dist_sync_fn: Callable[[Tensor], list[Tensor]] | None = None
-        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     def reset(self) -> None:
         """Forgets all predictions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
 from hybridtrain.loss_weights import StepWeights
 from hybridtrain.losses import LossFn
+from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.pipeline.replica_check import check_replicas
@@ -40,9 +42,10 @@ from hybridtrain.training.run_stats import RunStats
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-    from torchmetrics import Metric
 
 __all__ = ["Trainer", "TrainerOptions"]
+
+_log = logging.getLogger(__name__)
 
 # How long the end of an interrupted run waits for the other processes.
 _WAIT_FOR_OTHERS_S = 10.0
@@ -255,7 +258,11 @@ class Trainer:
             yield
         except BaseException as error:
             interrupted = isinstance(error, Interrupted)
-            self._tell("on_exception", error)
+            for callback in (*self.callbacks, self.monitor):
+                try:
+                    callback.on_exception(self, error)
+                except Exception:  # which must not take the place of the run's own
+                    _log.exception("on_exception of %s has failed", type(callback).__name__)
             raise
         finally:
             activity.now(phase_before)

@@ -77,14 +77,14 @@ def read_sweep(path: Path) -> list[list[str]]:
     """Returns the overrides of each line of a sweep's file; none if there is no file."""
     if not path.is_file():
         return []
-    return [shlex.split(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [shlex.split(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _folder(argument: str) -> Path:
     """Returns the folder that an argument of the command stands for."""
     for folder in (Path(argument), Path(_OUTPUT_DIR) / argument):
         if folder.is_dir():
-            return folder
+            return folder.resolve()  # "." has neither a name nor a parent
     raise ConfigError(f"there is neither a folder {argument} nor a run {_OUTPUT_DIR}/{argument}")
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class EMA(Callback):
     """Keeps an exponential moving average of the parameters, and evaluates with it.
 
-    After each step, average = decay * average + (1 - decay) * parameters. Buffers, such as running
+    After each step, average = decay * average + (1 - decay) * parameters, in fp32 for parameters in
+    half precision, in which so small a part would be rounded away. Buffers, such as running
     statistics, are the model's. `trainer.evaluate`, `predict` and `test` use the average as well;
     a checkpoint has both.
 
@@ -60,7 +61,8 @@ class EMA(Callback):
         average, parameters = self._pairs()
         with torch.no_grad():
             # of several devices or dtypes, PyTorch goes through them one by one
-            torch._foreach_lerp_(average, parameters, 1 - self._decay)
+            now = [p.to(a.dtype) for p, a in zip(parameters, average, strict=True)]
+            torch._foreach_lerp_(average, now, 1 - self._decay)
 
     @contextmanager
     def evaluation_context(self, trainer: Trainer) -> Iterator[None]:
@@ -116,6 +118,9 @@ class EMA(Callback):
         for name, parameter in parameters.items():
             known = self._average.get(name)
             if known is None or known.shape != parameter.shape:
-                self._average[name] = parameter.detach().clone()
+                half = parameter.dtype in (torch.float16, torch.bfloat16)
+                self._average[name] = parameter.detach().to(
+                    torch.float32 if half else parameter.dtype, copy=True
+                )
         self._average = {name: self._average[name] for name in parameters}
         return list(self._average.values()), [p.detach() for p in parameters.values()]

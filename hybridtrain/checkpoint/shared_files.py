@@ -51,7 +51,8 @@ def hosts_without(root: Path, world: World, temporary_prefix: str) -> list[str]:
     name = world.broadcast(world.on_main(make))
     assert name is not None
     deadline = time.monotonic() + _APPEARS_S
-    while not (seen := (root / name).exists()) and time.monotonic() < deadline:
+    # False, not an error, where a process may not look
+    while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
         time.sleep(0.1)
     everyones = world.gather((seen, socket.gethostname()))
     if world.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,9 @@ class Loader:
 
     Attributes:
         source: the `TrainLoader` or `StreamLoader` that makes the batches.
-        epoch, batch: the next batch. An epoch that was left early is not continued, unless by
-            `load_state_dict`.
+        epoch, batch: the next batch. The loop after one that was left early begins the next epoch;
+            a run that loads the state of then goes on in the epoch that was left, as this one would
+            have without the break.
         current: the batch that was handed out last.
 
     Raises:
@@ -128,11 +130,23 @@ class Loader:
         """
         source: Any = self.source
         of_source = source.state_dict() if getattr(source, "has_state", False) else None
-        return {"epoch": self.epoch, "batch": self.batch, "source": of_source}
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "batch_size": self.batch_size,
+            "source": of_source,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next `iter()` continue from a `state_dict`."""
-        self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
+        """Has the next `iter()` continue from a `state_dict`.
+
+        With another batch size it continues at the same sample, or just before it.
+        """
+        self.epoch = state_dict["epoch"]
+        samples = state_dict["batch"] * state_dict.get("batch_size", self.batch_size)
+        self.batch = samples // self.batch_size
+        if self.batch >= (self.source.batches_per_epoch or math.inf):  # what drop_last leaves out
+            self.epoch, self.batch = self.epoch + 1, 0
         self._resumes = True
         if state_dict["source"] is not None:
             source: Any = self.source

@@ -106,7 +106,7 @@ class ShardUnit:
             self.shards.append(Shard(name, parameter, stand_in, start, chunk, first, own))
             start += chunk
         self._gathering: tuple[Any, Tensor] | None = None
-        self._reducing: tuple[Any, Tensor, list[Shard], Tensor] | None = None
+        self._reducing: tuple[Any, Tensor, list[Shard], Tensor | None] | None = None
 
     # --- weights
 
@@ -199,7 +199,9 @@ class ShardUnit:
     def end_reduce(self) -> None:
         """Waits for this replica's parts of the gradients."""
         if self._reducing is not None:
-            self._reducing[0].wait()
+            work, mean, shards, _ = self._reducing
+            work.wait()
+            self._reducing = work, mean, shards, None  # whole gradients are not needed any more
 
     @torch.no_grad()
     def put_gradients(self) -> None:

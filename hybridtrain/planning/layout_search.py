@@ -117,7 +117,7 @@ class _Search:
         """Returns what no schedule of these stages is faster than, in milliseconds."""
         times = stage_times(self._table, self._machine, self._job, layout, counts)
         step = optimizer_ms(self._table.sizes, self._machine, self._job, layout, counts)
-        return least_step_ms(self._machine, self._job, layout, times, step)
+        return least_step_ms(self._job, layout, times, step)
 
     def fitting_cut(self, layout: Layout) -> list[int] | None:
         """Returns the layers of each stage, as even as memory allows; None if nothing fits."""

@@ -18,7 +18,7 @@ from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import Spans, make_schedule, peak_in_flight, simulate
+from hybridtrain.schedule import make_schedule, peak_in_flight, simulate
 
 # A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
 # long as the one before.
@@ -191,25 +191,7 @@ def price(
     )
 
 
-def predicted_spans(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
-) -> Spans:
-    """Returns the spans of each device in one batch, in seconds, without the replicas' exchange."""
-    times = stage_times(table, machine, job, layout, counts)
-    schedule = make_schedule(
-        layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
-    )
-    return simulate(
-        schedule,
-        [ms / 1e3 for ms in times.forward],
-        [ms / 1e3 for ms in times.backward],
-        [ms / 1e3 for ms in times.transfer],
-    )
-
-
-def least_step_ms(
-    machine: Machine, job: Job, layout: Layout, times: StageTimes, optimizer: float
-) -> float:
+def least_step_ms(job: Job, layout: Layout, times: StageTimes, optimizer: float) -> float:
     """Returns what no schedule of these stages is faster than.
 
     Device d cannot begin before the first micro-batch has come through the devices before it, then

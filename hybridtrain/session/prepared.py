@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from hybridtrain.data.batch import Batch, take
 from hybridtrain.data.epochs import Loader
 from hybridtrain.data.faults import name_of
-from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.errors import BatchError, ConfigError, DataError
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
@@ -140,6 +140,8 @@ class StepInUse:
         index: of the batch in use.
         weights: of the batches, once they are known.
         open: gradients are there of a part of its batches.
+        waits: gradients are there that no optimizer has stepped on.
+        stepped: an optimizer has stepped.
         looping: the loop that uses it has not been left.
     """
 
@@ -147,6 +149,8 @@ class StepInUse:
     index: int = 0
     weights: StepWeights | None = None
     open: bool = False
+    waits: bool = False
+    stepped: bool = False
     looping: bool = False
 
     @property
@@ -184,6 +188,12 @@ class PreparedLoader:
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
                         yield batch.inputs, session._on_output_device(batch.targets)
+                        if session.in_use is not step and session.in_use.looping:
+                            raise BatchError(
+                                "two prepared loaders are read by one loop, and a step has the "
+                                "batches of one: make one data set of both, or leave one of the "
+                                "loaders out of prepare()"
+                            )
         finally:
             step.looping = False
             if session.in_use is step:  # not if another loop has begun since

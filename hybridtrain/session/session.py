@@ -232,7 +232,7 @@ class Session:
                 samples=[batch.samples for batch in step.batches],
                 total=sum(batch.total for batch in step.batches),
             )
-        step.open = True  # also if an error leaves a part of the gradients
+        step.open = step.waits = True  # also if an error leaves a part of the gradients
         out = self.model.train_step(
             inputs,
             targets,
@@ -312,10 +312,16 @@ class Session:
             keep: how many of the newest to keep; None: all.
 
         Raises:
-            CheckpointError: it cannot be written, or the step is not complete.
+            CheckpointError: it cannot be written, or the step is not complete: the position of the
+                loader is after the batch in use.
         """
         if not self.sync_gradients:
             raise CheckpointError("a step is not complete: save when session.sync_gradients is set")
+        if self.in_use.waits or (self.in_use.looping and not self.in_use.stepped):
+            raise CheckpointError(
+                "the batch in use was not trained on yet, and a run that goes on from here would "
+                "leave it out: save after optimizer.step()"
+            )
         if self._stats is not None:
             self._stats.gather()
         path = saving.save(
@@ -425,8 +431,10 @@ class Session:
         self._scaler.step(optimizer)
         self._scaler.update()
         self._unscaled = False
-        if optimizer is self._optimizers[-1]:
+        step = self.in_use
+        if not step.stepped:  # the first optimizer of several
             self.steps += 1
+        step.stepped, step.waits = True, False
 
     def _optimizer(self) -> Optimizer:
         if not self._optimizers:

@@ -55,7 +55,8 @@ def check_optimizer(model: HybridModel, optimizer: Optimizer) -> list[Parameter]
         ConfigError: the model has parameters that the optimizer does not, and the other way round:
             the model was changed after the optimizer was made.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # without those that stand for a group of which this process has nothing
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.numel()}
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     left_out = [name for name, parameter in trainable.items() if id(parameter) not in held]
     if left_out:

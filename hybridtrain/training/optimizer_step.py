@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.data.batch import Batch
+from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.loss_weights import StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
@@ -68,6 +69,7 @@ class OptimizerStep:
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
+            ConfigError: `train` has not returned a result for each batch.
         """
         model, finite, scaler, options = trainer.model, self.finite, trainer.scaler, trainer.options
         number = trainer.step + 1
@@ -79,13 +81,18 @@ class OptimizerStep:
         )
         finite.begin_step()
         outs = train(weights)
+        if len(outs) != len(batches):
+            raise ConfigError(
+                f"training_step has returned {len(outs)} results for {len(batches)} batches: "
+                f"return that of train_step for each batch"
+            )
         stats.record(outs[-1].timeline)
         self._check.drop_gradients_left_out()
-        model.unscale_(scaler, trainer.optimizer)
-        on_gradients()
-        norm = model.grad_norm()
         losses = [out.loss for out in outs]
+        model.unscale_(scaler, trainer.optimizer)
         try:
+            on_gradients()
+            norm = model.grad_norm()
             if not weights.total:  # no target of any replica counts
                 finite.skip_empty(number)
             elif finite.allows_step(number, norm, batches, losses, trainer.loss_fn):

@@ -20,7 +20,7 @@ from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config, PipelineConfig, SubmitConfig, WorldConfig
 from hybridtrain.app.job_files import JobRun, batch_script
 from hybridtrain.app.job_layout import layout_of
-from hybridtrain.app.results import SWEEP_FILE, results
+from hybridtrain.app.results import SWEEP_FILE, read_sweep, results
 from hybridtrain.app.submit import _ranges
 from hybridtrain.app.submit import submit as send
 from hybridtrain.errors import ConfigError
@@ -474,7 +474,9 @@ def test_both_recipes_for_a_container_begin_alike() -> None:
     assert len(bases[0]) == 1
 
 
-def test_results_of_a_sweep_are_one_table(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_of_a_sweep_are_one_table(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates = ("0.001", "0.01", "0.1")
     lines = [f"optim.lr={rate} run_name=\"'digits-optim.lr={rate}'\" seed=0" for rate in rates]
     file = Path("outputs/digits-sweep-optim.lr") / SWEEP_FILE
@@ -495,6 +497,15 @@ def test_results_of_a_sweep_are_one_table(copied: Path, capfd: pytest.CaptureFix
     assert shown[2] == ["digits-optim.lr=0.01", "0.01", "not", "done", "4", "0.2500"]
     assert shown[3] == ["digits-optim.lr=0.1", "0.1", "not", "begun", "0"]
     assert Path("outputs/digits-sweep-optim.lr.csv").read_text().count("\n") == 4
+    monkeypatch.chdir("outputs/digits-sweep-optim.lr")
+    assert main(["results", "."]) == 0
+    assert [line.split() for line in capfd.readouterr().out.splitlines()] == shown
+
+
+def test_a_line_of_a_sweep_ends_where_bash_ends_it(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.txt"
+    file.write_text("'name=a\x85b\u2028c' seed=0\nseed=1\n")
+    assert read_sweep(file) == [["name=a\x85b\u2028c", "seed=0"], ["seed=1"]]
 
 
 def test_results_are_found_by_name_and_by_folder(

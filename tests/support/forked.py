@@ -6,14 +6,16 @@ its imports, in each of the many launches; `launch.torchrun_script` is the real 
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -50,18 +52,26 @@ def run(
         port = free.getsockname()[1]
     output = Path(arguments[0]) / "output.txt"
     processes: list[BaseProcess] = []
-    for rank in range(nproc):
-        launched = {
-            **env,
-            **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
-            **{name: str(nproc) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        process = context.Process(target=_main, args=(script, arguments, launched, output))
-        process.start()
-        processes.append(process)
-    status = _wait(processes, time.monotonic() + timeout)
+    try:
+        for rank in range(nproc):
+            launched = {
+                **env,
+                **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+                **{name: str(nproc) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            process = context.Process(target=_main, args=(script, arguments, launched, output))
+            process.start()
+            processes.append(process)
+        status = _wait(processes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # with its children, such as a loader's workers
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # if it has no group yet
+            process.join()
     return status, output.read_text(errors="replace") if output.exists() else ""
 
 
@@ -78,7 +88,7 @@ def _environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _wait(processes: Sequence[BaseProcess], end: float) -> int | None:
-    """Waits for all; after a failure, or at `end`, the rest is killed."""
+    """Waits for all, up to `end`, and for a while after a failure."""
     failed: int | None = None
     while alive := [process for process in processes if process.is_alive()]:
         wait([process.sentinel for process in alive], timeout=max(0.0, end - time.monotonic()))
@@ -86,14 +96,13 @@ def _wait(processes: Sequence[BaseProcess], end: float) -> int | None:
         if codes and failed is None:
             failed, end = codes[0], min(end, time.monotonic() + PATIENCE_S)
         if time.monotonic() >= end:
-            for process in processes:
-                process.kill()
             return failed
     return failed or next((p.exitcode for p in processes if p.exitcode), 0)
 
 
 def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
-    """Runs in the new process."""
+    """Runs in the new process, which ends as an interpreter does."""
+    os.setsid()
     os.environ.clear()
     os.environ.update(env)
     with output.open("a") as file:
@@ -101,4 +110,7 @@ def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output
             os.dup2(file.fileno(), stream)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()

@@ -2,13 +2,15 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.training import assert_same, assert_same_run, cosine, data, plain_net, trainer
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from hybridtrain import Trainer
+from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.callbacks import (
     EMA,
     BestWeights,
@@ -73,6 +75,36 @@ def test_an_exception_is_told_and_every_callback_ends():
         trainer(callbacks=diaries).fit()
     for diary in diaries:
         assert [line[0] for line in diary.lines[-2:]] == ["exception", "end"]
+
+
+def test_a_callback_that_fails_at_an_exception_does_not_take_its_place(caplog):
+    class Failing(Callback):
+        def on_step(self, trainer, samples):
+            raise RuntimeError("boom")
+
+        def on_exception(self, trainer, error):
+            raise OSError("no space")
+
+    diary = Diary()
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer(callbacks=[Failing(), diary]).fit()
+    assert [line[0] for line in diary.lines[-2:]] == ["exception", "end"]
+    assert "on_exception of Failing has failed" in caplog.text
+
+
+def test_a_run_in_fp16_trains_on_after_a_callback_has_failed_on_its_gradients():
+    class FailsOnce(Callback):
+        failed = False
+
+        def on_gradients(self, trainer):
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("boom")
+
+    ours = trainer(callbacks=[FailsOnce()], scaler=GradScaler("cpu"))
+    with pytest.raises(RuntimeError, match="boom"):
+        ours.fit()
+    assert ours.fit()["steps"] == 9
 
 
 def test_a_start_that_fails_ends_the_callbacks_that_have_started():
@@ -150,6 +182,24 @@ def trainer_after(steps, nb_part):
     ours = trainer(nb_part=nb_part, steps=steps)
     ours.fit()
     return ours.model.state_dict()
+
+
+def test_the_average_of_weights_in_half_precision_is_kept_in_fp32():
+    model = HybridModel(nn.Linear(2, 1).bfloat16(), World.from_env(devices="cpu"))
+    weight = model.net.weight
+    ours, ema = SimpleNamespace(model=model, step=1), EMA(0.999)
+    ema.on_init(ours)
+    expected = weight.detach().float()
+    for _ in range(20):  # in bfloat16 a thousandth of a step would be rounded away
+        with torch.no_grad():
+            weight.add_(0.01)
+        ema.on_step(ours, 1)
+        expected.lerp_(weight.detach().float(), 1 - 0.999)
+    assert torch.equal(ema.average()["weight"], expected)
+    before = weight.detach().clone()
+    with ema.evaluation_context(ours):
+        assert torch.equal(weight, expected.bfloat16())
+    assert torch.equal(weight, before)
 
 
 def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, caplog):
@@ -235,6 +285,14 @@ def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
     assert [int(path.stem[5:]) for path in best.paths()] == order
     for path, number in zip(best.paths(), order, strict=True):
         assert_same(read_tensors(tmp_path, path.stem), states[number], path.name)
+
+
+def test_a_step_of_the_users_own_that_returns_too_little_is_named():
+    def step(trainer, batches, weights, timeline):
+        return Trainer.training_step(trainer, batches, weights, timeline)[:1]
+
+    with pytest.raises(ConfigError, match="training_step has returned 1 results for 2 batches"):
+        trainer(training_step=step, accumulate=2).fit()
 
 
 def test_a_loss_of_a_subclass_is_that_of_the_function():

@@ -8,6 +8,7 @@ from support.training import plain_net, trainer
 from torch import nn
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.training.optimizer_check import check_optimizer
 
 
 def test_a_head_that_is_replaced_after_the_optimizer_is_refused_before_the_next_step():
@@ -84,6 +85,14 @@ def test_parameters_that_are_left_out_do_not_count_in_the_norm_that_is_clipped()
         names = [key for key in training.monitor.values if key[1] == "train/grad_norm"]
         norms.append([training.monitor.values[key] for key in names])
     assert norms[0] == norms[1]
+
+
+def test_a_stand_in_for_a_group_of_other_processes_is_no_foreign_parameter(caplog):
+    model = trainer().model
+    bias = dict(model.named_parameters())["0.bias"]
+    held = [p for p in model.parameters() if p is not bias]
+    optimizer = torch.optim.SGD([{"params": held}, {"params": [nn.Parameter(torch.empty(0))]}])
+    assert check_optimizer(model, optimizer) == [bias]
 
 
 def test_parameters_that_are_freed_later_and_not_held_are_a_warning_then(caplog):

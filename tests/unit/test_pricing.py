@@ -123,7 +123,7 @@ def test_no_simulated_step_is_faster_than_the_bound(problem):
         cut = search.fitting_cut(one)
         if cut:
             times = stage_times(table, machine, job, one, cut)
-            bound = least_step_ms(machine, job, one, times, 0.0)
+            bound = least_step_ms(job, one, times, 0.0)
             assert search.bound(one) <= bound * (1 + 1e-9)
             assert bound <= price(table, machine, job, one, cut).step_ms * (1 + 1e-9)
 

@@ -113,6 +113,60 @@ def test_a_loop_that_is_left_early_begins_the_next_epoch():
     assert loader.epoch == 2
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 3)])
+def test_another_batch_size_continues_at_the_same_sample_or_just_before_it(before, after):
+    world = World.from_env(devices="cpu")
+    loader = Loader(data(22), before, world, seed=1)
+    order = torch.cat([targets for _, targets in Loader(data(22), 22, world, seed=1)])
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    again = Loader(data(22), after, world, seed=1)
+    again.load_state_dict(loader.state_dict())
+    start = 3 * before // after * after
+    assert torch.equal(torch.cat([targets for _, targets in again]), order[start:])
+
+
+def test_a_batch_that_was_not_trained_on_is_in_no_checkpoint(tmp_path):
+    small = Small()
+    for inputs, targets in small.train:
+        with pytest.raises(CheckpointError, match=r"save after optimizer\.step"):
+            small.session.save_state(tmp_path)
+        small.session.forward_backward(inputs, targets, cross_entropy)
+        with pytest.raises(CheckpointError, match=r"save after optimizer\.step"):
+            small.session.save_state(tmp_path)
+        small.optimizer.step()
+        small.gathered()  # a loop inside this one
+        small.session.save_state(tmp_path)
+        break
+    small.gathered()
+    small.session.save_state(tmp_path)
+
+
+def test_a_step_counts_once_whichever_of_several_optimizers_takes_it():
+    session = Session(world=World.from_env(nb_part=2, devices="cpu"))
+    net = rich_net()
+    own = list(net.parameters())
+    both = [torch.optim.SGD(part, 0.1) for part in (own[:2], own[2:])]
+    _, first, last, loader = session.prepare(net, *both, DataLoader(data(22), 4))
+    for number, (inputs, targets) in enumerate(loader):
+        session.forward_backward(inputs, targets, cross_entropy)
+        first.step()
+        if number > 2:
+            last.step()
+        assert session.steps == number + 1
+
+
+def test_two_loaders_in_one_loop_are_refused():
+    session = Session(world=World.from_env(nb_part=2, devices="cpu"))
+    net = rich_net()
+    one, other = (DataLoader(data(22), 4) for _ in range(2))
+    _, _, one, other = session.prepare(net, torch.optim.SGD(net.parameters(), 0.1), one, other)
+    with pytest.raises(BatchError, match="two prepared loaders are read by one loop"):
+        for _ in zip(one, other, strict=True):
+            pass
+
+
 def test_mistakes_are_named(tmp_path):
     world = World.from_env(devices="cpu")
     session = Session(world=world, accumulate=2)

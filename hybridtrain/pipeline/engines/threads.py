@@ -38,8 +38,8 @@ from hybridtrain.world import World
 Inbox = SimpleQueue[Callable[[], None] | None]
 
 # Micro-batches for each stage that are in the pipeline at one time, in an evaluation: one is
-# computed, one waits. More than a group of `schedule.forward_only`, or the stages would wait in a
-# circle.
+# computed, one waits. No fewer than a group of `schedule.forward_only`: the first stage must not
+# wait for micro-batches whose later stages come after it on the same device.
 _MOST_INSIDE = 2
 
 # How long a wait of the main thread may last. A signal that comes just before a wait does not end
