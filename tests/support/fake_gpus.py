@@ -138,7 +138,8 @@ class FakeGPUs:
         return fake.to(device)
 
     def set_device(self, device: torch.device) -> None:
-        self.factories.__enter__()  # for the life of this thread, which is a stage's
+        if threading.current_thread() is not threading.main_thread():
+            self.factories.__enter__()  # for the life of this thread, a stage's
 
     def synchronize(self, device: torch.device) -> None:
         pass
