@@ -379,6 +379,8 @@ class StandInGPUs:
         kwargs = dict(kwargs)
         device, tensor = torch.device(kwargs.pop("device")), args[0]
         if self.has(device):
+            if not isinstance(tensor, DeviceTensor) and not kwargs.get("non_blocking"):
+                self.syncs += 1  # the copy is in the stream, behind all that is queued
             if kwargs.get("dtype") is not None and kwargs["dtype"] != tensor.dtype:
                 tensor = tensor.to(kwargs["dtype"])
             return self.copy(tensor, device)

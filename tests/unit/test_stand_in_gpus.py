@@ -49,6 +49,7 @@ def model_on(gpus, net, **options):
 def step_of(gpus, net, batch, loss, steps=1, **options):
     """The gradients and the loss of some steps, in CPU memory."""
     model = model_on(gpus, net, **options)
+    gpus.syncs = 0  # of the placement
     for _ in range(steps):
         out = model.train_step(*batch, loss)
     found = {name: on_host(p.grad) for name, p in model.named_parameters()}
@@ -91,6 +92,7 @@ def test_draws_are_those_of_the_cpu():
 def test_a_step_waits_for_no_device():
     with stand_in_gpus(3) as gpus:
         model = model_on(gpus, CASES["linear"].net())
+        gpus.syncs = 0  # of the placement
         for seed in range(2):
             model.train_step(*CASES["linear"].batch(10, seed), CASES["linear"].loss)
         assert gpus.syncs == 0
