@@ -17,6 +17,7 @@ from torch import nn
 from hybridtrain import HybridModel, World
 from hybridtrain.app import build
 from hybridtrain.app.config import Config
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
@@ -103,6 +104,17 @@ def test_received_values_are_freed_without_the_garbage_collector():
         assert all(value() is None for value in seen)
     finally:
         gc.enable()
+
+
+def test_a_tied_parameter_is_copied_to_the_host_once():
+    copies = HostCopies()
+    with stand_in_gpus(1) as gpus:
+        weight = gpus.copy(floats(5), gpus.devices[0])
+        other = gpus.copy(floats(5, seed=1), gpus.devices[0])
+        found = copies.take("model", {"embedding": weight, "head": weight.detach(), "bias": other})
+    assert found["head"] is found["embedding"]
+    assert copies.nbytes == 2 * weight.nbytes
+    assert torch.equal(found["bias"], floats(5, seed=1))
 
 
 def test_the_buckets_of_ddp_count_in_a_split_by_memory():
