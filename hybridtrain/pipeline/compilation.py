@@ -30,6 +30,37 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
         module.compile(dynamic=False if recomputes else None)
 
 
+class LayerSettings:
+    """Notices layers that were set otherwise, by the numbers and flags of their modules.
+
+    Whether a layer draws depends on them: the rate of a dropout, the mode of one module. What it
+    reads elsewhere, in a global or inside an object that is an attribute, is not looked at.
+
+    Args:
+        layers: the layers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._places = [_settings_of(layer) for layer in layers]
+        self._values = [_read(places) for places in self._places]
+
+    def changed(self) -> list[int]:
+        """Returns the numbers of the layers that were set otherwise since the last call."""
+        values = [_read(places) for places in self._places]
+        numbers = [n for n, own in enumerate(values) if own != self._values[n]]
+        self._values = values
+        return numbers
+
+
+def _settings_of(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    tables = [vars(module) for module in layer.modules()]
+    return [(table, key) for table in tables for key in table if type(table[key]) in (bool, float)]
+
+
+def _read(places: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:
+    return [table.get(key) for table, key in places]
+
+
 def run_plainly(module: nn.Module, value: Any) -> Any:
     """Returns the output of a layer without its compiled code; hooks run as ever."""
     if not isinstance(module, Segment):

@@ -83,6 +83,10 @@ class LayerRNG:
         else:
             self._detecting = True
 
+    def look_again(self, layer: int) -> None:
+        """Looks at the compiled `layer` before its next run in training."""
+        self._unseen.add(layer)
+
     def end_step(self, unseeded_draws: bool) -> None:
         """Moves to the next step; the layers seen to draw so far are those seeded from now on.
 

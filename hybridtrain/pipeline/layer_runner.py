@@ -28,6 +28,10 @@ _ERROR_HINTS = {
         "a micro-batch is too small for a batch norm: lower chunks=, or set drop_last=true so that "
         "there is no short last batch"
     ),
+    "'lengths' argument should be a 1D CPU int64 tensor": (
+        "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
+        "pack_padded_sequence"
+    ),
 }
 
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()

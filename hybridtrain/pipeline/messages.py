@@ -1,9 +1,9 @@
 """Messages between processes: a pytree as flat tensors, and the format that both sides know.
 
 A format says everything but the numbers: the structure, other values than tensors, and of each
-tensor the shape, the strides, the dtype and `requires_grad`. It travels once, ahead of the first
-message that has it. From then on both sides know it, and the receiver can post its receive before
-the sender sends.
+tensor the shape, the strides, the dtype, `requires_grad` and whether it is in CPU memory, where it
+stays at a receiver with a GPU too. It travels once, ahead of the first message that has it. From
+then on both sides know it, and the receiver can post its receive before the sender sends.
 
     message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
 """
@@ -27,6 +27,8 @@ from torch.utils._pytree import (
 
 from hybridtrain.microbatch import leaves_of
 
+_CPU = torch.device("cpu")
+
 
 class TensorFormat(NamedTuple):
     """The layout of a tensor; strides are those of dense memory."""
@@ -35,6 +37,7 @@ class TensorFormat(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    on_cpu: bool
 
 
 class MessageFormat(NamedTuple):
@@ -93,12 +96,18 @@ def pack(
         and structure == known.structure
     ):
         return known, tensors
-    formats = [TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad) for t in tensors]
+    formats = [
+        TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
+        for t in tensors
+    ]
     return MessageFormat(structure, kept, formats, _dataclasses(structure)), tensors
 
 
-def unpack(form: MessageFormat, tensors: Sequence[Tensor]) -> Any:
-    """Returns the message of this format with these tensors."""
+def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """Returns the message of this format with these tensors, on `device` or in CPU memory."""
+    tensors = [
+        t if one.on_cpu else t.to(device) for t, one in zip(tensors, form.tensors, strict=True)
+    ]
     for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
         if tensor_format.requires_grad:
             tensor.requires_grad_()
@@ -115,9 +124,15 @@ def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def wire_device(form: TensorFormat, device: torch.device) -> torch.device:
+    """Returns where a tensor of this format travels, if those of other devices do on `device`."""
+    return _CPU if form.on_cpu else device
+
+
 def empty(form: TensorFormat, device: torch.device) -> Tensor:
-    """Returns a tensor of this format for a receive into."""
-    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+    """Returns a tensor of this format for a receive into, on its `wire_device`."""
+    at = wire_device(form, device)
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=at)
 
 
 def to_bytes(form: MessageFormat) -> Tensor:
@@ -170,6 +185,7 @@ def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
         tensor.shape == form.shape
         and tensor.dtype is form.dtype
         and tensor.requires_grad is form.requires_grad
+        and (tensor.device == _CPU) is form.on_cpu
         and _dense(tensor) == form.stride
     )
 

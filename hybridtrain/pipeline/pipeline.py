@@ -26,7 +26,7 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.clocks import seconds_ahead
-from hybridtrain.pipeline.compilation import compile_layers
+from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.layer_rng import (
@@ -120,8 +120,10 @@ class Pipeline:
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        self._settings: LayerSettings | None = None
         if options.compile:
             compile_layers(own_layers, self._policy.is_active)
+            self._settings = LayerSettings([layer.module for layer in layers])
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         world.say_stages(owned)
@@ -270,6 +272,9 @@ class Pipeline:
         for own, copy in self._buffer_copies:
             copy.copy_(own, non_blocking=True)
         self.rng.active = self._net.training
+        if self._settings is not None and self.rng.active:
+            for number in self._settings.changed():
+                self.rng.look_again(number)
         before = default_generator_states(self._gpus)
         with nullcontext() if self._norms is None else self._norms.step():
             values = self._engine.run(step)

@@ -54,6 +54,8 @@ class Alias:
 
     def refresh(self) -> None:
         """Copies the parameter's value; nothing to do where they share memory."""
+        # in every step: nothing cheap tells whether the value has changed. `Tensor._version` stays
+        # the same when a fused optimizer writes (AdamW(fused=True), PyTorch 2.15), or through .data
         if self.alias.data_ptr() != self.parameter.data_ptr():
             with torch.no_grad():
                 self.alias.copy_(self.parameter, non_blocking=True)

@@ -35,7 +35,7 @@ class DeviceMemory:
 
     Attributes:
         weights: parameters and buffers, whole inside a step.
-        gradients: which are the buckets of the all-reduce too.
+        gradients: and the buckets of the all-reduce, where these are apart from them.
         state: of the optimizer.
         shards: with `shard=full`, the parts of the weights that stay between steps.
         activations: of all micro-batches in flight.
@@ -235,10 +235,7 @@ def optimizer_ms(
 def device_memory(
     table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
 ) -> list[DeviceMemory]:
-    """Returns the memory of each device at its peak.
-
-    A gradient is a view of a bucket of the all-reduce, which thus needs no more memory.
-    """
+    """Returns the memory of each device at its peak."""
     costs = table.costs_at(layout.samples(job))
     in_flight = most_in_flight(layout)
     own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
@@ -401,12 +398,18 @@ def with_weight_bytes(
 
 
 def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> DeviceMemory:
-    """Returns the memory of layers that does not depend on the micro-batches."""
+    """Returns the memory of layers that does not depend on the number in flight.
+
+    DDP keeps its buckets for good. The gradients of a step become views of them in its last
+    backward, and those of the backwards before it are apart.
+    """
     trained = sum(size.trained for size in sizes)
+    has_buckets = layout.replicas > 1 and layout.shard != "full"
+    copies = 2 if has_buckets and layout.chunks * job.accumulate > 1 else 1
     state = trained * job.optimizer_tensors_per_param
     return DeviceMemory(
         weights=sum(size.weights for size in sizes),
-        gradients=trained,
+        gradients=copies * trained,
         state=state if layout.shard == "none" else -(-state // layout.replicas),
         shards=-(-trained // layout.replicas) if layout.shard == "full" else 0,
     )

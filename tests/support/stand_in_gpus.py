@@ -11,7 +11,7 @@ far.
     stream                  x @ w         a + 1      b * 2
 
 What it cannot show: speed, the order in which a GPU adds up, NCCL, and what differs between kinds
-of copies. Factories such as `torch.arange(device=...)` inside a layer are not seen.
+of copies. What a layer makes by `torch.arange(device=...)` is made on the host and copied.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from hybridtrain.pipeline.layer_rng import _default_generator_lock
 PATIENCE_S = 30
 _ROUND = 512  # bytes of the smallest block
 aten = torch.ops.aten
+_TAKES_LENGTHS = aten._pack_padded_sequence.default  # in CPU memory, beside a tensor of a device
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 
 
@@ -263,7 +264,8 @@ class StandInGPUs:
         return copied
 
     def set_device(self, device: torch.device) -> None:
-        pass
+        if threading.current_thread() is not threading.main_thread():
+            _Moves().__enter__()  # for the life of this thread, a stage's
 
     def synchronize(self, device: torch.device) -> None:
         for stream in list(self._streams):
@@ -287,6 +289,8 @@ class StandInGPUs:
         if func is aten.copy_.default and args[0].device != args[1].device:
             return self._copied_into(*args[:2])
         device = own[0].device
+        if func is _TAKES_LENGTHS and not isinstance(args[1], DeviceTensor):
+            return self._packed(device, *args)
         for leaf in flat:
             if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim():
                 raise RuntimeError(f"{func}: tensors on two devices, {device} and {leaf.device}")
@@ -330,6 +334,18 @@ class StandInGPUs:
             self.current_stream(device).queue(work)
         return results
 
+    def _packed(
+        self, device: torch.device, padded: Tensor, lengths: Tensor, batch_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The packed values, and the sizes of batches in CPU memory, which lengths alone decide."""
+        like = torch.zeros(padded.shape, dtype=padded.dtype)
+        shape, sizes = _TAKES_LENGTHS(like, lengths, batch_first)
+        packed = self._new(shape.to("meta"), device)
+        read, to = _real(padded), _real(packed)
+        work = lambda: to.copy_(_TAKES_LENGTHS(read, lengths, batch_first)[0])  # noqa: E731
+        self.current_stream(device).queue(work)
+        return packed, sizes
+
     def _results(
         self, func: Any, shapes: Any, args: Any, kwargs: Any, device: torch.device
     ) -> tuple[Any, list[tuple[int, DeviceTensor]]]:
@@ -363,6 +379,8 @@ class StandInGPUs:
         kwargs = dict(kwargs)
         device, tensor = torch.device(kwargs.pop("device")), args[0]
         if self.has(device):
+            if not isinstance(tensor, DeviceTensor) and not kwargs.get("non_blocking"):
+                self.syncs += 1  # the copy is in the stream, behind all that is queued
             if kwargs.get("dtype") is not None and kwargs["dtype"] != tensor.dtype:
                 tensor = tensor.to(kwargs["dtype"])
             return self.copy(tensor, device)
@@ -388,16 +406,20 @@ class StandInGPUs:
 
 
 class _Moves(TorchDispatchMode):
-    """Sees `.to(device)` of tensors of the host, which do not dispatch to `DeviceTensor`."""
+    """Sees what dispatches to no `DeviceTensor`: `.to(device)` of the host's tensors, factories."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        device = (kwargs or {}).get("device")
-        gpus = StandInGPUs.present
-        if func is aten._to_copy.default and device is not None and gpus.has(torch.device(device)):
+        kwargs = kwargs or {}
+        device, gpus = kwargs.get("device"), StandInGPUs.present
+        if device is None or not gpus.has(torch.device(device)):
+            return func(*args, **kwargs)
+        if func is aten._to_copy.default:
             return gpus._moved(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, DeviceTensor) for leaf in tree_flatten(args)[0]):
+            return func(*args, **kwargs)
+        return gpus.copy(func(*args, **kwargs | {"device": torch.device("cpu")}), device)
 
 
 @contextmanager

@@ -68,6 +68,65 @@ def test_draws_of_compiled_runs_do_not_depend_on_the_split(compiled_calls):
         assert_same(other, found[0], rtol=1e-6, atol=1e-7)
 
 
+class Attention(nn.Module):
+    """Draws by a number of its own, not by a module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout_p = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x):
+        q = self.linear(x)[None]
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout_p)[0]
+
+
+def raise_a_rate(net):
+    net[1].p = 0.5
+
+
+def raise_a_number(net):
+    net[3].dropout_p = 0.5
+
+
+def switch_a_module_to_training(net):
+    net[4].train()
+
+
+@pytest.mark.parametrize(
+    "change", [raise_a_rate, raise_a_number, switch_a_module_to_training], ids=lambda f: f.__name__
+)
+def test_a_layer_that_begins_to_draw_after_it_was_compiled_draws_by_place(compiled_calls, change):
+    found = []
+    for nb_part, compiles in ((1, False), (1, True), (2, True)):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, WIDTH), Attention(),
+            nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH),
+        )  # fmt: skip
+        net[4].eval()
+        model = hybrid(net, nb_part, chunks=CHUNKS, seed=3, compile=compiles)
+        model.train_step(torch.ones(6, WIDTH), None, mean_loss)
+        if not compiles:
+            model.rng.redetect()  # what has just changed draws by place from the next step on
+        change(net)
+        net.zero_grad()
+        torch.rand(nb_part)  # default generators differ
+        model.train_step(torch.ones(6, WIDTH), None, mean_loss)
+        found.append(grads(net))
+    for other in found[1:]:
+        assert_same(other, found[0], rtol=1e-6, atol=1e-7)
+
+
+def test_layers_whose_settings_stay_are_looked_at_once(compiled_calls):
+    layers = net()
+    runs = []
+    layers[0].register_forward_hook(lambda *_: runs.append(None))
+    model = hybrid(layers, 1, chunks=CHUNKS, compile=True)
+    for _ in range(3):
+        model.train_step(torch.randn(6, WIDTH), None, mean_loss)
+    assert len(runs) == 3 * CHUNKS + 1
+
+
 def test_a_look_at_a_layer_leaves_its_state_alone(compiled_calls):
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
     ours = copy.deepcopy(plain)

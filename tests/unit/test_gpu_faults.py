@@ -1,6 +1,8 @@
 """What would go wrong on GPUs alone, checked without one: draws, norms, memory, shared devices."""
 
 import gc
+import os
+import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -13,6 +15,9 @@ from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import nn
 
 from hybridtrain import HybridModel, World
+from hybridtrain.app import build
+from hybridtrain.app.config import Config
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
@@ -101,6 +106,17 @@ def test_received_values_are_freed_without_the_garbage_collector():
         gc.enable()
 
 
+def test_a_tied_parameter_is_copied_to_the_host_once():
+    copies = HostCopies()
+    with stand_in_gpus(1) as gpus:
+        weight = gpus.copy(floats(5), gpus.devices[0])
+        other = gpus.copy(floats(5, seed=1), gpus.devices[0])
+        found = copies.take("model", {"embedding": weight, "head": weight.detach(), "bias": other})
+    assert found["head"] is found["embedding"]
+    assert copies.nbytes == 2 * weight.nbytes
+    assert torch.equal(found["bias"], floats(5, seed=1))
+
+
 def test_the_buckets_of_ddp_count_in_a_split_by_memory():
     options = PipelineOptions(optimizer_tensors_per_param=2)
     assert tensors_per_param(options, Cluster(("cpu",))) == 2
@@ -131,6 +147,52 @@ def test_two_processes_on_one_gpu_are_refused_with_the_way_out():
     check_not_shared([["a 1"], ["a 2"], ["b 1"]])
     with pytest.raises(WorldError, match=r"ranks 0 and 2 have the same GPU.*backend=gloo"):
         check_not_shared([["a 1"], ["a 2"], ["a 1"]])
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_for_matrix_products_and_convolutions_alike(monkeypatch, tf32):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
+    before = torch.get_float32_matmul_precision()
+    try:
+        build._set_numerics(deterministic=False, tf32=tf32)
+        assert torch.backends.cudnn.allow_tf32 is tf32
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("given", [None, ":16:8"])
+def test_a_deterministic_run_has_what_cublas_needs_before_its_first_product(monkeypatch, given):
+    if given is None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # is undone afterwards
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    found = []
+    monkeypatch.setattr(
+        build.World, "from_env", lambda *_: found.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    )
+    config = Config()
+    config.trainer.deterministic = True
+    build.join(config)
+    assert found == [given or ":4096:8"]
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_the_thread_of_a_stage_has_its_device_as_the_current_one(monkeypatch, nb_part):
+    with stand_in_gpus(nb_part) as gpus:
+        current = {}
+        monkeypatch.setattr(
+            gpus, "set_device", lambda device: current.setdefault(threading.get_ident(), device)
+        )
+        world = World.from_env(nb_part, list(map(str, gpus.devices)))
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(nb_part)]
+        found = []
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: found.append(current[threading.get_ident()]))
+        model = HybridModel(nn.Sequential(*layers), world)
+        model.train_step(floats(4), None, mean_loss)
+        assert found == gpus.devices
 
 
 def test_the_peak_of_a_device_begins_with_the_run_and_tells_what_is_reserved():

@@ -25,7 +25,7 @@ def sent(message, unique=True):
     received = [empty(one, torch.device("cpu")) for one in form.tensors]
     for source, target, one in zip(tensors, received, form.tensors, strict=True):
         target.as_strided((target.numel(),), (1,)).copy_(flat(source, one))
-    return unpack(form, received)
+    return unpack(form, received, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,22 @@ def test_a_tensor_arrives_with_its_values_and_dense_layout(tensor):
 def test_requires_grad_arrives():
     message = [torch.randn(2, requires_grad=True), torch.randn(2)]
     assert [tensor.requires_grad for tensor in sent(message)] == [True, False]
+
+
+def test_what_is_in_cpu_memory_stays_there_at_a_receiver_with_another_device():
+    lengths = torch.tensor([3, 1])
+    form, _ = pack([lengths, torch.empty(2, device="meta")], unique=True)
+    form = from_bytes(to_bytes(form))
+    gpu = torch.device("meta")
+    received = [empty(one, gpu) for one in form.tensors]
+    assert [one.device.type for one in received] == ["cpu", "meta"]
+    # a wire of gloo has all of them in CPU memory
+    received = [empty(one, torch.device("cpu")) for one in form.tensors]
+    assert [one.device.type for one in unpack(form, received, gpu)] == ["cpu", "meta"]
+    known, _ = pack([torch.tensor([2, 1]), torch.empty(2, device="meta")], True, form)
+    assert known is form
+    known, _ = pack([torch.tensor([2, 1]), torch.empty(2)], True, form)
+    assert known is not form
 
 
 def test_nested_values_and_dataclasses_arrive():

@@ -11,10 +11,20 @@ import threading
 import pytest
 import torch
 from support.compare import assert_same, copied, micro_batches
-from support.nets import CASES, WIDTH, TanhLinear, floats, regression
+from support.nets import (
+    CASES,
+    VOCABULARY,
+    WIDTH,
+    TanhLinear,
+    floats,
+    generator,
+    regression,
+    tokens,
+)  # fmt: skip
 from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain import HybridModel, World
 from hybridtrain.pipeline.timeline import Timeline
@@ -39,6 +49,7 @@ def model_on(gpus, net, **options):
 def step_of(gpus, net, batch, loss, steps=1, **options):
     """The gradients and the loss of some steps, in CPU memory."""
     model = model_on(gpus, net, **options)
+    gpus.syncs = 0  # of the placement
     for _ in range(steps):
         out = model.train_step(*batch, loss)
     found = {name: on_host(p.grad) for name, p in model.named_parameters()}
@@ -81,6 +92,7 @@ def test_draws_are_those_of_the_cpu():
 def test_a_step_waits_for_no_device():
     with stand_in_gpus(3) as gpus:
         model = model_on(gpus, CASES["linear"].net())
+        gpus.syncs = 0  # of the placement
         for seed in range(2):
             model.train_step(*CASES["linear"].batch(10, seed), CASES["linear"].loss)
         assert gpus.syncs == 0
@@ -220,6 +232,51 @@ class Shortened(nn.Module):
         x, lengths = value
         assert lengths.device == torch.device("cpu")
         return self.linear(x) * float(lengths[0])
+
+
+class Encoder(nn.Module):
+    """Adds up what a layer makes of the words of a sentence, whose lengths are among the inputs.
+
+    A cell of one step in place of an LSTM, whose kernels for the CPU read a stand-in's memory.
+    """
+
+    def __init__(self, to_cpu=True):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.cell = TanhLinear()
+        self.to_cpu = to_cpu
+
+    def forward(self, batch):
+        tokens, lengths = batch
+        lengths = lengths.cpu() if self.to_cpu else lengths
+        packed = pack_padded_sequence(
+            self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
+        packed = packed._replace(data=self.cell(packed.data))
+        return pad_packed_sequence(packed, batch_first=True)[0].sum(1)
+
+
+def sentences(rows):
+    lengths = torch.randint(1, 5, (rows,), generator=generator(5))
+    return (tokens(rows)[0], lengths), floats(rows, seed=1)
+
+
+def test_a_model_that_takes_lengths_to_the_cpu_trains_as_the_unsplit_model():
+    net = nn.Sequential(Encoder(), TanhLinear(), TanhLinear())
+    plain = copy.deepcopy(net)
+    with stand_in_gpus(2) as gpus:
+        found, _ = step_of(gpus, net, sentences(8), F.mse_loss)
+    for x, y in micro_batches(*sentences(8), 4):
+        (F.mse_loss(plain(copied(x)), y.clone()) / 4).backward()
+    assert_same(found, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_lengths_on_a_gpu_are_refused_with_the_way_out():
+    with stand_in_gpus(2) as gpus:
+        net = nn.Sequential(Encoder(to_cpu=False), TanhLinear(), TanhLinear())
+        with pytest.raises(RuntimeError, match="lengths") as info:
+            step_of(gpus, net, sentences(8), F.mse_loss)
+    assert any("lengths.cpu()" in note for note in info.value.__notes__)
 
 
 def test_values_in_cpu_memory_cross_a_cut_as_they_are():

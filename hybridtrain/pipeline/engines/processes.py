@@ -40,6 +40,7 @@ from hybridtrain.pipeline.messages import (
     pack,
     to_bytes,
     unpack,
+    wire_device,
 )
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
@@ -274,7 +275,10 @@ class _StepRun:
                 f"that are not tensors, for inputs of the same shapes. With engine=distributed "
                 f"they must follow from the shapes of the inputs: use engine=local for this model"
             )
-        parts = [flat(t, one).to(self._wire) for t, one in zip(tensors, form.tensors, strict=True)]
+        parts = [
+            flat(t, one).to(wire_device(one, self._wire))
+            for t, one in zip(tensors, form.tensors, strict=True)
+        ]
         works += self._begin(dist.isend, parts, to.stage)
         if len(self._sent) >= self._most_sent:
             self._doing.wait(True)
@@ -300,10 +304,10 @@ class _StepRun:
         form, tensors, transfer = self._coming.pop(action)
         transfer.wait()
         draws: Tensor | None = tensors[-1] if action.kind == "F" else None
-        message = unpack(form, [tensor.to(self._device) for tensor in tensors])
+        message = unpack(form, tensors, self._device)
         if draws is not None:
             message.pop()
-            if draws.numel():  # it waits for a GPU, where a layer was cut in its middle
+            if draws.numel():
                 stage = self._stages[action.stage]
                 stage.continue_draws(action.microbatch, draws.tolist())
         return dict(zip(self._crossing(action), message, strict=True))
@@ -321,12 +325,14 @@ class _StepRun:
         """Begins to send `parts` to the process of `stage`, or to receive them from it."""
         peer, group = self._peers[stage], self._group
         parts = [part for part in parts if part.numel()]
-        if self._batches and parts:
-            operations = [dist.P2POp(operation, p, group=group, group_peer=peer) for p in parts]
-            return dist.batch_isend_irecv(operations)
+        batch = [part for part in parts if self._batches and part.device.type != "cpu"]
+        operations = [dist.P2POp(operation, part, group=group, group_peer=peer) for part in batch]
+        works = dist.batch_isend_irecv(operations) if batch else []
+        # of the CPU's with gloo, in whatever order NCCL's are done
+        rest = [part for part in parts if not self._batches or part.device.type == "cpu"]
         if operation is dist.isend:
-            return [dist.isend(part, group=group, group_dst=peer) for part in parts]
-        return [dist.irecv(part, group=group, group_src=peer) for part in parts]
+            return works + [dist.isend(part, group=group, group_dst=peer) for part in rest]
+        return works + [dist.irecv(part, group=group, group_src=peer) for part in rest]
 
 
 def _crosses(link: Link, border: int) -> bool:
