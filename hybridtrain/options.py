@@ -112,11 +112,20 @@ def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
     Raises:
         TypeError: there is no such field.
     """
+    check_names(options, settings)
+    return replace(options, **settings) if settings else options
+
+
+def check_names(options: Any, settings: Mapping[str, Any]) -> None:
+    """Checks that the dataclass `options`, or an instance of it, has fields of these names.
+
+    Raises:
+        TypeError: there is no such field.
+    """
     known = [one.name for one in fields(options)]
     for name in settings:
         if name not in known:
             raise TypeError(f"unknown setting {name}=: {did_you_mean(name, known, 'settings')}")
-    return replace(options, **settings) if settings else options
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,18 @@ from hybridtrain.losses import LossFn
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.options import check_names
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
-from hybridtrain.training.checks import check_last_batch, check_state_names
+from hybridtrain.training.checks import (
+    check_arguments,
+    check_eval_loader,
+    check_last_batch,
+    check_state_names,
+)
 from hybridtrain.training.interruption import Interruptions
 from hybridtrain.training.optimizer_step import OptimizerStep, replay
 from hybridtrain.training.progress import Progress
@@ -105,7 +111,9 @@ class Trainer:
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
+        check_names(TrainerOptions, settings)
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
+        callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
         self.model = model
         self.world = model.world
@@ -307,11 +315,13 @@ class Trainer:
 
     def test(self, data: EvalLoader) -> dict[str, float]:
         """Evaluates on `data`, which the run does not know; see `evaluate`."""
+        check_eval_loader("test(data)", data)
         with self._evaluation_context():
             return evaluate(self.model, data, self.loss_fn, self.metrics)
 
     def predict(self, data: EvalLoader) -> Any:
         """Returns the model's outputs for all samples of `data`; see `evaluation.predict`."""
+        check_eval_loader("predict(data)", data)
         with self._evaluation_context():
             return predict(self.model, data)
 

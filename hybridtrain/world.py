@@ -51,6 +51,7 @@ from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.meeting import meet
 from hybridtrain.launch.processes import end_with_parent
+from hybridtrain.launch.uncaught import tell_uncaught_errors
 from hybridtrain.launch.watchdog import Watchdog, current
 
 T = TypeVar("T")
@@ -193,6 +194,7 @@ class World:
         self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
         if self.size > 1:
             self.watchdog.start()
+            tell_uncaught_errors()
         return self
 
     def watch(self, stacks: Path) -> None:
@@ -205,6 +207,7 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
+            self.watchdog.tells = False  # the processes share the terminal, and have logs
             self.watchdog.start()
             activity.now("setup")
             early_signals.catch()

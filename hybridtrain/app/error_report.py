@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,46 +22,26 @@ from typing import TYPE_CHECKING
 from hybridtrain.errors import (
     DataError,
     Interrupted,
-    Rank0Error,
     Rank0UserError,
     UserError,
     WorldError,
 )
 from hybridtrain.launch import early_signals
+from hybridtrain.launch.cause import exit_code, find_cause, in_one_line, store_gone
 from hybridtrain.launch.environment import Launch, detect
 
 if TYPE_CHECKING:
-    from hybridtrain.launch.job import Failure
     from hybridtrain.launch.watchdog import Watchdog
 
 # Before the processes have met, rank 0 speaks at once and the others after this time, if the
 # launcher has not ended them by then: the mistake is theirs alone.
 _WAIT_FOR_RANK_0_S = 4.0
-# How long a process with a broken connection waits for the one that has caused it to say why.
-_WAIT_FOR_CAUSE_S = 3.0
-
-_WAIT_FOR_LOST_S = 0.3
 # How long rank 0 of an interrupted run stays for the others to end.
 _WAIT_FOR_ENDS_S = 2.0
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
 _FOLDED = ("torch", "hydra", "omegaconf", "safetensors")
-
-_BROKEN_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "gloo/transport",
-    "gloo::",
-    "Application timeout caused pair closure",
-    "remote process exited",
-    "NCCL communicator was aborted",
-    "Failed to recv",
-    "Connection was likely closed",
-)
-_TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout")
 
 
 def report(error: BaseException) -> int:
@@ -108,14 +87,13 @@ def report(error: BaseException) -> int:
         text, line = f"{text}, on {name}", f"{line}, on {name}"
     own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
-        first = _cause(error, own, watchdog) or watchdog.job.claim(own)
+        first = find_cause(error, watchdog) or watchdog.job.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
-        first = own
         if rank != 0 and isinstance(error, UserError):
             end_process(code)  # rank 0 says the same
-        if rank != 0 and _is_broken_connection(error):
-            text = f"error: {watchdog.main_gone()}"
-            own = first = replace(own, line=watchdog.main_gone())
+        first = store_gone(own, error, watchdog)
+        if first is not own:
+            own, text = first, f"error: {first.line}"
     if first is own or first == own:
         _say(text, own.line, own.time, on=f"on {name}")
     elif first.rank == rank:  # found out by this process, of another one
@@ -163,21 +141,12 @@ def _keep_code(code: int) -> None:
 
 def describe(error: BaseException) -> tuple[str, str, int]:
     """Returns an error as a text, in one line, and the exit code that it ends a command with."""
-    notes = list(getattr(error, "__notes__", []))
-    if isinstance(error, UserError):
-        line = f"{error}{''.join(f' ({note})' for note in notes)}"
-        if isinstance(error, Interrupted):  # as somebody has wanted it: no error
-            return line, line, error.exit_code
-        return f"error: {line}", line, error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        name = str(error) or "SIGINT"
-        line = f"ended by {name}; a run that has saved a checkpoint goes on with the same command"
-        return f"error: {line}", line, 128 + signal.Signals[name]
-    name = type(error).__name__
-    first = (str(error).strip().splitlines() or [""])[0]
-    line = f"{name}: {first}" if first else name
-    line += f" ({'; '.join(note.splitlines()[0] for note in notes if note)})" if notes else ""
-    return _short_traceback(error), line, 1
+    line, code = in_one_line(error), exit_code(error)
+    if isinstance(error, Interrupted):  # as somebody has wanted it: no error
+        return line, line, code
+    if isinstance(error, (UserError, KeyboardInterrupt)):
+        return f"error: {line}", line, code
+    return _short_traceback(error), line, code
 
 
 def _short_traceback(error: BaseException) -> str:
@@ -205,37 +174,6 @@ def _is_the_users(path: str) -> bool:
         package = parts[parts.index("site-packages") + 1]
         return package not in (*_FOLDED, _PACKAGE.name)
     return True
-
-
-def _cause(error: BaseException, own: Failure, watchdog: Watchdog) -> Failure | None:
-    """Returns the failure of another process that this error is a consequence of, if it is one."""
-    failure: Failure | None
-    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    copied = isinstance(error, (Rank0UserError, Rank0Error))
-    broken = _is_broken_connection(error)
-    late = any(sign in text for sign in _TIMED_OUT)
-    ended = isinstance(error, KeyboardInterrupt)  # perhaps by the launcher, as another has died
-    if not (copied or broken or late or ended):
-        return None
-    deadline = time.monotonic() + (_WAIT_FOR_LOST_S if ended else _WAIT_FOR_CAUSE_S)
-    while time.monotonic() < deadline:
-        failure = watchdog.job.failure()
-        if failure is not None:
-            return failure
-        if not copied and (failure := watchdog.lost_process(watchdog.job)) is not None:
-            return watchdog.job.claim(failure)
-        time.sleep(0.05)
-    if late:
-        failure = watchdog.explain_stall(watchdog.job, watchdog.timeout_s)
-        return None if failure is None else watchdog.job.claim(failure)
-    if broken and (failure := watchdog.process_gone(0.0)) is not None:
-        return watchdog.job.claim(failure)
-    return None
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return any(sign in text for sign in _BROKEN_CONNECTION)
 
 
 def running_watchdog() -> Watchdog | None:

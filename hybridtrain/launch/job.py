@@ -110,6 +110,18 @@ class Job:
         while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    def say_heard(self) -> None:
+        """Says that this process has heard of the failure that ends the run."""
+        self._store.set(f"heard/{self.rank}", "")
+
+    def wait_until_heard(self, seconds: float) -> None:
+        """Returns when all other processes have called `say_heard`, or after so many seconds."""
+        self.say_heard()
+        keys = [f"heard/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def has_left(self, rank: int) -> bool:
         """Returns whether that process has ended as it should."""
         return self._store.check([f"left/{rank}"])

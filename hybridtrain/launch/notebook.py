@@ -55,6 +55,16 @@ def notebook_launcher(
         ProcessFailedError: a process has failed; the message has its traceback.
         ConfigError: an argument is out of its range, or something cannot be sent.
     """
+    if not callable(function):
+        raise ConfigError(
+            f"function= must be a function, not {function!r:.100}: pass it without calling it, as "
+            f"in notebook_launcher(train, args=(2,))"
+        )
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ConfigError(
+            f"args= must be a tuple of the function's arguments, not {args!r:.100}: a single one "
+            f"is args=(value,)"
+        )
     for name, value in (("num_processes", num_processes), ("nb_part", nb_part)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value} must be a whole number of at least 1")

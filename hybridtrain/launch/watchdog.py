@@ -63,6 +63,8 @@ class Watchdog:
         job: what the processes share, for the main thread.
         stacks: the folder that the stacks of a run that stands still are written to.
         exit_code: of this process, when another one's failure ends it.
+        heard: the failure that ends the run, once this process knows it.
+        tells: whether a process that another one's failure ends prints it.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Watchdog:
         self.timeout_s = timeout_s
         self.stacks: Path | None = None
         self.exit_code = 1
+        self.heard: Failure | None = None
+        self.tells = True
         self._processes = job.enter()
         self._memories = job.memories(record.share() if job.size > 1 else -1, self._processes)
         self._job = job.clone()
@@ -96,7 +100,7 @@ class Watchdog:
                 )
                 self._second.start()
             # A thread that the interpreter finds in a call of the store aborts the process.
-            atexit.register(self._end_thread)
+            atexit.register(self.end_threads)
 
     def close(self) -> None:
         """Ends the thread, and tells the other processes that this one ends as it should."""
@@ -105,11 +109,12 @@ class Watchdog:
             _current = None
         with suppress(RuntimeError):
             self.job.leave()
-        self._end_thread()
-        atexit.unregister(self._end_thread)
+        self.end_threads()
+        atexit.unregister(self.end_threads)
         self._activity.now(None)
 
-    def _end_thread(self) -> None:
+    def end_threads(self) -> None:
+        """Ends the threads: from now on nobody watches this process."""
         self._ended.set()
         for thread in (self._thread, self._second):
             if thread is not None:
@@ -280,6 +285,8 @@ class Watchdog:
             if failure is not None:
                 self._follow(failure)
                 return
+            if self._job.stacks_are_asked_for():
+                self._answer(self._job)
             if phase is None:
                 continue
             if self._job.size > 1:
@@ -287,8 +294,6 @@ class Watchdog:
                 lost = lost or self.silent_process()
                 if lost is not None:
                     self._end(lost)
-                if self._job.stacks_are_asked_for():
-                    self._answer(self._job)
                 doing = summary(self._activity)
                 if doing != published and phase != "setup":
                     self._job.say("doing", Report(doing, 0))
@@ -331,15 +336,20 @@ class Watchdog:
     def _print_and_end(self, failure: Failure) -> None:
         self.exit_code = failure.exit_code
         try:
-            with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
-                print(f"error: {failure.line}", file=sys.stderr, flush=True)
+            self._say(failure)
             with suppress(OSError):
                 write_error_file(failure.line, failure.time)
         finally:
             self.end(failure)
 
+    def _say(self, failure: Failure) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
+            print(f"error: {failure.line}", file=sys.stderr, flush=True)
+
     def _follow(self, failure: Failure) -> None:
         """Ends this process because of a failure that another one has reported."""
+        self.heard = failure
+        self._job.say_heard()
         if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
             self.exit_code = failure.exit_code
         if failure.exit_code != EXIT_STALLED:
@@ -348,6 +358,8 @@ class Watchdog:
                 return
         try:
             if failure.rank != self._job.rank:
+                if self.tells:
+                    self._say(failure)
                 with suppress(OSError):
                     write_error_file(failure.line, failure.time + 1)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
@@ -196,7 +197,8 @@ class PreparedLoader:
                             )
         finally:
             step.looping = False
-            if session.in_use is step:  # not if another loop has begun since
+            # not if another loop has begun since, nor where the interpreter ends inside of the loop
+            if session.in_use is step and not sys.is_finalizing():
                 session._leave(step, outer)
 
     def state_dict(self) -> dict[str, Any]:

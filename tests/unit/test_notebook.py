@@ -103,6 +103,10 @@ def test_a_notebook_trains_at_two_heights_shows_pictures_and_names_an_error(tmp_
 def test_what_cannot_be_sent_or_started_is_named():
     with pytest.raises(ConfigError, match="num_processes=0"):
         notebook_launcher(print, num_processes=0)
+    with pytest.raises(ConfigError, match=r"function= must be .*, not 3: pass it without calling"):
+        notebook_launcher(3)
+    with pytest.raises(ConfigError, match=r"args= must be a tuple .* not 2: .* args=\(value,\)"):
+        notebook_launcher(print, args=2)
     with pytest.raises(ConfigError, match="function= and args= cannot be sent"):
         notebook_launcher(print, (threading.Lock(),))
 
