@@ -18,7 +18,13 @@ from types import TracebackType
 from typing import Any
 
 from hybridtrain.errors import Interrupted
-from hybridtrain.launch.cause import exit_code, find_cause, in_one_line, store_gone
+from hybridtrain.launch.cause import (
+    exit_code,
+    find_cause,
+    in_one_line,
+    is_broken_connection,
+    store_gone,
+)
 from hybridtrain.launch.job import EXIT_STALLED, Failure
 from hybridtrain.launch.torchrun_report import write_error_file
 from hybridtrain.launch.watchdog import current
@@ -45,10 +51,12 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     job, line = watchdog.job, in_one_line(error)
     said = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
     own = Failure(job.rank, f"rank {job.rank}{said}", exit_code(error))
-    cause: Failure | None = None
+    # known already: the store may be gone, and PyTorch prints its stacks where it is asked then
+    cause = watchdog.heard if is_broken_connection(error) else None
     try:
-        own = replace(own, line=f"{watchdog.short_name(job, job.rank)}{said}")
-        cause = find_cause(error, watchdog)
+        if cause is None:
+            own = replace(own, line=f"{watchdog.short_name(job, job.rank)}{said}")
+            cause = find_cause(error, watchdog)
         first = cause or job.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
         first = watchdog.heard or store_gone(own, error, watchdog)

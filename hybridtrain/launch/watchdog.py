@@ -349,7 +349,8 @@ class Watchdog:
     def _follow(self, failure: Failure) -> None:
         """Ends this process because of a failure that another one has reported."""
         self.heard = failure
-        self._job.say_heard()
+        with suppress(RuntimeError):  # the store has ended meanwhile
+            self._job.say_heard()
         if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
             self.exit_code = failure.exit_code
         if failure.exit_code != EXIT_STALLED:

@@ -118,6 +118,26 @@ def test_a_process_that_is_late_to_an_interruption_ends_with_its_code(ends, code
         Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "interrupted", code))
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_blocked_process_of_a_script_says_what_ends_it_and_a_command_does_not(
+    ends, capsys, tells
+):
+    dog = Watchdog(Job(None, 0, 1), 10, 600)
+    dog.tells = tells
+    with pytest.raises(Ended):
+        dog._follow(Failure(1, "rank 1 failed: boom", 1))
+    assert capsys.readouterr().err == "error: rank 1 failed: boom\n" * tells
+
+
+def test_a_process_ends_of_a_failure_also_where_the_store_has_gone(ends, monkeypatch):
+    def gone(job):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(Job, "say_heard", gone)
+    with pytest.raises(Ended):
+        Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "rank 1 failed: boom", 1))
+
+
 def test_the_activity_of_another_process_can_be_read_and_so_after_its_end():
     source = (
         "import os, sys\n"
