@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
@@ -146,6 +147,23 @@ def _array(
     return run, *found[0], lines
 
 
+def _write_sweep(file: Path, lines: Sequence[str]) -> None:
+    """Writes the lines of a sweep, which begin with those that were there when they were read.
+
+    Raises:
+        UserError: another submit has added lines since, and the numbers of ours would be wrong.
+    """
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        there = [" ".join(map(shlex.quote, line)) for line in read_sweep(file)]
+        if there != list(lines[: len(there)]):
+            raise UserError(
+                f"another submit has written {file} in the meantime, and nothing is sent: give the "
+                f"same command again"
+            )
+        write_atomically(file, "\n".join(lines) + "\n")
+
+
 def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> None:
     """Writes the script and sends it; prints the job's id to stdout, and all else to stderr."""
     sbatch = shutil.which("sbatch")
@@ -159,7 +177,7 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, script)
         if run.sweep_file is not None:
-            write_atomically(run.sweep_file, "\n".join(lines) + "\n")
+            _write_sweep(run.sweep_file, lines)
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}; set output_dir="

@@ -233,6 +233,22 @@ def test_a_sweep_is_an_array_with_a_run_directory_for_each_combination(
     assert directives((folder / "slurm/job.sh").read_text())["array"] == "2-3%1"
 
 
+def test_a_sweep_that_another_submit_has_written_meanwhile_is_not_sent(
+    slurm: Calls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def read_and_be_late(path: Path) -> list[list[str]]:
+        found = read_sweep(path)
+        if not path.exists():
+            path.parent.mkdir(parents=True)
+            path.write_text("seed=1\n")
+        return found
+
+    monkeypatch.setattr("hybridtrain.app.submit.read_sweep", read_and_be_late)
+    error = fail(capfd, "submit", "--multirun", "recipe=digits", "optim.lr=1e-3,1e-2")
+    assert "in the meantime, and nothing is sent: give the same command again" in error
+    assert slurm("sbatch") == []
+
+
 def test_the_jobs_of_an_array_have_one_layout(
     slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:
