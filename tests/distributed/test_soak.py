@@ -4,14 +4,12 @@ import sys
 
 import pytest
 from support.launch import TESTS
-from support.thorough import THOROUGH
 
 sys.path.insert(0, str(TESTS.parent))
 from scripts.soak import soak
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
-    pytest.mark.skipif(not THOROUGH, reason="takes minutes: run by scripts/thorough.sh"),
     pytest.mark.timeout(900),
 ]
 
