@@ -66,8 +66,9 @@ class LaunchConfig:
             "pipeline.memory_weight": options.memory_weight if config.auto_partition else None,
             "pipeline.default_partition": options.default_partition,
             "pipeline.max_inflight": options.max_inflight,
-            "pipeline.precision": options.precision if options.precision != "fp32" else None,
+            "trainer.precision": options.precision if options.precision != "fp32" else None,
             "world.engine": config.engine,
+            "world.shard": options.shard if options.shard != "none" else None,
             "world.inner": config.inner if config.inner != "pp" else None,
             "world.backend": None if config.ddp_dist_backend == "auto" else config.ddp_dist_backend,
         }

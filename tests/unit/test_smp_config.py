@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.smp.config import parse, read
 from hybridtrain.smp.data import SplitDataset
@@ -90,6 +91,28 @@ def test_the_environment_variable_has_json_or_a_file(tmp_path):
         read("{")
     with pytest.raises(ConfigError, match="cannot read it"):
         read(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"bf16": True, "shard_optimizer_state": True, "memory_weight": 0.5},
+        {"fp16": True, "auto_partition": False, "default_partition": 1, "active_microbatches": 3},
+        {"pipeline": "simple", "placement_strategy": "spread", "ddp_dist_backend": "gloo"},
+    ],
+)
+def test_the_overrides_of_a_distribution_are_those_of_a_recipe(more):
+    given = {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **more}
+    launch = config_from_distribution(
+        {"smdistributed": {"modelparallel": {"enabled": True, "parameters": given}}}
+    )
+    config = compose_config(["recipe=digits", *launch.overrides()])
+    options = launch.config.options(0)
+    for name in ("chunks", "schedule", "default_partition", "max_inflight"):
+        assert getattr(config.pipeline, name) == getattr(options, name)
+    assert config.trainer.precision == options.precision
+    assert config.world.shard == options.shard
+    assert config.world.inner == launch.config.inner
 
 
 def test_a_distribution_becomes_a_torchrun_line_and_overrides():
