@@ -25,8 +25,9 @@ from torch import nn
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.losses import cross_entropy
-from hybridtrain.monitor import MetricsFile
+from hybridtrain.monitor import MetricsFile, Throughput
 from hybridtrain.trainer import TrainerOptions
+from hybridtrain.training.finite_check import FiniteCheck
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -253,3 +254,21 @@ def test_a_learning_rate_that_is_a_tensor_is_logged_as_a_number(tmp_path):
         runs.append([entry["train/lr"] for entry in map(json.loads, lines) if "train/lr" in entry])
     assert len(runs[0]) == 9
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_the_time_of_a_step_contains_its_own_wait_for_the_gradients(monkeypatch):
+    order = []
+
+    def noted(kind, name):
+        before = getattr(kind, name)
+
+        def call(*args, **options):
+            order.append(name)
+            return before(*args, **options)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noted(FiniteCheck, "allows_step")  # reads the norm, which is where a step waits for a GPU
+    noted(Throughput, "tick")
+    trainer(steps=3).fit()
+    assert order == ["allows_step", "tick"] * 3
