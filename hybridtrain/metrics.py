@@ -1,4 +1,4 @@
-"""Metrics, of torchmetrics or not: that package takes nearly as long to import as PyTorch."""
+"""The metrics of an evaluation. Without torchmetrics, whose import takes as long as PyTorch's."""
 
 from __future__ import annotations
 

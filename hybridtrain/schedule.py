@@ -44,6 +44,11 @@ class Schedule:
     chunks: int
     lanes: tuple[tuple[Action, ...], ...]
 
+    @property
+    def trains(self) -> bool:
+        """True if it has backwards."""
+        return any(action.kind == "B" for action in self.lanes[0])
+
 
 class Span(NamedTuple):
     """The time of an action, measured or simulated; the unit is the caller's."""

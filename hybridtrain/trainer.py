@@ -488,8 +488,7 @@ class Trainer:
             lambda: self._tell("on_gradients"),
             self._stats,
         )
-        samples = sum(batch.total for batch in batches)
-        self._progress.advance(batches)
+        samples = self._progress.advance(batches)
         self.throughput.tick(samples)
         self._tell("on_step", samples)
         return norm

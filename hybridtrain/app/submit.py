@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -139,12 +140,16 @@ def _array(
         if "\n" in wanted[-1]:
             raise ConfigError(f"{' '.join(point.swept)}: a line break cannot be swept over")
     file = sweep.path / SWEEP_FILE
-    lines = [" ".join(map(shlex.quote, line)) for line in read_sweep(file)]
+    lines = _sweep_lines(file)
     # A line keeps its number: an array that is still waiting reads the file when it begins.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
     run = JobRun(sweep.path.name, sweep.path, [], config_dir, _ranges(numbers), file)
     return run, *found[0], lines
+
+
+def _sweep_lines(file: Path) -> list[str]:
+    return [" ".join(map(shlex.quote, line)) for line in read_sweep(file)]
 
 
 def _write_sweep(file: Path, lines: Sequence[str]) -> None:
@@ -154,8 +159,9 @@ def _write_sweep(file: Path, lines: Sequence[str]) -> None:
         UserError: another submit has added lines since, and the numbers of ours would be wrong.
     """
     with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        there = [" ".join(map(shlex.quote, line)) for line in read_sweep(file)]
+        with suppress(OSError):  # a file system without locks, as Lustre may be
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        there = _sweep_lines(file)
         if there != list(lines[: len(there)]):
             raise UserError(
                 f"another submit has written {file} in the meantime, and nothing is sent: give the "

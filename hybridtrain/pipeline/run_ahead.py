@@ -35,7 +35,7 @@ class RunAhead:
         self, schedule: Schedule, stages: Mapping[int, Stage], accelerator: Accelerator
     ) -> None:
         self._accelerator = accelerator
-        trains = any(action.kind == "B" for action in schedule.lanes[0])
+        trains = schedule.trains
         held = peak_in_flight(schedule) if trains else (1,) * schedule.stages
         self._ends_with = "B" if trains else "F"
         self._most = {index: held[index] + SLACK for index in stages}

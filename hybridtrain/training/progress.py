@@ -34,13 +34,15 @@ class Progress:
         self.total_steps = options.total_steps(train.batches_per_epoch)
         self._options = options
 
-    def advance(self, batches: Sequence[Batch]) -> None:
-        """Counts an optimizer step on `batches`."""
+    def advance(self, batches: Sequence[Batch]) -> int:
+        """Counts an optimizer step on `batches`; returns their samples, over all replicas."""
+        samples = sum(batch.total for batch in batches)
         self.step += 1
-        self.samples += sum(batch.total for batch in batches)
+        self.samples += samples
         self.batch += len(batches)
         if batches[-1].last:
             self.epoch, self.batch = self.epoch + 1, 0
+        return samples
 
     def epochs(self, train: BatchSource) -> float:
         """Returns the passes over the data; whole ones where their length is not known."""

@@ -189,10 +189,12 @@ class _StepRun:
         self._queues = [*activations.values(), *gradients.values()]
         schedule = step.schedule
         self._last = schedule.stages - 1
-        trains = any(action.kind == "B" for action in schedule.lanes[0])
-        self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(schedule.chunks if trains else _MOST_INSIDE * schedule.stages):
-            self._free.put(None)
+        # an entry for each micro-batch that may be taken in, where no backward holds that back
+        self._free: SimpleQueue[None] | None = None
+        if not schedule.trains:
+            self._free = SimpleQueue()
+            for _ in range(_MOST_INSIDE * schedule.stages):
+                self._free.put(None)
         self._running = set(range(len(step.schedule.lanes)))
         self._lane_ends: SimpleQueue[int] = SimpleQueue()
         self._activity = activity.begin_step(len(step.schedule.lanes))
@@ -215,10 +217,10 @@ class _StepRun:
                         break
                     doing.begin(action)
                     if action.kind == "F":
-                        if action.stage == 0:
-                            self._wait_until_free(doing)
+                        if self._free is not None and action.stage == 0:
+                            self._wait_until_free(self._free, doing)
                         runner.forward(lane, action, doing)
-                        if action.stage == self._last:
+                        if self._free is not None and action.stage == self._last:
                             self._free.put(None)
                     else:
                         runner.backward(lane, action, doing)
@@ -233,10 +235,10 @@ class _StepRun:
             self._running.discard(lane)
             self._lane_ends.put(lane)
 
-    def _wait_until_free(self, doing: Lane) -> None:
+    def _wait_until_free(self, free: SimpleQueue[None], doing: Lane) -> None:
         """Waits until the first stage may take one more micro-batch in."""
         doing.wait(True)
-        self._free.get()
+        free.get()
         doing.wait(False)
         if self.stop.requested:
             raise _PipelineAborted
@@ -261,7 +263,8 @@ class _StepRun:
             self.stop.requested = True
         for queue in self._queues:
             queue.wake_receiver()
-        self._free.put(None)
+        if self._free is not None:
+            self._free.put(None)
 
 
 def threads_per_lane(lanes: int) -> int:
