@@ -235,7 +235,7 @@ def lowered(
     where messages between two processes share one queue, as with NCCL.
 
     Args:
-        lanes: for each process its actions, "F" or "B" of (stage, micro-batch).
+        lanes: for each process its actions, "F", "B", "I" or "W" of (stage, micro-batch).
         process_of: which process has a stage.
         stages: how many there are.
 
@@ -249,6 +249,8 @@ def lowered(
     kinds = {
         "F": schedules._ComputationType.FORWARD,
         "B": schedules._ComputationType.FULL_BACKWARD,
+        "I": schedules._ComputationType.BACKWARD_INPUT,
+        "W": schedules._ComputationType.BACKWARD_WEIGHT,
     }
     names = {kind: name for name, kind in kinds.items()}
     order = schedules._add_send_recv(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.schedule import Placement, place_of
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,13 @@ class Cluster:
         processes: processes that share them equally, the first ones the first process's. 1: one
             process owns all; `len(devices)`: one process per device.
         replicas: copies of the pipeline, kept equal by data parallelism.
+        placement: how stages are laid out over the devices, which the schedule decides.
     """
 
     devices: tuple[str, ...] = ("cpu",)
     processes: int = 1
     replicas: int = 1
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         if not self.devices or self.processes < 1 or len(self.devices) % self.processes:
@@ -41,13 +44,22 @@ class Cluster:
         """The number of devices of the pipeline."""
         return len(self.devices)
 
+    def placed(self, placement: Placement) -> Cluster:
+        """Returns the same devices with stages laid out like this."""
+        return replace(self, placement=placement)
+
     def device_of(self, stage: int) -> str:
-        """Returns the device of `stage`; stages take the devices in turn."""
-        return self.devices[stage % self.nb_part]
+        """Returns the device of `stage`."""
+        return self.devices[place_of(stage, self.nb_part, self.placement)]
 
     def process_of(self, stage: int) -> int:
         """Returns which of the replica's processes owns `stage`, counted from 0."""
-        return stage % self.nb_part * self.processes // self.nb_part
+        return place_of(stage, self.nb_part, self.placement) * self.processes // self.nb_part
+
+    def local_index(self, stage: int) -> int:
+        """Returns the number of the device of `stage` among those of its process."""
+        per_process = self.nb_part // self.processes
+        return place_of(stage, self.nb_part, self.placement) % per_process
 
     def stages_of(self, process: int, stages_per_device: int = 1) -> list[int]:
         """Returns the stages that `process` owns."""

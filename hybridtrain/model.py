@@ -201,6 +201,11 @@ class HybridModel:
             self._use(follow(change, pipeline, net, self.world, self.options, given))
             self.changes += 1
 
+    def _forward_schedule(self, chunks: int) -> Schedule:
+        options = self.options
+        devices, per_device = self.world.nb_part, options.stages_per_device
+        return forward_only(devices, chunks, per_device, options.placement)
+
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
         options = self.options
@@ -366,7 +371,7 @@ class HybridModel:
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
 
-        schedule = forward_only(self.world.nb_part, len(sizes), self.options.stages_per_device)
+        schedule = self._forward_schedule(len(sizes))
         with torch.no_grad(), self.autocast():
             values = self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
         self._batch_check.finish()
@@ -404,8 +409,7 @@ class HybridModel:
                     schedule, inputs.__getitem__, head, reduce=sync
                 )
         else:
-            per_device = self.options.stages_per_device
-            schedule = forward_only(self.world.nb_part, len(inputs), per_device)
+            schedule = self._forward_schedule(len(inputs))
             with self.autocast():
                 values = self.pipeline.run_forward(schedule, inputs.__getitem__, head)
         self._batch_check.finish()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
-from hybridtrain.schedule import SCHEDULES
+from hybridtrain.schedule import SCHEDULES, Placement, placement_of
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 CheckpointSpec = str | Sequence[str] | Mapping[str, int]
@@ -37,7 +37,8 @@ class PipelineOptions:
     chunks: int = 1
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
-    """`1f1b` or `gpipe`."""
+    """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
+    and `zb-v`, which needs `stages_per_device=2`; or `search`, found for what the stages take."""
     split: SplitSpec = "uniform"
     """The layers of each stage. By what the largest stage should be small in: `uniform`
     (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is
@@ -81,6 +82,11 @@ class PipelineOptions:
     optimizer_tensors_per_param: int = 2
     """For a split by memory: tensors of a parameter's size that the optimizer keeps for it (AdamW
     keeps 2)."""
+
+    @property
+    def placement(self) -> Placement:
+        """How the schedule has stages laid out over the devices."""
+        return placement_of(self.schedule)
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)

@@ -264,20 +264,16 @@ class World:
         """True on rank 0, which alone writes to disk and to the terminal."""
         return self.rank == 0
 
-    def device_of(self, stage: int) -> torch.device:
-        """Returns the device of `stage`, which this process owns."""
-        return self.devices[stage % len(self.devices)]
+    def new_stage_group(self, pipeline_rank: int) -> dist.ProcessGroup | None:
+        """Makes a group of the processes with this place in each replica; replica 0's is first.
 
-    def new_stage_group(self, stage: int) -> dist.ProcessGroup | None:
-        """Makes a process group of those that have `stage`, one per replica; replica 0's is first.
-
-        Every process calls it for every stage, in the same order. Returns None with one replica.
+        Every process calls it for the owner of every stage, in the same order. Returns None with
+        one replica.
         """
         if self.replicas == 1:
             return None
         self._check_open()
-        owner = self.cluster.process_of(stage)
-        ranks = [self.rank_of(replica, owner) for replica in range(self.replicas)]
+        ranks = [self.rank_of(replica, pipeline_rank) for replica in range(self.replicas)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
     def saving_group(self, wait: Callable[[], None]) -> dist.ProcessGroup:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PHASE_BYTES = 64
 LANES = 64
+_KINDS = "FBIW"
 _SIZE = _PHASE_BYTES + LANES * 16
 
 
@@ -65,7 +66,7 @@ def share() -> SharedActivity | None:
 def number_of(action: Action) -> int:
     """Returns an action as a number above 0."""
     kind, stage, microbatch = action
-    return ((stage << 32 | microbatch) << 1 | (kind == "F")) + 1
+    return ((stage << 32 | microbatch) << 2 | _KINDS.index(kind)) + 1
 
 
 def open_of(process: ProcessId, descriptor: int) -> mmap.mmap | None:
@@ -86,7 +87,7 @@ def read(memory: mmap.mmap) -> Doing:
     for lane in range(LANES):
         number, waits = numbers[2 * lane : 2 * lane + 2]
         if number:
-            place = (number - 1) >> 1
-            kind = "F" if (number - 1) & 1 else "B"
+            place = (number - 1) >> 2
+            kind = _KINDS[(number - 1) & 3]
             (waiting if waits else busy).append((kind, place >> 32, place & 0xFFFFFFFF))
     return Doing(phase, busy, waiting)

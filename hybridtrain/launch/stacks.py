@@ -14,6 +14,7 @@ import torch
 
 from hybridtrain.launch.activity import Activity
 from hybridtrain.launch.job import Report
+from hybridtrain.schedule import WORDS
 
 _TORCH = Path(torch.__file__).parent
 _LIBRARY = Path(__file__).parents[1]
@@ -93,8 +94,7 @@ def in_words(
 def describe(action: tuple[str, int, int]) -> str:
     """Returns a schedule's action in words."""
     kind, stage, microbatch = action
-    name = "forward" if kind == "F" else "backward"
-    return f"{name} of micro-batch {microbatch} on stage {stage}"
+    return f"{WORDS[kind]} of micro-batch {microbatch} on stage {stage}"
 
 
 def _blame(frame: FrameType) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from hybridtrain.files import atomic_file, write_atomically
 from hybridtrain.monitor.base import Monitor, never_fatal
 from hybridtrain.monitor.timeline_picture import draw
-from hybridtrain.schedule import Spans
+from hybridtrain.schedule import WORDS, Spans
 
 
 class TimelineFiles(Monitor):
@@ -40,7 +40,7 @@ def chrome_trace(spans: Spans, process: str) -> dict[str, Any]:
         events += [
             {
                 "name": f"{action.kind}{action.microbatch}",
-                "cat": "forward" if action.kind == "F" else "backward",
+                "cat": WORDS[action.kind],
                 "ph": "X",
                 "pid": 0,
                 "tid": device,

@@ -37,22 +37,25 @@ class StageInput:
     PyTorch brings a leaf's gradient into the leaf's memory layout, and a layer that sums such a
     gradient may then do so in another order than in the unsplit model. With `capture_raw` the
     gradient is taken before that, which costs a Python call per tensor.
+
+    Attributes:
+        leaf: the tensor.
     """
 
     def __init__(self, leaf: Tensor, capture_raw: bool) -> None:
-        self._leaf = leaf
+        self.leaf = leaf
         self._raw: Tensor | None = None
         self._hook = leaf.register_hook(self._capture) if capture_raw else None
 
     @property
     def gradient(self) -> Tensor | None:
         """The gradient; None if there is none."""
-        return self._leaf.grad if self._raw is None else self._raw
+        return self.leaf.grad if self._raw is None else self._raw
 
     @property
     def grad_strides_differ(self) -> bool:
         """True if the captured gradient has another memory layout than the tensor."""
-        return self._raw is not None and self._raw.stride() != self._leaf.stride()
+        return self._raw is not None and self._raw.stride() != self.leaf.stride()
 
     def release(self) -> None:
         """Takes the hook off, or both would keep each other's memory until a garbage collection."""

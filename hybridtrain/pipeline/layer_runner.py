@@ -44,9 +44,13 @@ def _call(module: nn.Module, value: Any) -> Any:
 class LayerRunner:
     """Runs consecutive layers.
 
-    Args:
+    Attributes:
         layers: the layers.
         first: the number of the first one in the model.
+        recomputes: True if some of them are recomputed one by one.
+
+    Args:
+        layers, first: see above.
         module: all of them under one root.
         rng: seeds their random operations.
         checkpointed_layers: the numbers of the layers whose activations are recomputed.
@@ -66,6 +70,9 @@ class LayerRunner:
         self.first = first
         self.rng = rng
         self._checkpointed_layers = checkpointed_layers
+        self.recomputes = any(
+            number in checkpointed_layers for number in range(first, first + len(self.layers))
+        )
         self._clone_inputs = clone_inputs
         self._skips = any(stashed_by(part.module) or popped_by(part.module) for part in layers)
         # The samples of a batch are views, and a copy is aligned otherwise, which may change last

@@ -142,7 +142,8 @@ def _own_part(
 ) -> OwnStages:
     outline = construct_on_meta(build)
     expected = make_planner(outline).layers_of(plan)
-    owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+    cluster = world.cluster.placed(options.placement)
+    owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
     kept = {id(tensor) for tensor in _kept(outline, expected.stages, owned)}
     named = (outline.named_parameters, outline.named_buffers)
     names = {

@@ -73,7 +73,8 @@ class Pipeline:
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
-        owns_output: whether the last stage is in this process.
+        output_process: which of the replica's processes has the last stage.
+        owns_output: whether that is this process.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class Pipeline:
             no_generator if shared else current_gpus_generator,
         )
         # collective calls, for every stage
-        self.groups = groups or [world.new_stage_group(i) for i in range(len(planned.stages))]
-        owned = world.cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+        cluster = world.cluster.placed(options.placement)
+        owners = map(cluster.process_of, range(len(planned.stages)))
+        self.groups = groups or [world.new_stage_group(owner) for owner in owners]
+        owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
             drop_other_stages(net, planned.stages, owned)
         links = links_between(planned.stages)
@@ -114,7 +117,7 @@ class Pipeline:
         self.stages = build_stages(
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
-        self._ties = ties_of(self.stages, uses, world)
+        self._ties = ties_of(self.stages, uses, world, cluster)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
@@ -127,7 +130,8 @@ class Pipeline:
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         world.say_stages(owned)
-        self.owns_output = self.stages[-1].index + 1 == len(plan.stages)
+        self.output_process = cluster.process_of(len(plan.stages) - 1)
+        self.owns_output = self.output_process == world.pipeline_rank
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
         self._is_first_step = True

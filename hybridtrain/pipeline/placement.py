@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import Parameter
 
+from hybridtrain.cluster import Cluster
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
@@ -39,7 +40,7 @@ def build_stages(
     policy: CheckpointPolicy,
 ) -> list[Stage]:
     """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
-    cluster = world.cluster
+    cluster = world.cluster.placed(options.placement)
     owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
@@ -52,7 +53,7 @@ def build_stages(
         if index in owned:
             place = cluster.process_of(index), cluster.device_of(index)
             module = nn.ModuleList(layer.module for layer in part)
-            device = world.device_of(index)
+            device = world.devices[cluster.local_index(index)]
             crosses = any(
                 (cluster.process_of(link.target), cluster.device_of(link.target)) != place
                 for link in links
@@ -93,9 +94,11 @@ def build_stages(
     return stages
 
 
-def ties_of(stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World) -> list[Tie]:
+def ties_of(
+    stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World, cluster: Cluster
+) -> list[Tie]:
     """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
-    here, process_of = world.pipeline_rank, world.cluster.process_of
+    here, process_of = world.pipeline_rank, cluster.process_of
     own = {stage.index: stage for stage in stages}
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):

@@ -37,7 +37,7 @@ class RunAhead:
         self._accelerator = accelerator
         trains = schedule.trains
         held = peak_in_flight(schedule) if trains else (1,) * schedule.stages
-        self._ends_with = "B" if trains else "F"
+        self._trains = trains
         self._most = {index: held[index] + SLACK for index in stages}
         self._stages = stages
         self._done: dict[int, deque[Event]] = {index: deque() for index in stages}
@@ -53,7 +53,7 @@ class RunAhead:
 
     def after(self, action: Action) -> None:
         """Notes that the host has queued `action`."""
-        if action.kind == self._ends_with:
+        if action.ends_microbatch if self._trains else action.kind == "F":
             device = self._stages[action.stage].device
             stream = self._accelerator.current_stream(device)
             self._done[action.stage].append(self._accelerator.record_event(stream))

@@ -4,6 +4,9 @@
 messages -> input boundary -> leaves          gradients of what was sent -> roots
             leaves -> layers -> output                 roots -> autograd -> leaf.grad
 messages <- output boundary <- output         gradients of what came in <- input boundary
+
+A backward runs as a whole, or in two parts: `backward_to_input`, whose result the stage before
+waits for, and `backward_to_weights` later (see `split_backward`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import run_backward
 from hybridtrain.errors import UserError
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.memory import count_saved
@@ -30,6 +32,7 @@ from hybridtrain.pipeline.boundary import (
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import Reducer
+from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_backward
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
@@ -41,11 +44,25 @@ class _InFlight(NamedTuple):
         inputs: what came over each incoming link and gets a gradient.
         roots: for each outgoing link, where the backward starts; on the last stage, the loss.
         gradient: of the loss, on the last stage.
+        recomputed: some of its activations are not kept.
     """
 
     inputs: list[list[StageInput]]
     roots: list[list[Root]]
     gradient: Tensor | None
+    recomputed: bool
+
+
+class _ToWeights(NamedTuple):
+    """What is left of a backward after its first part.
+
+    Attributes:
+        backward: None if all has been done already.
+        roots: where it began, for a reducer that looks for unused parameters.
+    """
+
+    backward: SplitBackward | None
+    roots: Sequence[Root]
 
 
 class Stage:
@@ -99,6 +116,7 @@ class Stage:
             hold_edges=hold_edges,
         )
         self._in_flight: dict[int, _InFlight] = {}
+        self._to_weights: dict[int, _ToWeights] = {}
 
     def __repr__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -142,7 +160,8 @@ class Stage:
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
-            self._in_flight[microbatch] = _InFlight(inputs, roots, gradient)
+            recomputed = checkpoint or self._runner.recomputes
+            self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, recomputed)
         return sent
 
     def backward(
@@ -160,27 +179,55 @@ class Stage:
         Returns:
             the gradients to send back over each incoming link.
         """
-        inputs, roots, loss_gradient = self._in_flight.pop(microbatch)
-        if loss_gradient is not None:
-            gradients = [[loss_gradient]]
-        starts: list[Root] = []
-        start_gradients: list[Tensor] = []
-        for own, given in zip(roots, gradients, strict=True):
-            for root, gradient in zip(own, given, strict=True):
-                if gradient is not None:
-                    starts.append(root)
-                    start_gradients.append(gradient)
+        begun = self._in_flight.pop(microbatch)
+        self._backward(_starts(begun, gradients), reduce)
+        return self._input.gradients(begun.inputs)
+
+    def backward_to_input(
+        self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
+    ) -> list[Gradients]:
+        """Runs the part of a backward that the stage before waits for; as `backward` otherwise.
+
+        All of it is run where activations are recomputed, which would be done for both parts, and
+        where the graph cannot be divided; `backward_to_weights` has nothing to do then.
+        """
+        begun = self._in_flight.pop(microbatch)
+        starts = _starts(begun, gradients)
+        leaves = [one.leaf for own in begun.inputs for one in own]
+        parts = None if begun.recomputed else split_backward(starts, leaves)
+        if parts is None:
+            # gradients are added up in the order of the micro-batches
+            for earlier in sorted(self._to_weights):
+                self.backward_to_weights(earlier, reduce=False)
+                self._to_weights[earlier] = _ToWeights(None, ())
+            self._backward(starts, reduce)
+        else:
+            parts.to_input()
+        reduces = reduce and self.reducer is not None
+        roots = [root for root, _ in starts] if reduces else ()
+        self._to_weights[microbatch] = _ToWeights(parts, roots)
+        return self._input.gradients(begun.inputs)
+
+    def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
+        """Runs what `backward_to_input` has left; arguments as of `backward`."""
+        backward, roots = self._to_weights.pop(microbatch)
+        if backward is None:
+            return
         reducer = self.reducer if reduce else None
         if reducer is not None:
-            reducer.prepare_for_backward(starts)
-        if starts:
-            run_backward(
-                tuple(starts), tuple(start_gradients), False, False, (), allow_unreachable=True,
-                accumulate_grad=True,
-            )  # fmt: skip
+            reducer.prepare_for_backward(roots)
+        backward.to_weights()
         if reducer is not None:
             reducer.check_reduced()
-        return self._input.gradients(inputs)
+
+    def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
+        reducer = self.reducer if reduce else None
+        if reducer is not None:
+            reducer.prepare_for_backward([root for root, _ in starts])
+        if starts:
+            run_from(starts)
+        if reducer is not None:
+            reducer.check_reduced()
 
     def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
         """Returns what the next stage must know of draws, if it continues a layer of this one."""
@@ -194,7 +241,20 @@ class Stage:
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""
         self._in_flight.clear()
+        self._to_weights.clear()
         for alias in self.aliases:
             alias.alias.grad = None
         if self.reducer is not None:
             self.reducer.reset()
+
+
+def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root, Tensor]]:
+    """Returns where the backward of a micro-batch begins, with the gradients there."""
+    if begun.gradient is not None:
+        gradients = [[begun.gradient]]
+    return [
+        (root, gradient)
+        for own, given in zip(begun.roots, gradients, strict=True)
+        for root, gradient in zip(own, given, strict=True)
+        if gradient is not None
+    ]

@@ -105,7 +105,7 @@ class Planner:
         self._net = net
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
-        self._cluster = cluster or Cluster()
+        self._cluster = (cluster or Cluster()).placed(options.placement)
         self._optimizer_tensors = tensors_per_param(options, self._cluster)
         self._costs_from, self._costs_of = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device

@@ -44,10 +44,10 @@ class PreparedModel:
         world = self.hybrid.world
         if world.pipeline_object_group is None:
             return output
-        # gloo carries what is on the CPU; the last stage is in the last process
+        # gloo carries what is on the CPU
         sent = [tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None]
-        last = world.processes_per_replica - 1
-        dist.broadcast_object_list(sent, group=world.pipeline_object_group, group_src=last)
+        owner = self.hybrid.pipeline.output_process
+        dist.broadcast_object_list(sent, group=world.pipeline_object_group, group_src=owner)
         return sent[0]
 
     def train(self, mode: bool = True) -> PreparedModel:

@@ -11,7 +11,7 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Inputs
-from hybridtrain.schedule import Action
+from hybridtrain.schedule import WORDS, Action
 
 
 class ActionRunner:
@@ -41,12 +41,20 @@ class ActionRunner:
 
     def add_note(self, error: BaseException, action: Action) -> None:
         """Adds to `error` which action has failed."""
-        kind = "forward" if action.kind == "F" else "backward"
         stage = self._stages[action.stage]
-        error.add_note(f"in the {kind} of micro-batch {action.microbatch} on {stage}")
+        word = WORDS[action.kind]
+        error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
 
-    def forward(self, lane: int, action: Action, doing: Lane) -> None:
-        """Runs `action`, a forward of `lane`, when its input has come."""
+    def run(self, lane: int, action: Action, doing: Lane) -> None:
+        """Runs `action` of `lane`, when what it needs has come."""
+        if action.kind == "F":
+            self._forward(lane, action, doing)
+        else:
+            self._backward(lane, action, doing)
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
+
+    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
@@ -67,28 +75,32 @@ class ActionRunner:
             sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
-        if self._run_ahead is not None:
-            self._run_ahead.after(action)
         if head is not None:
             (self.values[microbatch],) = sent
             return
         for port, message in zip(ports.send, sent, strict=True):
             port.send(message)
 
-    def backward(self, lane: int, action: Action, doing: Lane) -> None:
-        """Runs `action`, a backward of `lane`, when its gradients have come."""
+    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
-        _, index, microbatch = action
+        kind, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
-        doing.wait(True)
-        gradients = [port.receive() for port in ports.receive_gradients]
-        doing.wait(False)
+        gradients: list[Any] = []
+        if action.sends_gradient:
+            doing.wait(True)
+            gradients = [port.receive() for port in ports.receive_gradients]
+            doing.wait(False)
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
+        sent: list[Any] = []
         start = mark(stage.device) if step.timeline else 0.0
-        sent = stage.backward(microbatch, gradients, reduce)
+        if kind == "B":
+            sent = stage.backward(microbatch, gradients, reduce)
+        elif kind == "I":
+            sent = stage.backward_to_input(microbatch, gradients, reduce)
+        else:
+            stage.backward_to_weights(microbatch, reduce)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
-        if self._run_ahead is not None:
-            self._run_ahead.after(action)
-        for port, message in zip(ports.send_gradients, sent, strict=True):
-            port.send(message)
+        if action.sends_gradient:
+            for port, message in zip(ports.send_gradients, sent, strict=True):
+                port.send(message)

@@ -44,7 +44,7 @@ from hybridtrain.pipeline.messages import (
 )
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
-from hybridtrain.schedule import Action, Schedule
+from hybridtrain.schedule import WORDS, Action, Schedule
 from hybridtrain.skip import skip_scope
 from hybridtrain.world import World
 
@@ -99,7 +99,7 @@ class ProcessEngine:
     def _order(self, schedule: Schedule) -> list[tuple[str, int, int]]:
         if schedule not in self._orders:
             place = self._world.pipeline_rank
-            process_of = self._world.cluster.process_of
+            process_of = schedule.lane_of.__getitem__
             self._orders[schedule] = lowered(schedule.lanes, process_of, schedule.stages)[place]
         return self._orders[schedule]
 
@@ -160,8 +160,9 @@ class _StepRun:
         self._group = world.pipeline_group
         self._device = world.devices[0]
         self._wire = world.wire_device
-        cluster = world.cluster
-        self._peers = [cluster.process_of(index) for index in range(step.schedule.stages)]
+        # a process has one device, so one lane
+        lane_of = step.schedule.lane_of
+        self._peers = [lane_of[stage] for stage in range(step.schedule.stages)]
         self._batches = world.backend == "nccl"  # on one communicator, not one for each pair
         self._forward = {link: _Slot() for link in links}
         self._backward = {link: _Slot() for link in links}
@@ -188,15 +189,13 @@ class _StepRun:
         """The head's values by micro-batch."""
         return self._runner.values
 
-    def run_lane(self, order: Sequence[tuple[str, int, int]]) -> None:
+    def run_lane(self, order: Sequence[tuple[Any, int, int]]) -> None:
         """Executes the actions of this process, and the sends and receives between them."""
         lane = self._world.pipeline_rank
         try:
             for kind, stage, microbatch in order:
-                if kind == "F":
-                    self._run(lane, Action("F", stage, microbatch))
-                elif kind == "B":
-                    self._run(lane, Action("B", stage, microbatch))
+                if kind in WORDS:
+                    self._run(lane, Action(kind, stage, microbatch))
                 elif kind == "SEND_F":
                     self._send(Action("F", stage + 1, microbatch), stage)
                 elif kind == "SEND_B":
@@ -219,19 +218,16 @@ class _StepRun:
             doing.wait(True)
             values = self._take(action)
             doing.wait(False)
-            if kind == "F":
-                leaving = self._pass_on(values, self._forward, border=stage)
-                self._runner.forward(lane, action, doing)
-            else:
-                leaving = self._pass_on(values, self._backward, border=stage - 1)
-                self._runner.backward(lane, action, doing)
+            slots, border = (self._forward, stage) if kind == "F" else (self._backward, stage - 1)
+            leaving = self._pass_on(values, slots, border)
+            self._runner.run(lane, action, doing)
         except BaseException as error:
             self._runner.add_note(error, action)
             raise
         if kind == "F":
             leaving |= {link: self._forward[link].receive() for link in own.outgoing}
             to = Action("F", stage + 1, microbatch)
-        else:
+        elif action.sends_gradient:
             leaving |= {link: self._backward[link].receive() for link in own.incoming}
             to = Action("B", stage - 1, microbatch)
         if leaving:
@@ -297,6 +293,10 @@ class _StepRun:
 
     def _take(self, action: Action) -> _Values:
         """Returns what has come for `action`; waits for it if it is on its way."""
+        if action.kind == "W":
+            return {}
+        if action.sends_gradient:  # whatever part of the backward waits for it
+            action = action._replace(kind="B")
         if action in self._arrived:
             return self._arrived.pop(action)
         if action not in self._coming:

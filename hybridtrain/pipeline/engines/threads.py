@@ -216,14 +216,11 @@ class _StepRun:
                     if self.stop.requested:
                         break
                     doing.begin(action)
-                    if action.kind == "F":
-                        if self._free is not None and action.stage == 0:
-                            self._wait_until_free(self._free, doing)
-                        runner.forward(lane, action, doing)
-                        if self._free is not None and action.stage == self._last:
-                            self._free.put(None)
-                    else:
-                        runner.backward(lane, action, doing)
+                    if self._free is not None and action.stage == 0:
+                        self._wait_until_free(self._free, doing)
+                    runner.run(lane, action, doing)
+                    if self._free is not None and action.stage == self._last:
+                        self._free.put(None)
         except _PipelineAborted:
             pass
         except BaseException as error:

@@ -1,0 +1,63 @@
+"""Schedules as data: for every device, the ordered list of its actions.
+
+    table        actions, spans, and the proof that an engine can execute a schedule
+    named        the schedules that have a name: gpipe, 1f1b, zb-h1, zb-v
+    make         any of them by its name, as the options give it
+    search       a schedule for the costs of a model's own stages
+    simulation   when each action runs, for given costs
+
+Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
+`peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts when
+everything runs. Nothing here needs torch.
+"""
+
+from hybridtrain.schedule.make import NAMED, SCHEDULES, SEARCH, make_schedule
+from hybridtrain.schedule.named import (
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+from hybridtrain.schedule.placement import Placement, place_of, placement_of, stages_at
+from hybridtrain.schedule.search import Durations, most_held, search
+from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
+from hybridtrain.schedule.table import (
+    WORDS,
+    Action,
+    Schedule,
+    Span,
+    Spans,
+    peak_in_flight,
+    validate,
+)
+
+__all__ = [
+    "NAMED",
+    "SCHEDULES",
+    "SEARCH",
+    "WORDS",
+    "Action",
+    "Durations",
+    "Placement",
+    "Schedule",
+    "Span",
+    "Spans",
+    "bubble_fraction",
+    "forward_only",
+    "gpipe",
+    "make_schedule",
+    "mean_costs",
+    "most_held",
+    "one_forward_one_backward",
+    "peak_in_flight",
+    "place_of",
+    "placement_of",
+    "predict",
+    "search",
+    "simulate",
+    "stages_at",
+    "validate",
+    "zero_bubble_h1",
+    "zero_bubble_v",
+]

@@ -1,0 +1,319 @@
+"""A schedule for the durations of a model's own stages, under a bound on what devices hold.
+
+List scheduling: time goes on from action to action, and the device that can begin first takes the
+best of the actions whose inputs are there. That depends on a few preferences (`_Preferences`), of
+which all are tried. The shortest of these tables and of the named schedules is the result, so it
+is never longer than any of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule.named import (
+    gpipe,
+    one_forward_one_backward,
+    whole_backwards_on_first_stage,
+    zero_bubble_h1,
+)
+from hybridtrain.schedule.placement import stages_at
+from hybridtrain.schedule.simulation import simulate
+from hybridtrain.schedule.table import Action, Schedule, validate
+
+# Two lengths that differ by less are the same, but for rounding.
+_ROUNDING = 1e-9
+
+# A table of more actions is searched with the first preferences alone, so that it takes a second.
+_MANY_ACTIONS = 5_000
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What each stage takes for one micro-batch, in one unit of time.
+
+    Attributes:
+        forward: of each stage.
+        backward: both parts of it.
+        weight: of the backward's second part, to the weights.
+        transfer: from each stage to the next, and back.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        transfer: Sequence[float] | None = None,
+    ) -> Durations:
+        """Returns durations in which a backward has two equal parts.
+
+        But for the first stage, whose input needs no gradient: all of it is to the weights.
+        """
+        weight = [b if stage == 0 else b / 2 for stage, b in enumerate(backward)]
+        ways = transfer or [0.0] * (len(forward) - 1)
+        return cls(tuple(forward), tuple(backward), tuple(weight), tuple(ways))
+
+    @classmethod
+    def equal(cls, stages: int) -> Durations:
+        """Returns those of stages that take 1 for a forward and 2 for a backward."""
+        return cls.of([1.0] * stages, [2.0] * stages)
+
+    def length(self, schedule: Schedule) -> float:
+        """Returns when the last action of `schedule` ends."""
+        spans = simulate(schedule, self.forward, self.backward, self.transfer, self.weight)
+        return max(lane[-1].end for lane in spans)
+
+
+def search(
+    durations: Durations,
+    devices: int,
+    chunks: int,
+    stages_per_device: int = 1,
+    limit: int | None = None,
+) -> Schedule:
+    """Returns the shortest schedule that was found for `durations`.
+
+    Args:
+        durations: of the stages.
+        devices: how many; stages go round them.
+        chunks: micro-batches.
+        stages_per_device: how many stages each device runs.
+        limit: micro-batches that a device may hold at one time, each of its stages counted; None:
+            as many as 1F1B's first device, which holds most.
+    """
+    named = list(_named(devices, chunks, stages_per_device))
+    if limit is None:
+        limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
+    fitting = [schedule for schedule in named if most_held(schedule) <= limit]
+    job = _Job(durations, devices, chunks, stages_per_device, limit)
+    many = 3 * chunks * len(durations.forward) > _MANY_ACTIONS
+    for preferences in _all_preferences(limit, many):
+        try:
+            fitting.append(job.schedule(preferences))
+        except _Stuck:
+            continue
+    if not fitting:
+        raise ScheduleError(
+            f"search: no schedule was found in which a device holds at most {limit} micro-batches "
+            f"of its {stages_per_device} stages"
+        )
+    best = min(fitting, key=durations.length)
+    if best in named:
+        best = Schedule("search", best.stages, best.chunks, best.lanes)
+    found = _with_whole_backwards(best, durations)
+    validate(found)
+    return found
+
+
+def most_held(schedule: Schedule) -> int:
+    """Returns the most micro-batches that a device holds at one time, each stage's counted."""
+    most = 0
+    for lane in schedule.lanes:
+        held = 0
+        for action in lane:
+            held += (action.kind == "F") - action.ends_microbatch
+            most = max(most, held)
+    return most
+
+
+def _named(devices: int, chunks: int, stages_per_device: int) -> Iterator[Schedule]:
+    yield one_forward_one_backward(devices, chunks, stages_per_device)
+    yield gpipe(devices, chunks, stages_per_device)
+    if stages_per_device == 1:
+        yield zero_bubble_h1(devices, chunks)
+
+
+@dataclass(frozen=True)
+class _Preferences:
+    """What a device prefers.
+
+    Attributes:
+        held: micro-batches that it holds at most.
+        fits: the part of a backward to the weights that a gap must have room for, to be filled
+            with it.
+        forward_first: take a forward before a backward if both can begin.
+    """
+
+    held: int
+    fits: float
+    forward_first: bool
+
+
+def _all_preferences(limit: int, few: bool) -> Iterator[_Preferences]:
+    helds = (limit,) if few else tuple(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
+    for held, fits, forward_first in product(helds, (1.0, 0.5, 0.0), (False, True)):
+        yield _Preferences(held, fits, forward_first)
+
+
+class _Stuck(Exception):
+    """No device can go on without holding more than it may."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is searched for; see `search`."""
+
+    durations: Durations
+    devices: int
+    chunks: int
+    stages_per_device: int
+    limit: int
+
+    def schedule(self, preferences: _Preferences) -> Schedule:
+        """Returns the schedule for some preferences.
+
+        Raises:
+            _Stuck: there is none.
+        """
+        run = _ListScheduling(self, preferences)
+        lanes = whole_backwards_on_first_stage(run.lanes())
+        return Schedule("search", len(self.durations.forward), self.chunks, lanes)
+
+
+class _ListScheduling:
+    """One pass of list scheduling.
+
+    The device with the earliest next action comes first, so whatever arrives before that action is
+    known when it is chosen. A choice is made anew when something arrives at its device.
+    """
+
+    def __init__(self, job: _Job, preferences: _Preferences) -> None:
+        self._job = job
+        self._preferences = preferences
+        times, stages = job.durations, len(job.durations.forward)
+        self._cost = {
+            "F": times.forward,
+            "I": [b - w for b, w in zip(times.backward, times.weight, strict=True)],
+            "W": times.weight,
+        }
+        self._own = [
+            stages_at(device, job.devices, job.stages_per_device) for device in range(job.devices)
+        ]
+        self._device = {stage: device for device, own in enumerate(self._own) for stage in own}
+        # when the input of each micro-batch's forward and backward is there
+        self._inputs: list[list[float]] = [
+            [0.0] * job.chunks if s == 0 else [] for s in range(stages)
+        ]
+        self._gradients: list[list[float]] = [[] for _ in range(stages)]
+        self._done = {kind: [0] * stages for kind in "FIW"}
+        self._clock = [0.0] * job.devices
+        self._held = [0] * job.devices
+        self._lanes: list[list[Action]] = [[] for _ in range(job.devices)]
+
+    def lanes(self) -> list[list[Action]]:
+        """Returns the actions of each device."""
+        version = [0] * self._job.devices
+        queue: list[tuple[float, int, int, Action]] = []
+
+        def choose(device: int) -> None:
+            version[device] += 1
+            choice = self._choice(device)
+            if choice is not None:
+                heapq.heappush(queue, (choice[0], device, version[device], choice[1]))
+
+        for device in range(self._job.devices):
+            choose(device)
+        while queue:
+            start, device, number, action = heapq.heappop(queue)
+            if number != version[device]:
+                continue
+            for other in {device, *self._run(device, start, action)}:
+                choose(other)
+        if any(done < self._job.chunks for done in self._done["W"]):
+            raise _Stuck
+        return self._lanes
+
+    def _run(self, device: int, start: float, action: Action) -> list[int]:
+        """Adds an action to its lane; returns the devices that wait for what it makes."""
+        kind, stage, _ = action
+        end = start + self._cost[kind][stage]
+        self._clock[device] = end
+        self._lanes[device].append(action)
+        self._done[kind][stage] += 1
+        transfer, last = self._job.durations.transfer, len(self._inputs) - 1
+        if kind == "F":
+            self._held[device] += 1
+            if stage == last:
+                self._gradients[stage].append(end)
+                return []
+            self._inputs[stage + 1].append(end + transfer[stage])
+            return [self._device[stage + 1]]
+        if kind == "I" and stage:
+            self._gradients[stage - 1].append(end + transfer[stage - 1])
+            return [self._device[stage - 1]]
+        if kind == "W":
+            self._held[device] -= 1
+        return []
+
+    def _choice(self, device: int) -> tuple[float, Action] | None:
+        """Returns the next action of a device, and when it begins; None if nothing is there."""
+        clock, own = self._clock[device], self._own[device]
+        ready: list[tuple[float, int, Action]] = []
+        for place, stage in enumerate(own):
+            forwards, backwards = self._done["F"][stage], self._done["I"][stage]
+            if backwards < min(len(self._gradients[stage]), forwards):
+                at = max(clock, self._gradients[stage][backwards])
+                rank = 1 if self._preferences.forward_first else 0
+                ready.append((at, rank, Action("I", stage, backwards)))
+            # each later stage of the device keeps room for a micro-batch, or none would get on
+            room = self._preferences.held - (len(own) - 1 - place)
+            if forwards < len(self._inputs[stage]) and self._held[device] < room:
+                at = max(clock, self._inputs[stage][forwards])
+                ready.append(
+                    (at, 0 if self._preferences.forward_first else 1, Action("F", stage, forwards))
+                )
+        weights = [
+            Action("W", stage, self._done["W"][stage])
+            for stage in own
+            if self._done["W"][stage] < self._done["I"][stage]
+        ]
+        # later stages first: more waits for their forwards, and their weights are due first
+        best = min(ready, key=lambda one: (one[0], one[1], -one[2].stage), default=None)
+        if weights:
+            fill = weights[-1]
+            fits = self._preferences.fits * self._cost["W"][fill.stage]
+            if best is None or best[0] - clock > max(fits, _ROUNDING) - _ROUNDING:
+                return clock, fill
+        return None if best is None else (best[0], best[2])
+
+
+def _with_whole_backwards(schedule: Schedule, durations: Durations) -> Schedule:
+    """Returns `schedule` with whole backwards where that makes it no longer.
+
+    A backward in two parts costs a little more of the host's time.
+    """
+    length = durations.length(schedule)
+    for stage in range(schedule.stages):
+        lanes = tuple(tuple(_joined(lane, stage)) for lane in schedule.lanes)
+        joined = Schedule(schedule.name, schedule.stages, schedule.chunks, lanes)
+        if durations.length(joined) <= length * (1 + _ROUNDING):
+            schedule = joined
+    return schedule
+
+
+def _joined(lane: Sequence[Action], stage: int) -> Iterator[Action]:
+    """Yields the actions of a lane, in which an I and its W, one after the other, are a B."""
+    held: Action | None = None
+    for action in lane:
+        if held is not None:
+            if action == held._replace(kind="W"):
+                yield held._replace(kind="B")
+                held = None
+                continue
+            yield held
+            held = None
+        if action.kind == "I" and action.stage == stage:
+            held = action
+        else:
+            yield action
+    if held is not None:
+        yield held

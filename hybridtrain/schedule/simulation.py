@@ -1,0 +1,104 @@
+"""When the actions of a schedule run, for given costs; and the costs, from measured spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule.table import Need, Schedule, Span, Spans, made_by, needs_of
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float] | None = None,
+    weight: Sequence[float] | None = None,
+) -> tuple[tuple[Span, ...], ...]:
+    """Predicts when each action runs if stage `s` takes `forward[s]` and `backward[s]` for each.
+
+    A message between the stages `s` and `s + 1` takes `transfer[s]`, in which both go on; None: no
+    time. Of a backward that is in two parts, the one to the weights takes `weight[s]`; None: half.
+
+    Returns:
+        the spans of each device, in the unit of the costs, starting at 0.
+
+    Raises:
+        ScheduleError: the actions wait for one another in a circle.
+    """
+    weights = [0.5 * b for b in backward] if weight is None else weight
+    costs: dict[str, Sequence[float]] = {
+        "F": forward,
+        "B": backward,
+        "I": [b - w for b, w in zip(backward, weights, strict=True)],
+        "W": weights,
+    }
+    made: dict[Need, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.lanes]
+    clock = [0.0] * len(schedule.lanes)
+    position = [0] * len(schedule.lanes)
+    moved = True
+    while moved:
+        moved = False
+        for device, lane in enumerate(schedule.lanes):
+            while position[device] < len(lane):
+                action = lane[position[device]]
+                needs = needs_of(action, schedule.stages)
+                if any(need not in made for need in needs):
+                    break
+                start = clock[device]
+                for need in needs:
+                    border = min(need[1], action.stage)
+                    way = transfer[border] if transfer and need[1] != action.stage else 0.0
+                    start = max(start, made[need] + way)
+                clock[device] = start + costs[action.kind][action.stage]
+                for one in made_by(action):
+                    made[one] = clock[device]
+                spans[device].append(Span(action, start, clock[device]))
+                position[device] += 1
+                moved = True
+    if any(p < len(lane) for lane, p in zip(schedule.lanes, position, strict=True)):
+        raise ScheduleError(f"{schedule.name}: its actions wait for one another in a circle")
+    return tuple(map(tuple, spans))
+
+
+def predict(schedule: Schedule, measured: Spans, reduced: bool = False) -> Spans:
+    """Returns the spans that `schedule` predicts for the mean measured costs of each stage.
+
+    See `mean_costs` for `reduced`.
+    """
+    costs = mean_costs(measured, schedule.stages, reduced)
+    return simulate(schedule, costs["F"], costs["B"], weight=costs["W"])
+
+
+def mean_costs(measured: Spans, stages: int, reduced: bool = False) -> dict[str, list[float]]:
+    """Returns the mean duration of a micro-batch, by kind of action and stage.
+
+    The two parts of a backward are given as `I` and `W`, and their sum as `B`.
+
+    Args:
+        measured: the spans of a step.
+        stages: how many.
+        reduced: the last gradients of the weights of each stage wait for those of other replicas
+            too, so they are left out of the mean where there are others.
+    """
+    times: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in "FBIW"}
+    for lane in measured:
+        for action, start, end in lane:
+            times[action.kind][action.stage].append(end - start)
+    if reduced:  # a stage takes its micro-batches in order, so the last one is the last measured
+        for kind in "BW":
+            times[kind] = [each[:-1] or each for each in times[kind]]
+    costs = {kind: [sum(x) / max(len(x), 1) for x in each] for kind, each in times.items()}
+    for stage in range(stages):
+        if not times["B"][stage]:
+            costs["B"][stage] = costs["I"][stage] + costs["W"][stage]
+    return costs
+
+
+def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
+    """Returns the share of the devices' time, first start to last end, in which they are idle."""
+    start = min(lane[0].start for lane in spans)
+    end = max(lane[-1].end for lane in spans)
+    busy = sum(span.end - span.start for lane in spans for span in lane)
+    return 1.0 - busy / ((end - start) * len(spans))

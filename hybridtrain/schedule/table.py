@@ -1,0 +1,173 @@
+"""The table of a schedule: actions by device, and the proof that an engine can execute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hybridtrain.errors import ScheduleError
+
+ActionKind = Literal["F", "B", "I", "W"]
+
+WORDS: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to the input",
+    "W": "backward to the weights",
+}
+"""The kinds of actions in words."""
+
+# What an action makes: activations, the gradient of the stage's input, those of its weights.
+_MAKES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+
+
+class Action(NamedTuple):
+    """The forward (`F`) or backward (`B`) of one micro-batch on one stage.
+
+    A backward may be in two actions: `I` computes the gradient of the stage's input, which the
+    stage before waits for, and `W` later those of its weights, for which nobody waits.
+    """
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}@{self.stage}"
+
+    @property
+    def sends_gradient(self) -> bool:
+        """True if it computes the gradient of the stage's input."""
+        return "I" in _MAKES[self.kind]
+
+    @property
+    def ends_microbatch(self) -> bool:
+        """True if it computes the gradients of the weights: the activations are not needed more."""
+        return "W" in _MAKES[self.kind]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of each device, in order: `lanes[d]` are those of device `d`."""
+
+    name: str
+    stages: int
+    chunks: int
+    lanes: tuple[tuple[Action, ...], ...]
+
+    @property
+    def trains(self) -> bool:
+        """True if it has backwards."""
+        return any(action.kind != "F" for action in self.lanes[0])
+
+    @property
+    def lane_of(self) -> dict[int, int]:
+        """The device of each stage."""
+        return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
+
+
+class Span(NamedTuple):
+    """The time of an action, measured or simulated; the unit is the caller's."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Spans = Sequence[Sequence[Span]]
+"""The spans of one step: a sequence per device."""
+
+Need = tuple[str, int, int]
+"""Something made for a micro-batch: `F`, `I` or `W` of a stage and a micro-batch."""
+
+
+def made_by(action: Action) -> list[Need]:
+    """Returns what `action` makes."""
+    return [(one, action.stage, action.microbatch) for one in _MAKES[action.kind]]
+
+
+def needs_of(action: Action, stages: int) -> list[Need]:
+    """Returns what must be there before `action` can run."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [("F", stage - 1, microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [("I", stage, microbatch)]
+    needs: list[Need] = [("F", stage, microbatch)]
+    if stage + 1 < stages:
+        needs.append(("I", stage + 1, microbatch))
+    return needs
+
+
+def validate(schedule: Schedule) -> None:
+    """Proves that an engine can execute `schedule`: complete, in order, free of deadlock.
+
+    In order means that each stage takes the micro-batches first to last, forward and backward:
+    the engine's links are queues, and gradients must be added up as in the unsplit model.
+
+    Raises:
+        ScheduleError: names the rule and the first action that breaks it.
+    """
+    seen: dict[tuple[str, int], int] = {}
+    device_of: dict[int, int] = {}
+    for device, lane in enumerate(schedule.lanes):
+        for action in lane:
+            kind, stage, microbatch = action
+            if kind not in _MAKES:
+                raise ScheduleError(
+                    f"{schedule.name}: {action} is not a forward (F), a backward (B), or a part of "
+                    f"one (I, W)"
+                )
+            if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.chunks):
+                raise ScheduleError(f"{schedule.name}: {action}: no such stage or micro-batch")
+            if device_of.setdefault(stage, device) != device:
+                raise ScheduleError(f"{schedule.name}: stage {stage} is on two devices")
+            for made, _, _ in made_by(action):
+                if seen.get((made, stage), 0) != microbatch:
+                    raise ScheduleError(
+                        f"{schedule.name}: {action} is out of order; stage {stage} must take each "
+                        f"micro-batch once, first to last"
+                    )
+                seen[made, stage] = microbatch + 1
+    for stage in range(schedule.stages):
+        for made, word in (("F", "an F"), ("I", "a B or I"), ("W", "a B or W")):
+            if seen.get((made, stage), 0) != schedule.chunks:
+                raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
+    _check_free_of_deadlock(schedule)
+
+
+def _check_free_of_deadlock(schedule: Schedule) -> None:
+    made: set[Need] = set()
+    position = [0] * len(schedule.lanes)
+    moved = True
+    while moved:
+        moved = False
+        for device, lane in enumerate(schedule.lanes):
+            while position[device] < len(lane):
+                action = lane[position[device]]
+                if not all(need in made for need in needs_of(action, schedule.stages)):
+                    break
+                made.update(made_by(action))
+                position[device] += 1
+                moved = True
+    stuck = [lane[p] for lane, p in zip(schedule.lanes, position, strict=True) if p < len(lane)]
+    if stuck:
+        raise ScheduleError(
+            f"{schedule.name}: deadlock; waiting for one another: {', '.join(map(str, stuck))}"
+        )
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Returns the most micro-batches whose activations each stage holds at one time."""
+    in_flight = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    for lane in schedule.lanes:
+        for action in lane:
+            stage = action.stage
+            if action.kind == "F":
+                in_flight[stage] += 1
+                peak[stage] = max(peak[stage], in_flight[stage])
+            elif action.ends_microbatch:
+                in_flight[stage] -= 1
+    return tuple(peak)
