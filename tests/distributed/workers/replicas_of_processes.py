@@ -13,7 +13,8 @@ cells = Cells()
 
 CELLS = list({replace(cell, nb_part=2): None for cell in matrix_cells()})
 
-for cell in CELLS[::3]:
+# in a V over 4 processes there are 8 stages, more than some of the models have layers
+for cell in [cell for cell in CELLS[::3] if cell.schedule != "zb-v"]:
 
     @cells.add(f"one pipeline of 4: {cell}")
     def _(world, cell=cell):
