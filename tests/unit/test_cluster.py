@@ -32,6 +32,15 @@ def test_every_stage_belongs_to_one_process():
     assert [cluster.device_of(stage) for stage in owned[1]] == ["cuda:0", "cuda:1"] * 3
 
 
+def test_in_a_v_the_second_half_of_the_stages_comes_back_over_the_devices():
+    cluster = Cluster(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2).placed("v")
+    assert [cluster.stages_of(process, 2) for process in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [cluster.device_of(stage) for stage in (0, 7, 3, 4)] == [
+        "cuda:0", "cuda:0", "cuda:1", "cuda:1",
+    ]  # fmt: skip
+    assert [cluster.local_index(stage) for stage in range(8)] == [0, 1, 0, 1, 1, 0, 1, 0]
+
+
 def test_devices_that_processes_cannot_share_equally_are_refused():
     with pytest.raises(ConfigError, match="3 devices cannot be shared equally by 2 processes"):
         Cluster(("cpu",) * 3, processes=2)
@@ -40,15 +49,15 @@ def test_devices_that_processes_cannot_share_equally_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("per_replica", "stage", "ranks"),
-    [(1, 0, [0, 1, 2, 3]), (1, 5, [0, 1, 2, 3]), (2, 0, [0, 2]), (2, 1, [1, 3]), (2, 2, [0, 2])],
+    ("per_replica", "place", "ranks"),
+    [(1, 0, [0, 1, 2, 3]), (2, 0, [0, 2]), (2, 1, [1, 3])],
 )
-def test_the_group_of_a_stage_has_its_process_of_every_replica(
-    monkeypatch, per_replica, stage, ranks
+def test_the_group_of_a_stage_has_one_process_of_every_replica(
+    monkeypatch, per_replica, place, ranks
 ):
     made = []
     monkeypatch.setattr(
         "hybridtrain.world._new_group", lambda backend, timeout, ranks: made.append(list(ranks))
     )
-    World(size=4, processes_per_replica=per_replica).new_stage_group(stage)
+    World(size=4, processes_per_replica=per_replica).new_stage_group(place)
     assert made == [ranks]

@@ -1,0 +1,174 @@
+"""Schedules with backwards in two parts, and those that are searched for."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule import (
+    Action,
+    Durations,
+    Schedule,
+    bubble_fraction,
+    gpipe,
+    make_schedule,
+    mean_costs,
+    most_held,
+    one_forward_one_backward,
+    peak_in_flight,
+    predict,
+    simulate,
+    validate,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+
+DEVICES = st.integers(1, 8)
+CHUNKS = st.integers(1, 30)
+
+
+def spans_of(schedule, forward, backward, weight):
+    stages = schedule.stages
+    return simulate(schedule, [forward] * stages, [backward] * stages, weight=[weight] * stages)
+
+
+@given(DEVICES, CHUNKS)
+def test_zb_h1_and_zb_v_are_complete_in_order_and_free_of_deadlock(devices, chunks):
+    for schedule in (zero_bubble_h1(devices, chunks), zero_bubble_v(devices, chunks)):
+        validate(schedule)
+        assert schedule.chunks == chunks
+        assert len(schedule.lanes) == devices
+
+
+@given(DEVICES, CHUNKS)
+def test_zb_h1_holds_no_more_than_the_first_device_of_1f1b(devices, chunks):
+    held = peak_in_flight(zero_bubble_h1(devices, chunks))
+    assert max(held) == peak_in_flight(one_forward_one_backward(devices, chunks))[0]
+
+
+@given(DEVICES, CHUNKS)
+def test_zb_v_holds_no_more_than_1f1b_in_stages_of_half_the_size(devices, chunks):
+    schedule = zero_bubble_v(devices, chunks)
+    assert most_held(schedule) <= 2 * devices
+    for device, lane in enumerate(schedule.lanes):
+        assert {action.stage for action in lane} == {device, 2 * devices - 1 - device}
+
+
+@given(DEVICES, CHUNKS)
+def test_the_bubble_of_zb_h1_is_one_unit_for_each_later_device(devices, chunks):
+    chunks = max(chunks, devices)
+    schedule = zero_bubble_h1(devices, chunks)
+    spans = spans_of(schedule, 1, 2, 1)
+    assert max(lane[-1].end for lane in spans) == 3 * chunks + devices - 1
+    # 1F1B waits three times as long
+    whole = spans_of(one_forward_one_backward(devices, chunks), 1, 2, 1)
+    assert max(lane[-1].end for lane in whole) == 3 * (chunks + devices - 1)
+
+
+@given(DEVICES, CHUNKS)
+def test_a_device_of_zb_v_waits_only_for_its_first_micro_batch(devices, chunks):
+    chunks = max(chunks, 2 * devices - 1)
+    spans = spans_of(zero_bubble_v(devices, chunks), 1, 2, 1)
+    for device, lane in enumerate(spans):
+        assert lane[0].start == device
+        assert lane[-1].end - lane[0].start == 6 * chunks
+
+
+def test_the_bubbles_of_four_devices_and_eight_micro_batches_are_those_of_the_documents():
+    idle = {}
+    for name, v in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)):
+        schedule = make_schedule(name, 4, 8, v)
+        # a device has the same work however many stages it has
+        idle[name] = bubble_fraction(spans_of(schedule, 2 / v, 4 / v, 2 / v))
+    expected = {"1f1b": Fraction(3, 11), "zb-h1": Fraction(3, 27), "zb-v": Fraction(3, 51)}
+    assert idle == pytest.approx({name: float(f) for name, f in expected.items()}, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "way_out"),
+    [("zb-h1", 2, "1 stage on each device: set stages_per_device=1"),
+     ("zb-v", 1, "2 stages on each device: set stages_per_device=2")],
+)  # fmt: skip
+def test_a_schedule_for_another_number_of_stages_says_what_to_set(name, v, way_out):
+    with pytest.raises(ScheduleError, match=rf"schedule={name} has {way_out}"):
+        make_schedule(name, 2, 4, v)
+
+
+WRONG = {
+    "weights before the input": "F0 W0 I0",
+    "a whole backward after its first part": "F0 I0 B0",
+    "a whole backward and its weights": "F0 B0 W0",
+    "no weights": "F0 I0",
+    "no input": "F0 W0",
+    "weights of a later micro-batch first": "F0 F1 I0 I1 W1 W0",
+    "weights after a later whole backward": "F0 F1 I0 B1 W0",
+}
+
+
+@pytest.mark.parametrize("actions", WRONG.values(), ids=WRONG)
+def test_the_parts_of_a_backward_in_a_wrong_order_are_refused(actions):
+    lane = tuple(Action(text[0], 0, int(text[1])) for text in actions.split())
+    chunks = 1 + max(action.microbatch for action in lane)
+    with pytest.raises(ScheduleError):
+        validate(Schedule("by hand", 1, chunks, (lane,)))
+
+
+def test_whole_backwards_and_backwards_in_parts_may_be_mixed_in_one_stage():
+    lane = ["F0", "F1", "F2", "I0", "W0", "B1", "I2", "W2"]
+    schedule = Schedule(
+        "by hand", 1, 3, (tuple(Action(text[0], 0, int(text[1])) for text in lane),)
+    )
+    validate(schedule)
+    assert peak_in_flight(schedule) == (3,)
+
+
+TIMES = st.lists(st.integers(1, 20), min_size=6, max_size=6)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 6), st.integers(1, 12), st.integers(1, 2), TIMES, TIMES,
+    st.lists(st.integers(0, 5), min_size=11, max_size=11),
+)  # fmt: skip
+def test_a_search_is_never_slower_than_a_named_schedule_nor_over_its_memory(
+    devices, chunks, v, forward, backward, transfer
+):
+    stages = devices * v
+    durations = Durations.of(
+        (forward * 2)[:stages], (backward * 2)[:stages], transfer[: stages - 1]
+    )
+    found = make_schedule("search", devices, chunks, v, None, durations)
+    validate(found)
+    first = one_forward_one_backward(devices, chunks, v)
+    assert most_held(found) <= most_held(first)
+    named = [first, gpipe(devices, chunks, v), *([zero_bubble_h1(devices, chunks)] * (v == 1))]
+    for schedule in named:
+        if most_held(schedule) <= most_held(first):
+            assert durations.length(found) <= durations.length(schedule) + 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 10), st.integers(1, 2), st.integers(1, 8))
+def test_a_search_keeps_to_max_inflight(devices, chunks, v, most):
+    schedule = make_schedule("search", devices, chunks, v, most)
+    assert peak_in_flight(schedule)[0] <= min(most, chunks)
+
+
+def test_a_search_beats_every_named_schedule_where_stages_are_uneven():
+    forward = [1.0, 0.6, 1.4, 0.8] * 2
+    durations = Durations.of(forward, [2 * f for f in forward], [0.2] * 7)
+    found = durations.length(make_schedule("search", 4, 8, 2, None, durations))
+    named = [durations.length(make_schedule(name, 4, 8, 2)) for name in ("1f1b", "gpipe")]
+    assert found < 0.95 * min(named)
+
+
+def test_both_parts_of_measured_backwards_predict_the_same_times_again():
+    schedule = make_schedule("zb-h1", 3, 5)
+    spans = simulate(schedule, [1.0, 2.0, 3.0], [2.0, 4.0, 8.0], weight=[2.0, 1.0, 3.0])
+    costs = mean_costs(spans, 3)
+    assert costs["B"] == pytest.approx([2.0, 4.0, 8.0])
+    assert costs["W"] == pytest.approx([0.0, 1.0, 3.0])  # the first stage has whole backwards
+    for ours, theirs in zip(predict(schedule, spans), spans, strict=True):
+        assert [span.end for span in ours] == pytest.approx([span.end for span in theirs])
