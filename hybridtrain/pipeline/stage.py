@@ -197,8 +197,8 @@ class Stage:
         parts = None if begun.recomputed else split_backward(starts, leaves)
         if parts is None:
             # gradients are added up in the order of the micro-batches
-            for earlier in sorted(self._to_weights):
-                self.backward_to_weights(earlier, reduce=False)
+            for earlier, left in sorted(self._to_weights.items()):
+                self._finish(left, reduce=False)
                 self._to_weights[earlier] = _ToWeights(None, ())
             self._backward(starts, reduce)
         else:
@@ -210,7 +210,10 @@ class Stage:
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs what `backward_to_input` has left; arguments as of `backward`."""
-        backward, roots = self._to_weights.pop(microbatch)
+        self._finish(self._to_weights.pop(microbatch), reduce)
+
+    def _finish(self, left: _ToWeights, reduce: bool) -> None:
+        backward, roots = left
         if backward is None:
             return
         reducer = self.reducer if reduce else None

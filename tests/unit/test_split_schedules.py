@@ -157,11 +157,11 @@ def test_a_search_keeps_to_max_inflight(devices, chunks, v, most):
 
 
 def test_a_search_beats_every_named_schedule_where_stages_are_uneven():
-    forward = [1.0, 0.6, 1.4, 0.8] * 2
+    forward = [1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0]
     durations = Durations.of(forward, [2 * f for f in forward], [0.2] * 7)
     found = durations.length(make_schedule("search", 4, 8, 2, None, durations))
     named = [durations.length(make_schedule(name, 4, 8, 2)) for name in ("1f1b", "gpipe")]
-    assert found < 0.95 * min(named)
+    assert found < 0.9 * min(named)
 
 
 def test_both_parts_of_measured_backwards_predict_the_same_times_again():

@@ -1,0 +1,291 @@
+"""A backward in two parts: equal to the whole one, and whole where that cannot be."""
+
+import copy
+
+import pytest
+import torch
+from support.compare import hybrid, plain_step
+from support.nets import WIDTH, TanhLinear, regression
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from hybridtrain.errors import UserError
+from hybridtrain.pipeline.split_backward import split_backward
+from hybridtrain.pipeline.stage import Stage
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x[:, None].expand(-1, 3, -1))[0][:, -1]
+
+
+class Parts(nn.Module):
+    """A node with several outputs, of which each goes another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        a, b, c = self.wide(x).chunk(3, dim=-1)
+        return a * torch.sigmoid(b) + c.detach()
+
+
+class CrossAttention(nn.Module):
+    """Several nodes lead to parts of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+
+    def forward(self, x):
+        x = x[:, None]
+        return self.inner(x, 2 * x, 3 * x)[0][:, 0]
+
+
+class Twice(TanhLinear):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class OwnFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return _Scale.apply(x, self.weight)
+
+
+class ReentrantCheckpoint(TanhLinear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class OnlyWeights(nn.Module):
+    """A way from the output to weights that no input is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(self.weight)
+
+
+DIVIDED = {
+    "linear": TanhLinear,
+    "two layers": lambda: nn.Sequential(TanhLinear(), nn.LayerNorm(WIDTH), TanhLinear()),
+    "lstm": Lstm,
+    "several outputs": Parts,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "weights without inputs": OnlyWeights,
+    "a frozen layer": lambda: nn.Sequential(TanhLinear().requires_grad_(False), TanhLinear()),
+    "no weights": nn.Tanh,
+}
+WHOLE = {
+    "a weight that is used twice": Twice,
+    "parts of a weight": CrossAttention,
+    "an autograd.Function with weights": OwnFunction,
+    "a reentrant checkpoint": ReentrantCheckpoint,
+}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", DIVIDED.values(), ids=DIVIDED)
+def test_the_parts_of_a_backward_equal_the_whole_one_to_the_bit(kind):
+    net, x = make(kind), torch.rand(5, WIDTH)
+    whole, x_whole, x_parts = copy.deepcopy(net), x.clone(), x.clone()
+    weights = list(net.parameters())
+    for model, given in ((whole, x_whole), (net, x_parts)):
+        given.requires_grad_()
+        output = model(given)
+        gradient = torch.linspace(-1, 1, output.numel()).view_as(output)
+        if model is whole:
+            output.backward(gradient)
+    parts = split_backward([(output, gradient)], [x_parts])
+    parts.to_input()
+    assert torch.equal(x_parts.grad, x_whole.grad)
+    assert all(weight.grad is None for weight in weights), "a weight's gradient came too early"
+    parts.to_weights()
+    for mine, theirs in zip(weights, whole.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", WHOLE.values(), ids=WHOLE)
+def test_a_backward_that_cannot_be_divided_is_left_whole(kind):
+    x = torch.rand(5, WIDTH, requires_grad=True)
+    output = make(kind)(x)
+    assert split_backward([(output, torch.ones_like(output))], [x]) is None
+
+
+def train(net, *batches, **options):
+    """Gradients of the pipeline and of the plain model."""
+    plain = copy.deepcopy(net)
+    model = hybrid(net, **options)
+    for batch in batches:
+        model.train_step(*batch, F.mse_loss)
+        plain_step(plain, *batch)
+    return dict(model.named_parameters()), dict(plain.named_parameters())
+
+
+@pytest.mark.parametrize("kind", [*DIVIDED.values(), *WHOLE.values()], ids=[*DIVIDED, *WHOLE])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_pipeline_with_any_layer_in_any_stage_adds_up_the_gradients_of_the_plain_model(kind, at):
+    torch.manual_seed(0)
+    layers = [TanhLinear() for _ in range(3)]
+    layers[at] = nn.Sequential(TanhLinear(), kind(), TanhLinear())
+    mine, theirs = train(
+        nn.Sequential(*layers), regression(7, 1), regression(6, 2), nb_part=3, schedule="zb-h1"
+    )
+    for name, parameter in theirs.items():
+        assert (parameter.grad is None) == (mine[name].grad is None)
+        assert parameter.grad is None or torch.equal(mine[name].grad, parameter.grad), name
+
+
+class NowAndThen(TanhLinear):
+    """Uses its weight twice in every other micro-batch, so that its backward is whole there."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        return x if self.calls % 2 else super().forward(x)
+
+
+def test_gradients_are_added_up_in_order_where_only_some_micro_batches_are_divided():
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), TanhLinear(), NowAndThen())
+    mine, theirs = train(net, regression(23), nb_part=3, chunks=4, schedule="zb-h1")
+    for name, parameter in theirs.items():
+        assert torch.equal(mine[name].grad, parameter.grad), name
+
+
+@pytest.fixture
+def parts_run(monkeypatch):
+    """The parts of backwards as they begin: (I or W, stage, micro-batch)."""
+    seen = []
+    for kind, name in (("I", "backward_to_input"), ("W", "backward_to_weights")):
+        method = getattr(Stage, name)
+
+        def run(self, microbatch, *args, kind=kind, method=method, **kwargs):
+            seen.append((kind, self.index, microbatch))
+            return method(self, microbatch, *args, **kwargs)
+
+        monkeypatch.setattr(Stage, name, run)
+    return seen
+
+
+class Spy:
+    """A reducer that notes when it is told to reduce."""
+
+    def __init__(self, seen, stage):
+        self._seen, self._stage = seen, stage
+
+    def prepare_for_backward(self, roots):
+        self._seen.append(("reduce", self._stage))
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_the_replicas_gradients_are_reduced_in_the_last_backward_to_the_weights(parts_run):
+    model = hybrid(nn.Sequential(TanhLinear(), TanhLinear()), schedule="zb-h1", chunks=3)
+    for stage in model.pipeline.stages:
+        stage.reducer = Spy(parts_run, stage.index)
+    model.train_step(*regression(6), F.mse_loss)
+    own = [event for event in parts_run if event[1] == 1]
+    assert own[-2:] == [("W", 1, 2), ("reduce", 1)]
+    assert own.count(("reduce", 1)) == 1
+
+
+def test_where_a_backward_is_whole_the_reduction_is_in_it_and_not_in_its_empty_second_part(
+    parts_run,
+):
+    model = hybrid(nn.Sequential(TanhLinear(), Twice()), schedule="zb-h1", chunks=3)
+    for stage in model.pipeline.stages:
+        stage.reducer = Spy(parts_run, stage.index)
+    model.train_step(*regression(6), F.mse_loss)
+    own = [event for event in parts_run if event[1] == 1]
+    assert own.index(("reduce", 1)) == own.index(("I", 1, 2)) + 1
+    assert own.count(("reduce", 1)) == 1
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", {"every": 1}], ids=str)
+def test_what_is_recomputed_is_recomputed_once(mode):
+    calls = []
+
+    class Layer(TanhLinear):
+        def forward(self, x):
+            calls.append(x)
+            return super().forward(x)
+
+    model = hybrid(nn.Sequential(TanhLinear(), Layer()), schedule="zb-h1", checkpoint=mode)
+    model.train_step(*regression(8), F.mse_loss)
+    assert len(calls) == {"except_last": 7}.get(str(mode), 8)
+
+
+def test_a_hook_that_changes_a_gradient_inside_a_stage_is_refused():
+    class Linear(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.register_hook(lambda gradient: 2 * gradient)
+            return torch.tanh(y)
+
+    net = nn.Sequential(TanhLinear(), Linear(WIDTH, WIDTH))
+    model = hybrid(net, schedule="zb-h1")
+    with pytest.raises(UserError, match="a hook on a tensor inside the model changes") as error:
+        model.train_step(*regression(8), F.mse_loss)
+    assert "use schedule=1f1b" in str(error.value)
+    assert "in the backward to the weights of micro-batch 0 on stage 1" in error.value.__notes__[0]
+
+
+def test_a_step_after_a_failed_backward_to_the_weights_is_exact(monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), TanhLinear())
+    plain, model = copy.deepcopy(net), hybrid(net, schedule="zb-h1")
+    batch = regression(8)
+    run = Stage.backward_to_weights
+
+    def failing(self, microbatch, reduce):
+        if microbatch == 1:
+            raise ArithmeticError("boom")
+        run(self, microbatch, reduce)
+
+    monkeypatch.setattr(Stage, "backward_to_weights", failing)
+    with pytest.raises(ArithmeticError, match="boom"):
+        model.train_step(*batch, F.mse_loss)
+    monkeypatch.undo()
+    model.zero_grad()
+    model.train_step(*batch, F.mse_loss)
+    plain_step(plain, *batch)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
