@@ -23,11 +23,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from hybridtrain.model import HybridModel
+from hybridtrain.schedule import Durations, make_schedule, stages_at
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
@@ -42,6 +46,17 @@ from scripts.bench.common import (
 )
 
 FORWARD, BACKWARD = 0.005, 0.010
+
+# PyTorch's schedules, by the names of the rows.
+TORCH: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "search": ScheduleDualPipeV,
+}
+IN_A_V = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 WIDTH = 4
 
 
@@ -79,7 +94,7 @@ def calibrate() -> None:
 
 def stage_alone(microbatches: int) -> tuple[list[float], list[float]]:
     """The seconds of each forward and backward of one stage, called without any engine."""
-    stage, x, gradient = Emulated(1.0), torch.randn(1, WIDTH), torch.ones(1, WIDTH)
+    stage, x, gradient = Emulated(1.0), samples(1), torch.ones(1, WIDTH)
     forward, backward = [], []
     for _ in range(microbatches):
         start = time.perf_counter()
@@ -100,17 +115,33 @@ def pause(seconds: float) -> None:
         time.sleep(0)
 
 
-class _Pause(torch.autograd.Function):
+class _Input(torch.autograd.Function):
+    """The way of the input: a forward, and half a backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, share: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
         ctx.share = share
         pause(FORWARD * share - sleeps.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pause(BACKWARD * ctx.share - sleeps.backward)
-        return grads[0], torch.zeros(()), None
+        pause((BACKWARD * ctx.share - sleeps.backward) / 2)
+        return grads[0], None
+
+
+class _Weight(torch.autograd.Function):
+    """The way of the weight: the other half of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pause((BACKWARD * ctx.share - sleeps.backward) / 2)
+        return torch.zeros(()), None
 
 
 class Emulated(nn.Module):
@@ -123,8 +154,13 @@ class Emulated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values, later."""
-        result: Tensor = _Pause.apply(x, self.weight, self.share)
+        result: Tensor = _Input.apply(x, self.share) + _Weight.apply(self.weight, self.share)
         return result
+
+
+def samples(rows: int) -> Tensor:
+    """Inputs, the same everywhere, whose gradient the first stage computes as the others do."""
+    return torch.ones(rows, WIDTH, requires_grad=True)
 
 
 def network(stages: int, per_device: int) -> nn.Sequential:
@@ -141,14 +177,14 @@ def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callabl
         schedule=schedule,
         stages_per_device=per_device,
     )
-    x = torch.randn(chunks, WIDTH)
+    x = samples(chunks)
     return lambda: model.train_step(x, None, mean_loss)
 
 
 def peer(devices: int, chunks: int) -> Callable[[], object]:
     """A step of torchgpipe's."""
     model = gpipe_library(network(devices, 1), [1] * devices, chunks)
-    x = torch.randn(chunks, WIDTH)
+    x = samples(chunks)
     return lambda: model(x).mean().backward()
 
 
@@ -163,20 +199,19 @@ def torch_pipelining(
     if rank >= devices:
         return None
     total = devices * per_device
+    kind = TORCH[schedule]
+    own = stages_at(rank, devices, per_device, "v" if kind in IN_A_V else "loop")
     stages = [
         PipelineStage(Emulated(1 / per_device), index, total, torch.device("cpu"), group=group)
-        for index in range(rank, total, devices)
+        for index in own
     ]
-    if schedule == "interleaved":
-        pipeline = ScheduleInterleaved1F1B(stages, chunks, loss_fn=mean_loss)
-    else:
-        kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-        pipeline = kind(stages[0], chunks, loss_fn=mean_loss)
-    x, y = torch.randn(chunks, WIDTH), torch.zeros(chunks)
+    one_stage = kind in (ScheduleGPipe, Schedule1F1B)
+    pipeline = kind(stages[0] if one_stage else stages, chunks, loss_fn=mean_loss)
+    x, y = samples(chunks), torch.zeros(chunks)
 
     def step() -> None:
         given = (x,) if rank == 0 else ()
-        targets = {"target": y} if rank == devices - 1 else {}
+        targets = {"target": y} if total - 1 in own else {}
         pipeline.step(*given, **targets, return_outputs=False)
 
     return step
@@ -213,8 +248,16 @@ def over_processes(
         schedule=schedule,
         stages_per_device=per_device,
     )
-    x = torch.ones(chunks, WIDTH)  # the same in all processes
+    x = samples(chunks)
     return lambda: model.train_step(x, None, mean_loss)
+
+
+def ideal_s(schedule: str, devices: int, chunks: int, per_device: int) -> float:
+    """Returns the seconds of a step of `schedule`, if nothing but the stages takes time."""
+    stages = devices * per_device
+    times = [FORWARD / per_device] * stages, [BACKWARD / per_device] * stages
+    durations = Durations.of(*times)
+    return durations.length(make_schedule(schedule, devices, chunks, per_device))
 
 
 def main() -> None:
@@ -222,18 +265,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--schedules", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     calibrate()
     processes = Processes(max(options.devices))
     rows = []
-    kinds = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
-    for devices, chunks, kind in itertools.product(options.devices, options.chunks, kinds):
-        schedule, per_device = kind
+    kinds = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "search": 2}
+    for devices, chunks, schedule in itertools.product(
+        options.devices, options.chunks, options.schedules
+    ):
+        per_device = kinds[schedule]
         name = f"{schedule}, P={devices}, m={chunks}"
         processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
-        own = "1f1b" if per_device > 1 else schedule
+        own = "1f1b" if schedule == "interleaved" else schedule
         processes.add(f"ours, {name}", over_processes, devices, chunks, own, per_device, sleeps)
         has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
         ours = hybrid(devices, chunks, own, per_device)
@@ -245,31 +291,35 @@ def main() -> None:
             "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
-        # (P - 1) of the v m + P - 1 slots, of a vth of the time each, are bubble
-        ideal = (chunks + (devices - 1) / per_device) * (FORWARD + BACKWARD)
+        ideal = ideal_s(own, devices, chunks, per_device)
+        busy = chunks * (FORWARD + BACKWARD)
         alone = times.pop("alone")
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
+        idle = {key: f"{1 - busy / statistics.median(t):.1%}" for key, t in times.items() if t}
         rows.append(
             [
                 name,
-                f"{(devices - 1) / (per_device * chunks + devices - 1):.3f}",
+                f"{1 - busy / ideal:.1%}",
+                f"{idle['hybridtrain']} / {idle['processes']} / {idle['torch']}",
                 f"{ideal * 1e3:.1f}",
                 efficiency["hybridtrain"],
                 efficiency["processes"],
                 efficiency["torch"],
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
-                shown([chunks * (FORWARD + BACKWARD) / t for t in alone]),
+                shown([busy / t for t in alone]),
             ]
         )
         print(".", end="", file=sys.stderr, flush=True)
     processes.close()
     print(file=sys.stderr)
-    header = ["schedule", "bubble by formula", "ideal ms", "hybridtrain", "engine=distributed"]
+    header = ["schedule", "idle", "measured idle", "ideal ms", "hybridtrain", "engine=distributed"]
     print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
-        "best. Ideal: (m + (P-1)/v) (5 + 10 ms), v = 2 when interleaved, else 1. `alone`: the "
-        "same for m micro-batches of one stage without any engine, m (5 + 10 ms) over the time. "
+        "best. Ideal: the schedule simulated for 5 + 10 ms. Measured idle: here with threads, with "
+        "processes, PyTorch. Two stages per device for interleaved, zb-v and search. PyTorch's "
+        "beside zb-h1 is ScheduleInterleavedZeroBubble, beside search ScheduleDualPipeV. `alone`: "
+        "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
         f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "
         f"backward {sleeps.backward * 1e6:.0f}; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us "
         "late."

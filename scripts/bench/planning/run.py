@@ -96,7 +96,7 @@ def emulated_step(
         schedule=layout.schedule,
         stages_per_device=layout.stages_per_device,
     )
-    x = torch.ones(layout.chunks, emulated_devices.WIDTH)
+    x = emulated_devices.samples(layout.chunks)
     return lambda: model.train_step(x, None, mean_loss)
 
 
