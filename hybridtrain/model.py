@@ -36,7 +36,7 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import Schedule, forward_only, make_schedule
+from hybridtrain.schedule import SEARCH, Schedule, forward_only, make_schedule
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -187,6 +187,8 @@ class HybridModel:
     def _use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.plan = pipeline.plan
+        searches = self.options.schedule == SEARCH
+        self._durations = self.plan.durations() if searches else None
         self.stages = pipeline.stages
         self.rng = pipeline.rng
 
@@ -215,6 +217,7 @@ class HybridModel:
             chunks,
             options.stages_per_device,
             options.max_inflight,
+            self._durations,
         )
 
     def train_step(

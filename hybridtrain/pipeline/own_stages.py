@@ -31,7 +31,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import Plan, PlannedLayers, Planner
-from hybridtrain.planning.objective import MEASURED_SPLITS
+from hybridtrain.planning.objective import needs_costs
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -122,7 +122,7 @@ def _ways(
     build: Callable[[], nn.Module], options: PipelineOptions
 ) -> Iterator[Callable[[], nn.Module]]:
     """Yields ways to make a model without the values of its parameters, for a plan."""
-    if options.split not in MEASURED_SPLITS:
+    if not needs_costs(options):
         yield partial(construct_on_meta, build)
         return
 

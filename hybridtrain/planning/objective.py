@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.schedule import SEARCH
 
 GIB = 2**30
 INFINITY = float("inf")
@@ -23,6 +24,12 @@ WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
+
+
+def needs_costs(options: PipelineOptions) -> bool:
+    """Returns whether the plan, or its schedule, depends on what layers cost."""
+    return options.split in MEASURED_SPLITS or options.schedule == SEARCH
+
 
 # Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
 ROUNDING = 1 + 1e-12

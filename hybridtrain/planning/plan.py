@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ from hybridtrain.files import write_atomically
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.schedule import Durations
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -103,6 +105,10 @@ class Plan:
         recomputes = self.checkpoint in WHOLE_STAGES
         return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
+    def durations(self) -> Durations | None:
+        """Returns how long the stages take, in milliseconds; None where no times are known."""
+        return durations_of(self.costs, self.counts, self.checkpoint)
+
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""
         content = asdict(self)
@@ -178,6 +184,23 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
             raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}") from None
         values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
     return kind(**values)
+
+
+def durations_of(
+    costs: Sequence[LayerCost], counts: Sequence[int], checkpoint: CheckpointSpec
+) -> Durations | None:
+    """Returns how long stages with `counts` layers take; None where no times are known."""
+    if not any(cost.forward_ms for cost in costs):
+        return None
+    stages = stage_costs(costs, counts, [1] * len(counts))
+    forward = [stage.forward_ms for stage in stages]
+    transfer = [costs[cut - 1].crossing_ms for cut in list(accumulate(counts))[:-1]]
+    if checkpoint == "never":
+        return Durations.of(forward, [stage.backward_ms for stage in stages], transfer)
+    # what is recomputed is not divided, see `Stage.backward_to_input`
+    again = forward if checkpoint in WHOLE_STAGES else [0.0] * len(stages)
+    backward = [stage.backward_ms + f for stage, f in zip(stages, again, strict=True)]
+    return Durations(tuple(forward), tuple(backward), (0.0,) * len(stages), tuple(transfer))
 
 
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -28,11 +28,11 @@ from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source, te
 from hybridtrain.planning.costs import count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
-from hybridtrain.planning.plan import Plan, StagePlan, counts_for
+from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
 from hybridtrain.planning.search import Decision, find_best_cut
 from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import make_schedule, peak_in_flight
+from hybridtrain.schedule import SEARCH, make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
@@ -130,10 +130,13 @@ class Planner:
         """Decides on the stages."""
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
-        in_flight = peak_in_flight(
-            make_schedule(options.schedule, nb_part, chunks, per_device, options.max_inflight)
-        )
+        shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
+        in_flight = peak_in_flight(make_schedule(*shape))
         decision = self._decide(in_flight)
+        if options.schedule == SEARCH:
+            decision = self._with_times(decision)
+            durations = durations_of(decision.costs, decision.counts, options.checkpoint)
+            in_flight = peak_in_flight(make_schedule(*shape, durations))
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
             model=type(self._net).__name__,
@@ -197,6 +200,15 @@ class Planner:
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
         return Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
+
+    def _with_times(self, decision: Decision) -> Decision:
+        """Returns `decision` with costs that have times, if there are inputs to measure with."""
+        if self._microbatch is None or any(cost.forward_ms for cost in decision.costs):
+            return decision
+        options = replace(self._options, split="time")
+        layers = self._chain(decision.expand).layers
+        *_, best = self._costs_of(layers, self._microbatch, options, self._cluster)
+        return decision._replace(costs=best.layers, costs_from=self._costs_from)
 
     def _by_objective(self, in_flight: Sequence[int]) -> Decision:
         goal = Objective.of(self._options)
