@@ -7,18 +7,15 @@ what was chosen when it began, so that its steps stay the same.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hybridtrain.app.config import Config, PipelineConfig
-from hybridtrain.app.run_prices import machine_of, price_run
+from hybridtrain.app.run_prices import machine_of_run, price_run
 from hybridtrain.app.settings import Settings
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.machine import GIB
 from hybridtrain.planning.layout import Choices
 from hybridtrain.world import World
 
@@ -89,7 +86,7 @@ def _choose(
         plans = price_run(
             config,
             data,
-            _machine(config, world),
+            machine_of_run(config, world),
             choices,
             tensors,
             costs,
@@ -119,24 +116,3 @@ def _choose(
 def _priced_mode(checkpoint: object) -> str:
     """Returns the mode of activation checkpointing, of single layers about that of whole stages."""
     return checkpoint if isinstance(checkpoint, str) else "always"
-
-
-def _machine(config: Config, world: World) -> Machine:
-    """Returns the machine of the config, or this one, with the devices of this run."""
-    first = world.devices[0]
-    if config.cluster is not None:
-        machine = machine_of(config.cluster)
-    elif first.type == "cuda":
-        gib = torch.cuda.get_device_properties(first).total_memory / GIB
-        machine = Machine(memory_gib=gib)
-    else:
-        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        devices = world.size * len(world.devices)
-        machine = Machine(device="cpu", memory_gib=gib / devices, reserved_gib=0.0)
-    if (limit := config.pipeline.memory_limit_gib) is not None:
-        machine = replace(machine, memory_gib=limit, reserved_gib=0.0)
-    devices = world.cluster.nb_part * world.replicas
-    nodes, rest = divmod(devices, machine.devices_per_node)
-    if config.cluster is None or rest:
-        return replace(machine, nodes=1, devices_per_node=devices)
-    return replace(machine, nodes=nodes)

@@ -57,6 +57,7 @@ class RunContext:
     store: CheckpointStore
     world: World
     data: DataSplits
+    example_inputs: Any
     model: HybridModel
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
@@ -143,6 +144,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         setup.store,
         world,
         setup.data,
+        setup.example_inputs,
         model,
         setup.trainer_options,
         setup.loader_options,

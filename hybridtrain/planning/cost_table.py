@@ -90,27 +90,20 @@ def counted_costs(
         SplitError: a layer does not run on fake tensors; names the layer.
         ConfigError: the machine has no rate for this precision.
     """
-    flops = machine.sustained_flops("tf32" if tf32 and precision == "fp32" else precision)
-    # an autocast for the CPU, where fake tensors are; it knows fp16 too
-    count = partial(count_chain, chain.layers, precision=partial(autocast, precision, "cpu"))
+    rates = _Rates.of(machine, precision, tf32)
     sizes, batches = _two_sizes(example_inputs)
-    few, many = (count(batch, optimizer_tensors_per_param=0) for batch in batches)
+    few, many = (_count(chain.layers, batch, precision) for batch in batches)
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
         at = (samples - sizes[0]) / (sizes[1] - sizes[0])
-
-        def ms(one: Work, other: Work) -> float:
-            work = _between(one, other, at)
-            product = max(work.flops / flops, work.product_bytes / machine.sustained_bandwidth)
-            rest = (work.bytes - work.product_bytes) / machine.sustained_bandwidth
-            return (product + rest) * 1e3
-
         return [
-            replace(
-                _between(a.cost, b.cost, at),
-                forward_ms=ms(a.forward, b.forward),
-                backward_ms=ms(a.backward, b.backward),
+            rates.timed(
+                CountedLayer(
+                    _between(a.cost, b.cost, at),
+                    _between(a.forward, b.forward, at),
+                    _between(a.backward, b.backward, at),
+                )
             )
             for a, b in zip(few, many, strict=True)
         ]
@@ -122,6 +115,50 @@ def counted_costs(
         costs_from="estimated",
         no_cut_before=chain.no_cut_before,
     )
+
+
+def counted_costs_of_one_size(
+    layers: Sequence[Layer], microbatch: Any, machine: Machine, precision: str, tf32: bool = False
+) -> CostTable:
+    """Returns the costs for micro-batches like this one alone; otherwise as `counted_costs`."""
+    rates = _Rates.of(machine, precision, tf32)
+    counted = _count(layers, microbatch, precision)
+    costs = [rates.timed(layer) for layer in counted]
+    return CostTable(
+        costs_at=lambda _: costs,
+        sizes=layer_sizes(layers),
+        host_ms=[_host_ms(layer, machine) for layer in counted],
+        costs_from="estimated",
+    )
+
+
+def _count(layers: Sequence[Layer], microbatch: Any, precision: str) -> list[CountedLayer]:
+    # an autocast for the CPU, where fake tensors are; it knows fp16 too
+    context = partial(autocast, precision, "cpu")
+    return count_chain(layers, microbatch, precision=context, optimizer_tensors_per_param=0)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """The operations and bytes per second of a device, as training reaches them."""
+
+    flops: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, machine: Machine, precision: str, tf32: bool) -> _Rates:
+        name = "tf32" if tf32 and precision == "fp32" else precision
+        return cls(machine.sustained_flops(name), machine.sustained_bandwidth)
+
+    def timed(self, layer: CountedLayer) -> LayerCost:
+        """Returns the cost of a layer with the times that its work takes."""
+        return replace(
+            layer.cost, forward_ms=self._ms(layer.forward), backward_ms=self._ms(layer.backward)
+        )
+
+    def _ms(self, work: Work) -> float:
+        product = max(work.flops / self.flops, work.product_bytes / self.bandwidth)
+        return (product + (work.bytes - work.product_bytes) / self.bandwidth) * 1e3
 
 
 def measured_costs(
