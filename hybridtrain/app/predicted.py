@@ -58,7 +58,7 @@ def _prediction_of(context: RunContext) -> Prediction:
     return predict_step(
         model.planned.stages,
         split_batch(context.example_inputs, sizes)[0],
-        machine_of_run(config, world),
+        machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
         Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         _measured_costs(context),

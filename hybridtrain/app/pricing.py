@@ -13,13 +13,13 @@ from hybridtrain.app.compose import given_keys
 from hybridtrain.app.load_data import load_data
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_prices import machine_of, price_run
+from hybridtrain.app.run_prices import machine_of, model_of_run
 from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
-from hybridtrain.planning.layout import Choices, Layout
-from hybridtrain.planning.priced import in_words
+from hybridtrain.planning.layout import Choices, Job, Layout
+from hybridtrain.planning.priced import find_plans, in_words
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,17 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     directory.log_to_files(0)
     data = load_data(config, World())
     tensors = pipeline_options.optimizer_tensors_per_param
-    costs = config.cluster.costs
-    plans = price_run(config, data, machine, _fixed(settings), tensors, costs)
+    run = model_of_run(config, data)
+    plans = find_plans(
+        run.net,
+        run.inputs,
+        machine,
+        Job(config.data["batch_size"], config.trainer.accumulate, tensors, run.load_ms),
+        choices=_fixed(settings),
+        costs=config.cluster.costs,
+        precision=config.trainer.precision,
+        tf32=config.trainer.tf32,
+    )
     best = plans.prices[0]
     _log.info(
         "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",

@@ -162,7 +162,12 @@ class _Rates:
 
 
 def measured_costs(
-    chain: Chain, example_inputs: Any, device: torch.device, precision: str, seconds: float = 3.0
+    chain: Chain,
+    example_inputs: Any,
+    device: torch.device,
+    precision: str,
+    seconds: float = 3.0,
+    sharing: int = 1,
 ) -> CostTable:
     """Returns the costs by times on `device`, for one sample and for the whole batch.
 
@@ -172,6 +177,7 @@ def measured_costs(
         device: where layers run.
         precision: `fp32`, `bf16` or `fp16`.
         seconds: how long each of the two sizes is timed, about.
+        sharing: devices that share this process's intra-op threads, as CPU stages do.
     """
     sizes, batches = _two_sizes(example_inputs)
     tables = []
@@ -179,7 +185,7 @@ def measured_costs(
         profiler = LayerProfiler(
             chain.layers,
             batch,
-            [device],
+            [device] * sharing,
             precision=partial(autocast, precision, device.type),
             optimizer_tensors_per_param=0,
         )

@@ -88,8 +88,7 @@ def _memory_alone(table: CostTable, job: Job, layout: Layout, counts: Sequence[i
     memory = tuple(each.total for each in device_memory(table, job, layout, counts))
     return Prediction(
         memory_bytes=memory,
-        reason="the layers were not measured for the split, and the speed of this machine is not "
-        "known: `hybridtrain measure-machine` measures it once, and split=time the layers",
+        reason="`hybridtrain measure-machine`, once, or split=time would give the times",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -84,6 +84,33 @@ def find_plans(
             that is not here.
         SplitError: the model cannot be cut, or nothing fits into memory.
     """
+    table = model_costs(
+        net,
+        example_inputs,
+        machine,
+        costs=costs,
+        precision=precision,
+        tf32=tf32,
+        # a CPU device is a core
+        sharing=machine.devices_per_node if machine.device == "cpu" else 1,
+    )
+    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+
+
+def model_costs(
+    net: nn.Module,
+    example_inputs: Any,
+    machine: Machine,
+    *,
+    costs: str = "estimated",
+    precision: str = "fp32",
+    tf32: bool = False,
+    sharing: int = 1,
+) -> CostTable:
+    """Returns the costs of the layers of `net`; arguments and errors as of `find_plans`.
+
+    Where they are measured, `sharing` devices share this process's intra-op threads.
+    """
     check_choice("cluster.costs", costs, COSTS)
     chain = ChainBuilder(net, example_inputs).chain()
     if costs == "measured":
@@ -93,11 +120,10 @@ def find_plans(
                 "cluster.costs=measured needs one of the cluster's GPUs here, and there is none: "
                 "set cluster.costs=estimated"
             )
-        table = measured_costs(chain, example_inputs, device, precision)
+        table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
     else:
         table = counted_costs(chain, example_inputs, machine, precision, tf32)
-    table = CostTable(**{**vars(table), "model": type(net).__name__})
-    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+    return replace(table, model=type(net).__name__)
 
 
 def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
