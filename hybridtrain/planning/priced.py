@@ -18,7 +18,8 @@ from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_c
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price, most_in_flight
+from hybridtrain.planning.price import Price, most_in_flight, stage_times
+from hybridtrain.schedule import Span, Spans, make_schedule, simulate
 from hybridtrain.text_table import text_table
 
 COSTS = ("estimated", "measured")
@@ -46,6 +47,17 @@ class PricedPlans:
     def plan(self, number: int = 0) -> Plan:
         """Returns the plan of the layout `number`; 0 is the fastest."""
         return plan_of(self.table, self.job, self.prices[number])
+
+    def timeline(self, chunks: int, number: int = 0) -> Spans:
+        """Returns when the actions of `chunks` micro-batches run in the layout `number`, in s."""
+        found = self.prices[number]
+        layout = found.layout
+        times = stage_times(self.table, self.machine, self.job, layout, found.counts)
+        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        spans = simulate(schedule, times.forward, times.backward, times.transfer)
+        return [
+            [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
+        ]
 
 
 def find_plans(

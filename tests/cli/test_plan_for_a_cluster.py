@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from cli_runs import fail, succeed
+from PIL import Image
 from support.launch import SMALL
 
 from hybridtrain.app import auto, measure_machine
@@ -21,6 +22,8 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
+    assert "plan.png beside it" in told
+    assert Image.open(tmp_path / "outputs/priced/plan.png").format == "PNG"
     overrides = shlex.split(told.rsplit("to train with it: ", 1)[1].splitlines()[0])
     trained = succeed(capfd, "train", *SMALL, *overrides, "world.devices=cpu", "run_name=run")
     assert "done: " in trained
