@@ -14,6 +14,7 @@ from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
+from hybridtrain.planning.calibration import calibrate
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
@@ -22,7 +23,7 @@ from hybridtrain.planning.price import Price, most_in_flight, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, simulate
 from hybridtrain.text_table import text_table
 
-COSTS = ("estimated", "measured")
+COSTS = ("estimated", "calibrated", "measured")
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,16 @@ def find_plans(
         machine: the hardware.
         job: the work of a step.
         choices: what may be chosen from.
-        costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
-            layer on this machine's first device.
+        costs: `estimated` counts FLOPs and bytes without running a kernel; `calibrated` corrects
+            that by one layer, which it times on this machine's first device; `measured` times each
+            layer there.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
         best: how many layouts.
 
     Raises:
-        ConfigError: an argument is wrong, no layout uses all devices, or `measured` needs a GPU
-            that is not here.
+        ConfigError: an argument is wrong, no layout uses all devices, or a layer is to be timed
+            on a GPU that is not here.
         SplitError: the model cannot be cut, or nothing fits into memory.
     """
     table = model_costs(
@@ -125,16 +127,21 @@ def model_costs(
     """
     check_choice("cluster.costs", costs, COSTS)
     chain = ChainBuilder(net, example_inputs).chain()
+    device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+    if costs != "estimated" and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
+            f"cluster.costs=estimated"
+        )
     if costs == "measured":
-        device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "cluster.costs=measured needs one of the cluster's GPUs here, and there is none: "
-                "set cluster.costs=estimated"
-            )
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
     else:
-        table = counted_costs(chain, example_inputs, machine, precision, tf32)
+        factors = None
+        if costs == "calibrated":
+            factors = calibrate(
+                chain.layers, example_inputs, machine, device, precision, tf32, sharing=sharing
+            )
+        table = counted_costs(chain, example_inputs, machine, precision, tf32, factors)
     return replace(table, model=type(net).__name__)
 
 
