@@ -83,6 +83,8 @@ class HybridModel:
         pipeline: the stages that this process owns, and what concerns the whole model.
         stages: the stages of this process, in the order of the pipeline.
         plan: how the model is divided, and from which costs.
+        planned: the layers of all stages as they were planned; those of other processes are on the
+            meta device.
         changes: how often the pipeline has followed a change of `net`.
         rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
 
@@ -175,6 +177,7 @@ class HybridModel:
         self.world = world
         self.options = options
         self.changes = 0
+        self.planned = planned
         self._batch_check = BatchCheck(world)
         self._loss_gradient = LossGradients()
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -162,17 +162,46 @@ class World:
             inner=inner,
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
         )
-        if world.size > 1 and chosen == "nccl":
-            check_not_shared(world.gather(physical_gpus(own)))
-        if per_replica > 1:
-            timeout = timedelta(seconds=timeout_s)
+        return world._with_pipeline_groups()._watched()
+
+    def divided(self, nb_part: int, devices: DeviceSpec = None) -> World:
+        """Returns a World of the same processes, with pipelines of `nb_part` devices.
+
+        For a number that is known only when the processes have met: this World, made with
+        `nb_part=1` and no model, is given up for the new one. A collective call.
+
+        Args:
+            nb_part: as of `from_env`.
+            devices: as of `from_env`, and of the same kind.
+
+        Raises:
+            WorldError: the devices or the number of processes do not fit.
+        """
+        check_nb_part(nb_part)
+        per_replica = nb_part if self.engine == "distributed" else 1
+        _check_shape(self.size, per_replica, self.inner)
+        launch = detect(os.environ)
+        own = choose_devices(nb_part // per_replica, devices, launch, torch.cuda.device_count())
+        if own[0].type == "cuda":
+            torch.cuda.set_device(own[0])
+        divided = replace(self, devices=own, processes_per_replica=per_replica)
+        return divided._with_pipeline_groups()
+
+    def _with_pipeline_groups(self) -> World:
+        """Adds the groups of the processes that share a pipeline; a collective call."""
+        uses_nccl = self.backend == "nccl"
+        if self.size > 1 and uses_nccl:
+            check_not_shared(self.gather(physical_gpus(self.devices)))
+        if self.processes_per_replica > 1:
+            timeout = timedelta(seconds=self.timeout_s)
             # with gloo for what is on the CPU also where the devices are GPUs
-            world.pipeline_group = world._new_pipeline_group(None, timeout)
-            world.pipeline_object_group = world._new_pipeline_group("gloo", _SETUP_TIMEOUT)
-            if chosen == "nccl":
+            self.pipeline_group = self._new_pipeline_group(None, timeout)
+            self.pipeline_object_group = self._new_pipeline_group("gloo", _SETUP_TIMEOUT)
+            if uses_nccl:
                 # all must take part in its first use, and a step's first messages are between two
-                dist.all_reduce(torch.zeros(1, device=own[0]), group=world.pipeline_group)
-        return world._watched()
+                one = torch.zeros(1, device=self.devices[0])
+                dist.all_reduce(one, group=self.pipeline_group)
+        return self
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Makes the groups of all replicas, a collective call, and returns this replica's."""

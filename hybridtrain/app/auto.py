@@ -1,7 +1,7 @@
-"""The keys that may be `auto`: `pipeline.chunks` and `pipeline.schedule`.
+"""The keys that may be `auto`: `pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule`.
 
 They are chosen at the start of a run, by the predicted time of a step. A run that goes on keeps
-what was chosen when it began, so that its steps stay the same.
+what was chosen when it began, so that its steps stay the same: its config has these values.
 """
 
 from __future__ import annotations
@@ -9,40 +9,52 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from hybridtrain.app.config import Config, PipelineConfig
-from hybridtrain.app.run_prices import machine_of, price_run
+from hybridtrain.app.config import AUTO, Config, PipelineConfig, auto_keys, with_auto_replaced
+from hybridtrain.app.run_prices import machine_of_run, model_of_run
 from hybridtrain.app.settings import Settings
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.machine import GIB, Machine
-from hybridtrain.planning.layout import Choices
+from hybridtrain.launch.environment import detect
+from hybridtrain.machine import GIB
+from hybridtrain.planning.cost_table import CostTable
+from hybridtrain.planning.layout import Choices, Job, divisors
+from hybridtrain.planning.layout_search import find_layouts
+from hybridtrain.planning.price import Price
+from hybridtrain.planning.priced import model_costs
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-AUTO = "auto"
-_KEYS = ("chunks", "schedule")
-
-
-def auto_keys(config: Config) -> list[str]:
-    """Returns the keys of `pipeline` that are `auto`."""
-    return [key for key in _KEYS if getattr(config.pipeline, key) == AUTO]
+# What chooses the number of stages by itself; a list, a plan or marks give it.
+_SPLITS = ("uniform", "size", "time", "memory", "balanced")
 
 
 def without_auto(settings: Settings) -> Config:
-    """Returns the config with the values of the run, or defaults, in the place of `auto`."""
-    keys = auto_keys(settings.config)
-    if not keys:
-        return settings.config
-    known = settings.of_run.pipeline if settings.of_run is not None else PipelineConfig()
-    values = {key: getattr(known, key) for key in keys}
-    defaults = {key: getattr(PipelineConfig, key) for key in keys}
-    values = {key: defaults[key] if v == AUTO else v for key, v in values.items()}
-    return replace(settings.config, pipeline=replace(settings.config.pipeline, **values))
+    """Returns the config with defaults in the place of `auto`.
+
+    Raises:
+        ConfigError: `pipeline.nb_part` is `auto`, and another key decides it.
+    """
+    config = settings.config
+    defaults = PipelineConfig()
+    if config.pipeline.nb_part == AUTO:
+        split, devices = config.pipeline.split, config.world.devices
+        if split not in _SPLITS:
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
+                f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
+            )
+        if isinstance(devices, list):
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
+                f"gives it: set pipeline.nb_part= to that number, or world.devices=cuda"
+            )
+    return replace(config, pipeline=with_auto_replaced(config.pipeline, defaults))
 
 
 def chosen(
@@ -62,21 +74,91 @@ def chosen(
     Raises:
         ConfigError, SplitError: there is nothing to choose from; see `find_layouts`.
     """
-    keys = auto_keys(settings.config)
-    if not keys or settings.of_run is not None:
+    keys = auto_keys(settings.config.pipeline)
+    if not keys:
         return config
-    values = world.broadcast(world.on_main(lambda: _choose(keys, config, data, world, tensors)))
+    sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
+    values = world.broadcast(
+        world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
+    )
     assert values is not None
     return replace(config, pipeline=replace(config.pipeline, **values))
 
 
+def _pipeline_sizes(config: Config, world: World) -> list[int]:
+    """Returns the numbers of devices that a pipeline may have; a collective call.
+
+    All processes of a pipeline share them with `engine=distributed`; otherwise each process may
+    use an equal share of its node's, and a divisor of that.
+    """
+    if world.engine == "distributed":
+        return divisors(world.size)
+    launch = detect(os.environ)
+    if world.devices[0].type == "cuda":
+        there = torch.cuda.device_count()
+        if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task its own alone
+            there *= launch.local_size
+    elif config.cluster is not None and config.cluster.device == "cpu":
+        there = config.cluster.devices_per_node
+    else:
+        there = len(os.sched_getaffinity(0))
+    return divisors(min(world.gather(max(1, there // launch.local_size))))
+
+
 def _choose(
-    keys: list[str], config: Config, data: DataSplits, world: World, tensors: int
+    keys: list[str],
+    sizes: list[int],
+    config: Config,
+    data: DataSplits,
+    world: World,
+    tensors: int,
 ) -> dict[str, Any]:
+    """Returns the fastest values of `keys`, with pipelines of one of `sizes` devices."""
+    run = model_of_run(config, data)
+    distributed = world.engine == "distributed"
+    device = world.devices[0]
+
+    @cache
+    def costs(sharing: int) -> CostTable:
+        return model_costs(
+            run.net,
+            run.inputs,
+            machine_of_run(config, device, world.size),
+            costs=config.cluster.costs if config.cluster is not None else "measured",
+            precision=config.trainer.precision,
+            tf32=config.trainer.tf32,
+            sharing=sharing,
+        )
+
+    found: list[Price] = []
+    problems: list[ConfigError | SplitError] = []
+    for nb_part in sizes:
+        replicas = world.size // nb_part if distributed else world.size
+        share = -(-config.data["batch_size"] // replicas)
+        job = Job(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        machine = machine_of_run(config, device, nb_part * replicas)
+        # CPU stages of a process share its threads
+        sharing = 1 if distributed or device.type == "cuda" else nb_part
+        choices = _choices(keys, nb_part, share, config)
+        try:
+            found += find_layouts(costs(sharing), machine, job, choices)
+        except (ConfigError, SplitError) as error:
+            problems.append(error)
+    if not found:
+        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
+        raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
+    found.sort(key=lambda one: one.step_ms)
+    values = {key: getattr(found[0].layout, key) for key in keys}
+    others = [one for one in found if one.step_ms > found[0].step_ms]
+    _log.info("%s", _why(values, found[0], others, costs(1).costs_from))
+    return values
+
+
+def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choices:
+    """Returns what a search may choose from; `share` is a replica's part of a batch."""
     pipeline = config.pipeline
-    share = -(-config.data["batch_size"] // world.replicas)
-    choices = Choices(
-        nb_part=[world.cluster.nb_part],
+    return Choices(
+        nb_part=[nb_part],
         engine=[config.world.engine],
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
         schedule=("1f1b", "gpipe") if "schedule" in keys else [pipeline.schedule],
@@ -84,59 +166,21 @@ def _choose(
         checkpoint=[_priced_mode(pipeline.checkpoint)],
         shard=[config.world.shard],
     )
-    costs = config.cluster.costs if config.cluster is not None else "measured"
-    try:
-        plans = price_run(
-            config,
-            data,
-            _machine(config, world),
-            choices,
-            tensors,
-            costs,
-            samples=share * world.replicas,
-        )
-    except (ConfigError, SplitError) as error:
-        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
-        raise type(error)(f"{auto}: {error}") from error
-    best = plans.prices[0]
-    values = {key: getattr(best.layout, key) for key in keys}
-    others = [one for one in plans.prices[1:] if one.step_ms > best.step_ms]
-    _log.info(
-        "%s: %.1f ms per step, predicted from %s costs; bubble %.0f%%, %.2f GiB per device%s",
-        ", ".join(f"pipeline.{key}={value}" for key, value in values.items()),
-        best.step_ms,
-        plans.table.costs_from,
-        100 * best.bubble,
-        best.peak_bytes / GIB,
-        f"; the next best has {others[0].step_ms:.1f} ms ({others[0].layout.chunks} chunks, "
-        f"{others[0].layout.schedule})"
-        if others
-        else "",
+
+
+def _why(values: dict[str, Any], best: Price, others: list[Price], costs_from: str) -> str:
+    """Returns what was chosen, and what it is better than, in one line."""
+    told = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    why = (
+        f"{told}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
+        f"bubble {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
     )
-    return values
+    if others:
+        other = ", ".join(f"{key}={getattr(others[0].layout, key)}" for key in values)
+        why += f"; the next best has {others[0].step_ms:.1f} ms ({other})"
+    return why
 
 
 def _priced_mode(checkpoint: object) -> str:
     """Returns the mode of activation checkpointing, of single layers about that of whole stages."""
     return checkpoint if isinstance(checkpoint, str) else "always"
-
-
-def _machine(config: Config, world: World) -> Machine:
-    """Returns the machine of the config, or this one, with the devices of this run."""
-    first = world.devices[0]
-    if config.cluster is not None:
-        machine = machine_of(config.cluster)
-    elif first.type == "cuda":
-        gib = torch.cuda.get_device_properties(first).total_memory / GIB
-        machine = Machine(memory_gib=gib)
-    else:
-        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        devices = world.size * len(world.devices)
-        machine = Machine(device="cpu", memory_gib=gib / devices, reserved_gib=0.0)
-    if (limit := config.pipeline.memory_limit_gib) is not None:
-        machine = replace(machine, memory_gib=limit, reserved_gib=0.0)
-    devices = world.cluster.nb_part * world.replicas
-    nodes, rest = divmod(devices, machine.devices_per_node)
-    if config.cluster is None or rest:
-        return replace(machine, nodes=1, devices_per_node=devices)
-    return replace(machine, nodes=nodes)

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from hybridtrain.app import instantiate
 from hybridtrain.app.auto import chosen, without_auto
 from hybridtrain.app.callbacks import build_callbacks
-from hybridtrain.app.config import LOADER_OPTIONS, Config, check, checkpoint_options
+from hybridtrain.app.config import AUTO, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.load_data import load_data
 from hybridtrain.app.loss import build_loss
@@ -57,6 +57,7 @@ class RunContext:
     store: CheckpointStore
     world: World
     data: DataSplits
+    example_inputs: Any
     model: HybridModel
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
@@ -143,6 +144,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         setup.store,
         world,
         setup.data,
+        setup.example_inputs,
         model,
         setup.trainer_options,
         setup.loader_options,
@@ -203,6 +205,8 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         _log.info("%s", note)
     data = load_data(config, world)
     config = chosen(settings, config, data, world, pipeline_options.optimizer_tensors_per_param)
+    if settings.config.pipeline.nb_part == AUTO:
+        world = world.divided(config.pipeline.nb_part, config.world.devices)
     pipeline_options = replace(
         pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
     )

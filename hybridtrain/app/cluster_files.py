@@ -26,11 +26,17 @@ def register_cluster_file(override: str) -> str:
     Any other override is returned unchanged.
 
     Raises:
-        ConfigError: the file cannot be read, or this machine has not been measured.
+        ConfigError: it is a list or a mapping, the file cannot be read, or this machine has not
+            been measured.
     """
     key, _, value = override.partition("=")
     if key.lstrip("+") != "cluster":
         return override
+    if value.startswith(("[", "{")):
+        raise ConfigError(
+            f"cluster={value} must be the name of a machine, or the path of a YAML file with its "
+            f"keys; single ones are set as cluster.nodes=2"
+        )
     path = measured_file() if value == THIS_MACHINE else Path(value)
     if value == THIS_MACHINE and not path.exists():
         raise ConfigError(

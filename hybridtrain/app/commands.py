@@ -15,6 +15,8 @@ from hybridtrain.app.changes import in_words
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
 from hybridtrain.app.plan_alone import other_processes_are_missing, plan_alone
+from hybridtrain.app.predicted import beside_measured, predict_run
+from hybridtrain.app.predicted import in_words as prediction_in_words
 from hybridtrain.app.pricing import plan_for_cluster
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.run_directory import RunDirectory
@@ -96,9 +98,12 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         if plan.split != str(directory.plan):
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
+    prediction = predict_run(context)
     summary = trainer.fit({"config": shown, "layout": placement})
     if world.is_main:
-        directory.write_summary(summary)
+        compared = beside_measured(prediction, summary)
+        directory.write_summary({**summary, **compared})
+        _log.info("%s", prediction_in_words(**compared))
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.tensorboard:

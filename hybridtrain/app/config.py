@@ -10,7 +10,7 @@ a config is shown quickly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hybridtrain.errors import ConfigError
@@ -30,12 +30,20 @@ LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
 
 
+AUTO = "auto"
+"""The value of a key that is chosen at the start of a run, by the price of a step."""
+
+AUTO_KEYS = ("nb_part", "chunks", "schedule")
+"""The keys of `pipeline` that may be `auto`."""
+
+
 @dataclass
 class PipelineConfig:
     """One replica's pipeline. See `PipelineOptions` for keys not described here."""
 
-    nb_part: int = 1
-    """Devices per process; each runs `stages_per_device` stages."""
+    nb_part: Any = 1
+    """Devices of a pipeline, each with `stages_per_device` stages; or `auto`: the fastest number,
+    by the price of a step."""
     chunks: Any = PipelineOptions.chunks
     """A number, or `auto`: the fastest, by the price of a step."""
     schedule: str = PipelineOptions.schedule
@@ -192,8 +200,8 @@ class ClusterConfig:
     """The machine that `plan` prices a run for. See `Machine` for every key but the first."""
 
     costs: str = "estimated"
-    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
-    each layer runs on this machine's first device."""
+    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `calibrated`:
+    one layer runs on this machine's first device, and corrects that; `measured`: each does."""
     device: str = Machine.device
     nodes: int = Machine.nodes
     devices_per_node: int = Machine.devices_per_node
@@ -254,12 +262,25 @@ class Config:
     """The machine that `plan` prices the run for; null: none."""
 
 
+def auto_keys(pipeline: PipelineConfig) -> list[str]:
+    """Returns the keys that are `auto`."""
+    return [key for key in AUTO_KEYS if getattr(pipeline, key) == AUTO]
+
+
+def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> PipelineConfig:
+    """Returns `pipeline` with the values of `known` for the keys that are `auto`."""
+    return replace(pipeline, **{key: getattr(known, key) for key in auto_keys(pipeline)})
+
+
 def check(config: Config) -> None:
     """Checks the values that no object of the library checks.
 
     Raises:
         ConfigError: names the key to change.
     """
+    nb_part = config.pipeline.nb_part
+    if type(nb_part) is not int or nb_part < 1:
+        raise ConfigError(f"pipeline.nb_part={nb_part!r} must be a number of devices, or auto")
     if config.world.timeout_s < 1:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
     if (config.world.stall_s or 0) < 0:

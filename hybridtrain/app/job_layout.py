@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from hybridtrain.app.config import Config, SubmitConfig
+from hybridtrain.app.config import AUTO, Config, SubmitConfig
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.devices import check_nb_part
 from hybridtrain.errors import ConfigError, check_choice
@@ -78,6 +78,11 @@ def layout_of(config: Config) -> JobLayout:
         ConfigError: the numbers do not fit together; the message names the keys.
     """
     submit, nb_part = config.submit, config.pipeline.nb_part
+    if nb_part == AUTO:
+        raise ConfigError(
+            "pipeline.nb_part=auto is chosen by the processes of a run, and a job has to say how "
+            "many these are: `hybridtrain plan cluster=...` finds a number for pipeline.nb_part="
+        )
     check_nb_part(nb_part)
     _check_values(submit)
     distributed = config.world.engine == "distributed"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from hybridtrain.app.build import Setup, set_up
-from hybridtrain.app.config import Config
+from hybridtrain.app.config import AUTO, Config
 from hybridtrain.app.settings import Settings
 from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_nb_part, choose_devices
+from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
 from hybridtrain.pipeline.own_stages import plan_without_values
 from hybridtrain.planning import Plan, Planner
@@ -48,6 +49,11 @@ def plan_alone(settings: Settings) -> PlanAlone:
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
+    if settings.config.pipeline.nb_part == AUTO:
+        raise ConfigError(
+            "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
+            "the others too, with torchrun, or describe the machine with cluster="
+        )
     setup = set_up(settings, _this_process, writes=True)
     nb_part = setup.config.pipeline.nb_part
     cluster = Cluster((str(setup.world.devices[0]),) * nb_part, nb_part)

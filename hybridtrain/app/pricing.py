@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from PIL import Image
 
 from hybridtrain.app.auto import without_auto
 from hybridtrain.app.build import checked_options
@@ -13,16 +16,23 @@ from hybridtrain.app.compose import given_keys
 from hybridtrain.app.load_data import load_data
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_prices import machine_of, price_run
+from hybridtrain.app.run_prices import machine_of, model_of_run
 from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.files import atomic_file
 from hybridtrain.launch.environment import detect
-from hybridtrain.planning.layout import Choices, Layout
-from hybridtrain.planning.priced import in_words
+from hybridtrain.monitor.plan_picture import NodesPoint, draw_plan, in_ms
+from hybridtrain.planning.layout import Choices, Job, Layout
+from hybridtrain.planning.layout_search import find_layouts
+from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
+
+# Of the picture: numbers of nodes, and micro-batches of the timeline.
+_MOST_BARS = 10
+_MOST_SHOWN = 24
 
 
 def plan_for_cluster(settings: Settings) -> dict[str, Any]:
@@ -45,8 +55,17 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     directory.log_to_files(0)
     data = load_data(config, World())
     tensors = pipeline_options.optimizer_tensors_per_param
-    costs = config.cluster.costs
-    plans = price_run(config, data, machine, _fixed(settings), tensors, costs)
+    run, choices = model_of_run(config, data), _fixed(settings)
+    plans = find_plans(
+        run.net,
+        run.inputs,
+        machine,
+        Job(config.data["batch_size"], config.trainer.accumulate, tensors, run.load_ms),
+        choices=choices,
+        costs=config.cluster.costs,
+        precision=config.trainer.precision,
+        tf32=config.trainer.tf32,
+    )
     best = plans.prices[0]
     _log.info(
         "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
@@ -65,11 +84,51 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         begun = CheckpointStore(directory.checkpoints).steps()
         path = directory.plan.with_stem("plan.new" if begun else "plan")
         plans.plan().write(path)
+        with atomic_file(path.with_suffix(".png")) as file:
+            _picture(plans, choices).save(file, format="PNG")
     finally:
         lock.release()
     keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
-    _log.info("wrote %s; to train with it: %s", path, keys)
+    picture = path.with_suffix(".png").name
+    _log.info("wrote %s, and %s beside it; to train with it: %s", path, picture, keys)
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
+    """Draws the fastest plan, and the times of other numbers of nodes."""
+    machine, best = plans.machine, plans.prices[0]
+    layout = best.layout
+    numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
+    points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
+    chunks = _shown_chunks(layout)
+    part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
+    return draw_plan(
+        f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
+        f"{plans.job.samples * plans.job.accumulate} samples per step, "
+        f"predicted from {plans.table.costs_from} costs",
+        points,
+        machine.nodes,
+        [vars(memory) for memory in best.memory],
+        machine.usable_bytes,
+        plans.timeline(chunks),
+        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, bubble {best.bubble:.1%}",
+    )
+
+
+def _shown_chunks(layout: Layout) -> int:
+    """Returns the micro-batches that the timeline shows: groups of `nb_part`, and few of them."""
+    few = max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part
+    return layout.chunks if layout.chunks <= few else few
+
+
+def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
+    machine = replace(plans.machine, nodes=nodes)
+    try:
+        found = find_layouts(plans.table, machine, plans.job, choices, best=1)[0]
+    except (ConfigError, SplitError):  # no layout uses all of them, or it does not fit
+        return NodesPoint(nodes, None)
+    layout = found.layout
+    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
 def overrides_of(layout: Layout) -> list[str]:

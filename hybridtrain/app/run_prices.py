@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
+import yaml
 from torch import nn
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.cluster_files import measured_file
 from hybridtrain.app.config import ClusterConfig, Config
 from hybridtrain.construction import construct_on_meta
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError
-from hybridtrain.machine import Machine
-from hybridtrain.planning.layout import Choices, Job
-from hybridtrain.planning.priced import PricedPlans, find_plans
+from hybridtrain.machine import GIB, Machine
 
 # Samples of a micro-batch that layers are looked at with, and that are loaded to time the data.
 _SAMPLES = 16
@@ -29,32 +33,78 @@ def machine_of(config: ClusterConfig) -> Machine:
     return Machine(**{name: value for name, value in vars(config).items() if name != "costs"})
 
 
-def price_run(
-    config: Config,
-    data: DataSplits,
-    machine: Machine,
-    choices: Choices,
-    optimizer_tensors_per_param: int,
-    costs: str,
-    samples: int | None = None,
-) -> PricedPlans:
-    """Returns the fastest layouts of a run; the model is made without values.
+def machine_of_run(config: Config, device: torch.device, devices: int) -> Machine:
+    """Returns the machine of a config, or this one, with as many devices as a run has.
+
+    This one has the rates that `measure-machine` found, if it has been called here.
 
     Args:
         config: the run.
-        data: its data, of which some samples are loaded, and timed.
-        machine: the hardware, all of which is used.
-        choices: what may be chosen from.
-        optimizer_tensors_per_param: as in `Job`.
-        costs: `estimated` or `measured`, as for `find_plans`.
-        samples: of a batch over all replicas; None: as configured.
+        device: one of its devices.
+        devices: how many it has, in all pipelines.
 
     Raises:
-        ConfigError: a batch has one sample, or no layout uses all devices.
-        SplitError: the model cannot be cut, or nothing fits into memory.
+        ConfigError: a value is out of its range, or what was measured cannot be read.
     """
-    samples = samples or config.data["batch_size"]
-    count = min(_SAMPLES, samples)
+    if config.cluster is not None:
+        machine = machine_of(config.cluster)
+    elif (known := this_machine()) is not None and known.device == device.type:
+        machine = known
+    elif device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / GIB
+        machine = Machine(memory_gib=gib)
+    else:
+        machine = Machine(device="cpu", reserved_gib=0.0)
+    if device.type == "cpu" and config.cluster is None:  # all devices share the host's memory
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        machine = replace(machine, memory_gib=gib / devices)
+    if (limit := config.pipeline.memory_limit_gib) is not None:
+        machine = replace(machine, memory_gib=limit, reserved_gib=0.0)
+    nodes, rest = divmod(devices, machine.devices_per_node)
+    if config.cluster is None or rest:
+        return replace(machine, nodes=1, devices_per_node=devices)
+    return replace(machine, nodes=nodes)
+
+
+def this_machine() -> Machine | None:
+    """Returns this machine as `measure-machine` found it; None: it was not called here.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = measured_file()
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    names = {each.name for each in fields(Machine)}
+    return Machine(**{name: value for name, value in dict(found).items() if name in names})
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """The parts of a run that a price needs.
+
+    Attributes:
+        net: the model without values.
+        inputs: of a micro-batch that layers are looked at with.
+        load_ms: of a sample.
+    """
+
+    net: nn.Module
+    inputs: Any
+    load_ms: float
+
+
+def model_of_run(config: Config, data: DataSplits) -> RunModel:
+    """Returns the model of a run, without values, and a batch of its data.
+
+    Raises:
+        ConfigError: a batch has one sample.
+    """
+    count = min(_SAMPLES, config.data["batch_size"])
     if count < 2:
         raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
     example_batch(data.train, count, data.collate)  # the first time opens files
@@ -67,13 +117,4 @@ def price_run(
             "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
         )
 
-    return find_plans(
-        construct_on_meta(build),
-        inputs,
-        machine,
-        Job(samples, config.trainer.accumulate, optimizer_tensors_per_param, load_ms),
-        choices=choices,
-        costs=costs,
-        precision=config.trainer.precision,
-        tf32=config.trainer.tf32,
-    )
+    return RunModel(construct_on_meta(build), inputs, load_ms)

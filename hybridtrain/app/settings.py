@@ -26,7 +26,7 @@ from hybridtrain.app.compose import (
     given_recipe,
     parse_overrides,
 )
-from hybridtrain.app.config import OPEN_GROUPS, Config
+from hybridtrain.app.config import OPEN_GROUPS, Config, with_auto_replaced
 from hybridtrain.app.hidden import from_environment, to_config, to_tree
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
@@ -166,6 +166,8 @@ def _on_top_of(
         config = to_config(base)
     except OmegaConfBaseException as error:
         raise _wrong_value(run, error) from error
+    # what was chosen when the run began, so that its steps stay the same
+    config.pipeline = with_auto_replaced(config.pipeline, of_run.pipeline)
     leftovers = {
         group: [key for key in getattr(config, group) if key in names]
         for group, names in leftovers.items()

@@ -15,7 +15,7 @@ COLOURS = {
     "B": ("#a1d99b", "#74c476", "#41ab5d", "#238b45"),
 }
 _WORDS = {"F": "forward", "B": "backward"}
-_LEFT, _RIGHT, _TOP = 74, 24, 52
+LEFT, RIGHT, _TOP = 74, 24, 52
 _LANE, _BAR, _TITLE, _AXIS = 28, 22, 24, 30
 _NARROWEST, _WIDEST = 900, 4000
 # room for the label of a short action
@@ -37,10 +37,11 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     durations = sorted(end - start for lane in measured for _, start, end in lane)
     short = durations[len(durations) // 4]
     wanted = longest / max(short, longest / 1e4) * _ACTION
-    width = round(min(max(wanted, _NARROWEST), _WIDEST)) + _LEFT + _RIGHT
-    panel = _TITLE + lanes * _LANE + _AXIS
-    image = Image.new("RGB", (width, _TOP + 2 * panel), "white")
-    picture = _Picture(ImageDraw.Draw(image), (width - _LEFT - _RIGHT) / longest, lanes)
+    width = round(min(max(wanted, _NARROWEST), _WIDEST)) + LEFT + RIGHT
+    height = _TOP + 2 * (_TITLE + lanes * _LANE + _AXIS)
+    image = Image.new("RGB", (width, height), "white")
+    picture = TimelinePainter(ImageDraw.Draw(image), (width - LEFT - RIGHT) / longest, lanes)
+    panel = picture.panel_height
     picture.legend(title, max(span.action.stage for lane in measured for span in lane) + 1)
     for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
         text = f"{name}: {_length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
@@ -48,25 +49,34 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     return image
 
 
-class _Picture:
+class TimelinePainter:
     """A painter with a time scale.
 
     Args:
         painter: of the image.
         scale: pixels of a second.
         devices: how many.
+        lane: the height of a device's lane, in pixels.
     """
 
-    def __init__(self, painter: ImageDraw.ImageDraw, scale: float, devices: int) -> None:
+    def __init__(
+        self, painter: ImageDraw.ImageDraw, scale: float, devices: int, lane: int = _LANE
+    ) -> None:
         self._painter = painter
         self._scale = scale
         self._devices = devices
+        self._lane = lane
         self._font = ImageFont.load_default(size=12)
         self._bold = ImageFont.load_default(size=14)
 
-    def legend(self, title: str, stages: int) -> None:
+    @property
+    def panel_height(self) -> int:
+        """The height of `panel`, in pixels."""
+        return _TITLE + self._devices * self._lane + _AXIS
+
+    def legend(self, title: str, stages: int, top: int = 0) -> None:
         """Writes the title, and what the colours mean."""
-        self._painter.text((8, 6), title, fill="black", font=self._bold)
+        self._painter.text((8, top + 6), title, fill="black", font=self._bold)
         x = 8.0
         shades = -(-stages // self._devices)
         for kind, word in _WORDS.items():
@@ -74,46 +84,53 @@ class _Picture:
                 first, end = shade * self._devices, min((shade + 1) * self._devices, stages)
                 if shade + 1 == len(COLOURS[kind]):
                     end = stages  # the last colour is that of all further ones
-                which = f"stage {first}" if end == first + 1 else f"stages {first} to {end - 1}"
-                x = self._entry(x, COLOURS[kind][shade], f"{word} ({kind}), {which}")
+                which = f"{first}" if end == first + 1 else f"{first} to {end - 1}"
+                if shade == 0:
+                    which = f"{word} ({kind}), stage{'s' * (end > 1)} {which}"
+                x = self._entry(x, top + 30, COLOURS[kind][shade], which)
         self._painter.text(
-            (x, 30), "number: micro-batch    white: waiting", fill="#666666", font=self._font
+            (x, top + 30), "number: micro-batch    white: waiting", fill="#666666", font=self._font
         )
 
-    def _entry(self, x: float, colour: str, text: str) -> float:
-        self._painter.rectangle((x, 30, x + 14, 44), fill=colour)
-        self._painter.text((x + 19, 30), text, fill="black", font=self._font)
+    def _entry(self, x: float, y: float, colour: str, text: str) -> float:
+        self._painter.rectangle((x, y, x + 14, y + 14), fill=colour)
+        self._painter.text((x + 19, y), text, fill="black", font=self._font)
         return x + 19 + self._painter.textlength(text, font=self._font) + 18
 
     def panel(self, top: int, text: str, spans: Spans, longest: float) -> None:
         """Draws the lanes of one timeline, above its axis."""
         begin = min(lane[0].start for lane in spans)
-        bottom = top + _TITLE + self._devices * _LANE
+        bottom = top + _TITLE + self._devices * self._lane
         self._painter.text((8, top + 3), text, fill="black", font=self._bold)
-        for tick in _ticks(longest * 1e3):
-            x = _LEFT + tick / 1e3 * self._scale
+        for tick in ticks(longest * 1e3):
+            x = LEFT + tick / 1e3 * self._scale
             self._painter.line((x, top + _TITLE, x, bottom + 3), fill="#dddddd")
             self._painter.text((x, bottom + 5), f"{tick:g}", "#444444", self._font, anchor="ma")
         self._painter.text((8, bottom + 5), "ms", fill="#444444", font=self._font)
         for device, lane in enumerate(spans):
-            y = top + _TITLE + device * _LANE
+            y = top + _TITLE + device * self._lane
             name = f"device {device}"
-            self._painter.text((8, y + 4), name, fill="black", font=self._font)
+            bar = self._lane * _BAR // _LANE
+            every = -(-14 // self._lane)  # lanes that a line of text is as high as
+            if device % every == 0:
+                left_middle = 8, y + bar / 2
+                self._painter.text(left_middle, name, "black", self._font, anchor="lm")
             for action, start, end in lane:
-                left = _LEFT + (start - begin) * self._scale
+                left = LEFT + (start - begin) * self._scale
                 # a gap of one pixel between two actions
-                right = max(left + 1, _LEFT + (end - begin) * self._scale - 1)
+                right = max(left + 1, LEFT + (end - begin) * self._scale - 1)
                 colours = COLOURS[action.kind]
                 shade = min(action.stage // self._devices, len(colours) - 1)
-                self._painter.rectangle((left, y, right, y + _BAR), fill=colours[shade])
+                self._painter.rectangle((left, y, right, y + bar), fill=colours[shade])
                 ink = "white" if shade > 1 else "black"
                 label = str(action.microbatch)
-                if self._painter.textlength(label, font=self._font) + 2 <= right - left:
-                    middle = (left + right) / 2, y + _BAR / 2
+                fits = self._painter.textlength(label, font=self._font) + 2 <= right - left
+                if fits and every == 1:
+                    middle = (left + right) / 2, y + bar / 2
                     self._painter.text(middle, label, ink, self._font, anchor="mm")
 
 
-def _ticks(length: float) -> Iterator[float]:
+def ticks(length: float) -> Iterator[float]:
     """Yields 0 and up to about ten round numbers, up to `length`."""
     rough = length / 10
     power = 10.0 ** math.floor(math.log10(rough))

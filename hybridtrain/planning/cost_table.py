@@ -72,7 +72,12 @@ def given_costs(
 
 
 def counted_costs(
-    chain: Chain, example_inputs: Any, machine: Machine, precision: str, tf32: bool = False
+    chain: Chain,
+    example_inputs: Any,
+    machine: Machine,
+    precision: str,
+    tf32: bool = False,
+    calibration: Calibration | None = None,
 ) -> CostTable:
     """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
 
@@ -85,32 +90,27 @@ def counted_costs(
         machine: the rates.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
+        calibration: what the times are multiplied with.
 
     Raises:
         SplitError: a layer does not run on fake tensors; names the layer.
         ConfigError: the machine has no rate for this precision.
     """
-    flops = machine.sustained_flops("tf32" if tf32 and precision == "fp32" else precision)
-    # an autocast for the CPU, where fake tensors are; it knows fp16 too
-    count = partial(count_chain, chain.layers, precision=partial(autocast, precision, "cpu"))
+    rates = Rates.of(machine, precision, tf32, calibration)
     sizes, batches = _two_sizes(example_inputs)
-    few, many = (count(batch, optimizer_tensors_per_param=0) for batch in batches)
+    few, many = (count_layers(chain.layers, batch, precision) for batch in batches)
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
         at = (samples - sizes[0]) / (sizes[1] - sizes[0])
-
-        def ms(one: Work, other: Work) -> float:
-            work = _between(one, other, at)
-            product = max(work.flops / flops, work.product_bytes / machine.sustained_bandwidth)
-            rest = (work.bytes - work.product_bytes) / machine.sustained_bandwidth
-            return (product + rest) * 1e3
-
         return [
-            replace(
-                _between(a.cost, b.cost, at),
-                forward_ms=ms(a.forward, b.forward),
-                backward_ms=ms(a.backward, b.backward),
+            rates.timed(
+                replace(
+                    a,
+                    cost=_between(a.cost, b.cost, at),
+                    forward=_between(a.forward, b.forward, at),
+                    backward=_between(a.backward, b.backward, at),
+                )
             )
             for a, b in zip(few, many, strict=True)
         ]
@@ -118,14 +118,98 @@ def counted_costs(
     return CostTable(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
-        host_ms=[_host_ms(layer, machine) for layer in few],
-        costs_from="estimated",
+        host_ms=[rates.host_ms(layer) for layer in few],
+        costs_from="estimated" if calibration is None else "calibrated",
         no_cut_before=chain.no_cut_before,
     )
 
 
+def counted_costs_of_one_size(
+    layers: Sequence[Layer], microbatch: Any, machine: Machine, precision: str, tf32: bool = False
+) -> CostTable:
+    """Returns the costs for micro-batches like this one alone; otherwise as `counted_costs`."""
+    rates = Rates.of(machine, precision, tf32)
+    counted = count_layers(layers, microbatch, precision)
+    costs = [rates.timed(layer) for layer in counted]
+    return CostTable(
+        costs_at=lambda _: costs,
+        sizes=layer_sizes(layers),
+        host_ms=[rates.host_ms(layer) for layer in counted],
+        costs_from="estimated",
+    )
+
+
+def count_layers(layers: Sequence[Layer], microbatch: Any, precision: str) -> list[CountedLayer]:
+    """Returns what the layers do for a micro-batch, in this precision; see `count_chain`."""
+    # an autocast for the CPU, where fake tensors are; it knows fp16 too
+    context = partial(autocast, precision, "cpu")
+    return count_chain(layers, microbatch, precision=context, optimizer_tensors_per_param=0)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The times that a device takes, as multiples of those that are estimated for it."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The operations and bytes per second of a device, as training reaches them.
+
+    Attributes:
+        flops: of matrix products.
+        bandwidth: bytes from and to its memory.
+        operator_ms: the host's time to call an operator.
+        calibration: what times are multiplied with.
+    """
+
+    flops: float
+    bandwidth: float
+    operator_ms: float
+    calibration: Calibration = Calibration()
+
+    @classmethod
+    def of(
+        cls, machine: Machine, precision: str, tf32: bool, calibration: Calibration | None = None
+    ) -> Rates:
+        """Returns the rates of a machine for a precision."""
+        name = "tf32" if tf32 and precision == "fp32" else precision
+        return cls(
+            machine.sustained_flops(name),
+            machine.sustained_bandwidth,
+            machine.operator_s * 1e3,
+            calibration or Calibration(),
+        )
+
+    def timed(self, layer: CountedLayer) -> LayerCost:
+        """Returns the cost of a layer with the times that its work takes."""
+        return replace(
+            layer.cost,
+            forward_ms=self._ms(layer.forward) * self.calibration.forward,
+            backward_ms=self._ms(layer.backward) * self.calibration.backward,
+        )
+
+    def host_ms(self, layer: CountedLayer) -> tuple[float, float]:
+        """Returns the host's times to call the operators of a forward and of a backward."""
+        return (
+            layer.forward.operators * self.operator_ms * self.calibration.forward,
+            layer.backward.operators * self.operator_ms * self.calibration.backward,
+        )
+
+    def _ms(self, work: Work) -> float:
+        product = max(work.flops / self.flops, work.product_bytes / self.bandwidth)
+        return (product + (work.bytes - work.product_bytes) / self.bandwidth) * 1e3
+
+
 def measured_costs(
-    chain: Chain, example_inputs: Any, device: torch.device, precision: str, seconds: float = 3.0
+    chain: Chain,
+    example_inputs: Any,
+    device: torch.device,
+    precision: str,
+    seconds: float = 3.0,
+    sharing: int = 1,
 ) -> CostTable:
     """Returns the costs by times on `device`, for one sample and for the whole batch.
 
@@ -135,6 +219,7 @@ def measured_costs(
         device: where layers run.
         precision: `fp32`, `bf16` or `fp16`.
         seconds: how long each of the two sizes is timed, about.
+        sharing: devices that share this process's intra-op threads, as CPU stages do.
     """
     sizes, batches = _two_sizes(example_inputs)
     tables = []
@@ -142,7 +227,7 @@ def measured_costs(
         profiler = LayerProfiler(
             chain.layers,
             batch,
-            [device],
+            [device] * sharing,
             precision=partial(autocast, precision, device.type),
             optimizer_tensors_per_param=0,
         )
@@ -199,8 +284,3 @@ def _between(one: Facts, other: Facts, at: float) -> Facts:
     return replace(
         one, **{k: round(v) if isinstance(getattr(one, k), int) else v for k, v in values.items()}
     )
-
-
-def _host_ms(layer: CountedLayer, machine: Machine) -> tuple[float, float]:
-    ms = machine.operator_s * 1e3
-    return layer.forward.operators * ms, layer.backward.operators * ms

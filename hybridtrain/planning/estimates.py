@@ -66,11 +66,21 @@ class Work:
 
 @dataclass(frozen=True)
 class CountedLayer:
-    """A layer's cost without times, and the work of its forward and backward."""
+    """A layer's cost without times, and the work of its forward and backward.
+
+    Attributes:
+        cost: the rest of it.
+        forward: of the forward.
+        backward: of the backward.
+        first: the index of the first layer that is equal to it, which was counted.
+        given: what it is given, with tensors on the meta device.
+    """
 
     cost: LayerCost
     forward: Work
     backward: Work
+    first: int
+    given: Given
 
 
 def estimate_costs(
@@ -123,6 +133,7 @@ def count_chain(
         SplitError: see `estimate_costs`.
     """
     work: list[list[Work]] = []
+    inputs_of: list[Given] = []
 
     def clock(function: Callable[[], Any]) -> tuple[Any, float]:
         result, done = _counted(function)
@@ -134,6 +145,7 @@ def count_chain(
         state = {name: _fake(p) for name, p in module.named_parameters()}
         state |= {name: _fake(b) for name, b in module.named_buffers()}
         work.append([])
+        inputs_of.append(tree_map_only(Tensor, _meta, given))
         try:
             with count_saved(module, list(state.values())) as saved:
                 ran = run_layer(module, given, precision or nullcontext, clock, state)
@@ -149,18 +161,24 @@ def count_chain(
         fakes = tree_map_only(Tensor, _fake, inputs)
         once = RunOnce(run)
         costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
-    ran = dict(zip(dict.fromkeys(once.first), work, strict=True))
-    nothing = Work()  # of a layer without a backward
-    return [
-        CountedLayer(cost, *(ran[first] + [nothing])[:2])
-        for cost, first in zip(costs, once.first, strict=True)
-    ]
+    ran = dict(zip(dict.fromkeys(once.first), zip(work, inputs_of, strict=True), strict=True))
+    counted = []
+    for cost, first in zip(costs, once.first, strict=True):
+        done, given = ran[first]
+        backward = done[1] if len(done) > 1 else Work()
+        counted.append(CountedLayer(cost, done[0], backward, first, given))
+    return counted
 
 
 def _fake(tensor: Tensor) -> Tensor:
     """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def _meta(fake: Tensor) -> Tensor:
+    meta = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
+    return meta.requires_grad_(fake.requires_grad)
 
 
 def _roofline_ms(hardware: Hardware, work: Work) -> float:

@@ -101,7 +101,7 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterat
 
 def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:
     in_node = machine.devices_per_node
-    for nb_part in choices.nb_part or _divisors(machine.devices):
+    for nb_part in choices.nb_part or divisors(machine.devices):
         replicas, rest = divmod(machine.devices, nb_part)
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
         if rest or nb_part > layers or job.samples % replicas or not whole_nodes:
@@ -110,7 +110,7 @@ def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[
         for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
             if engine == "local" and nb_part > in_node:
                 continue
-            for chunks in choices.chunks or _divisors(of_replica):
+            for chunks in choices.chunks or divisors(of_replica):
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
@@ -130,5 +130,6 @@ def _schedules(
                 yield schedule, v
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of `number`, from 1 on."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -185,7 +185,7 @@ def price(
         reduce_ms=reduce,
         optimizer_ms=optimizer,
         data_ms=data,
-        bubble=1.0 - busy_share,
+        bubble=max(0.0, 1.0 - busy_share),  # rounded
         memory=tuple(memory),
         binds=binds,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,14 +14,16 @@ from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
+from hybridtrain.planning.calibration import calibrate
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price, most_in_flight
+from hybridtrain.planning.price import Price, most_in_flight, stage_times
+from hybridtrain.schedule import Span, Spans, make_schedule, simulate
 from hybridtrain.text_table import text_table
 
-COSTS = ("estimated", "measured")
+COSTS = ("estimated", "calibrated", "measured")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class PricedPlans:
     def plan(self, number: int = 0) -> Plan:
         """Returns the plan of the layout `number`; 0 is the fastest."""
         return plan_of(self.table, self.job, self.prices[number])
+
+    def timeline(self, chunks: int, number: int = 0) -> Spans:
+        """Returns when the actions of `chunks` micro-batches run in the layout `number`, in s."""
+        found = self.prices[number]
+        layout = found.layout
+        times = stage_times(self.table, self.machine, self.job, layout, found.counts)
+        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        spans = simulate(schedule, times.forward, times.backward, times.transfer)
+        return [
+            [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
+        ]
 
 
 def find_plans(
@@ -73,31 +86,63 @@ def find_plans(
         machine: the hardware.
         job: the work of a step.
         choices: what may be chosen from.
-        costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
-            layer on this machine's first device.
+        costs: `estimated` counts FLOPs and bytes without running a kernel; `calibrated` corrects
+            that by one layer, which it times on this machine's first device; `measured` times each
+            layer there.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
         best: how many layouts.
 
     Raises:
-        ConfigError: an argument is wrong, no layout uses all devices, or `measured` needs a GPU
-            that is not here.
+        ConfigError: an argument is wrong, no layout uses all devices, or a layer is to be timed
+            on a GPU that is not here.
         SplitError: the model cannot be cut, or nothing fits into memory.
+    """
+    table = model_costs(
+        net,
+        example_inputs,
+        machine,
+        costs=costs,
+        precision=precision,
+        tf32=tf32,
+        # a CPU device is a core
+        sharing=machine.devices_per_node if machine.device == "cpu" else 1,
+    )
+    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+
+
+def model_costs(
+    net: nn.Module,
+    example_inputs: Any,
+    machine: Machine,
+    *,
+    costs: str = "estimated",
+    precision: str = "fp32",
+    tf32: bool = False,
+    sharing: int = 1,
+) -> CostTable:
+    """Returns the costs of the layers of `net`; arguments and errors as of `find_plans`.
+
+    Where they are measured, `sharing` devices share this process's intra-op threads.
     """
     check_choice("cluster.costs", costs, COSTS)
     chain = ChainBuilder(net, example_inputs).chain()
+    device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+    if costs != "estimated" and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
+            f"cluster.costs=estimated"
+        )
     if costs == "measured":
-        device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "cluster.costs=measured needs one of the cluster's GPUs here, and there is none: "
-                "set cluster.costs=estimated"
-            )
-        table = measured_costs(chain, example_inputs, device, precision)
+        table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
     else:
-        table = counted_costs(chain, example_inputs, machine, precision, tf32)
-    table = CostTable(**{**vars(table), "model": type(net).__name__})
-    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+        factors = None
+        if costs == "calibrated":
+            factors = calibrate(
+                chain.layers, example_inputs, machine, device, precision, tf32, sharing=sharing
+            )
+        table = counted_costs(chain, example_inputs, machine, precision, tf32, factors)
+    return replace(table, model=type(net).__name__)
 
 
 def plan_of(table: CostTable, job: Job, price: Price) -> Plan:

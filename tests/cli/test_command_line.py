@@ -169,7 +169,7 @@ def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
     [
         ("pipeline.nbpart=2", "pipeline.nbpart: .*did you mean pipeline.nb_part?"),
         ("trainer.epochs=0.5", "trainer.epochs: .*'0.5'"),
-        ("pipeline.nb_part=two", "pipeline.nb_part: .*'two'"),
+        ("trainer.accumulate=two", "trainer.accumulate: .*'two'"),
         ("data.bath_size=8", "data.bath_size: .*did you mean data.batch_size?"),
         ("trainer.loss_scale=x", "trainer.loss_scale: .*'x'"),
     ],

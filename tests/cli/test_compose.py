@@ -177,7 +177,7 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
         ("defaults:\n  - override /model: basicnt\n", "model=basicnt is unknown: .* 'basicnet'?"),
         ("defaults:\n  - override /modell: gpt\n", "recipe/mine: .*modell.* 'override /model'?"),
         ("defaults:\n  - override model: gpt\n", "recipe/mine: .*model.* mean 'override /model'?"),
-        ("pipeline:\n  nb_part: two\n", "pipeline.nb_part: .*'two'.* Integer"),
+        ("trainer:\n  accumulate: two\n", "trainer.accumulate: .*'two'.* Integer"),
         ("trainer:\n  steps: ${trainer.epocs}\n", "trainer.steps: .*trainer.epocs"),
         ("pipeline:\n  chunks: [1\n", "recipe mine is not YAML: .*line 2"),
         ("pipeline:\n\tchunks: 1\n", "recipe mine is not YAML: .*line 2"),
@@ -198,7 +198,7 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pipeline.nb_part=two", "pipeline.nb_part: .*'two'.* Integer"),
+        ("trainer.accumulate=two", "trainer.accumulate: .*'two'.* Integer"),
         ("trainer.steps=1.5", "trainer.steps: .*'1.5'.* Integer"),
         ("seed=abc", "seed: .*'abc'"),
         ("output_dir=null", "output_dir: "),

@@ -1,15 +1,19 @@
 """Prices on the command line: `plan` for a machine, `measure-machine`, and keys that are `auto`."""
 
+import os
 import shlex
 
 import pytest
 import torch
 import yaml
 from cli_runs import fail, succeed
+from PIL import Image
 from support.launch import SMALL
 
-from hybridtrain.app import measure_machine
+from hybridtrain.app import auto, measure_machine
 from hybridtrain.app.config import ClusterConfig
+from hybridtrain.planning import LayerCost
+from hybridtrain.planning.cost_table import given_costs
 
 
 def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd):
@@ -18,6 +22,8 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
+    assert "plan.png beside it" in told
+    assert Image.open(tmp_path / "outputs/priced/plan.png").format == "PNG"
     overrides = shlex.split(told.rsplit("to train with it: ", 1)[1].splitlines()[0])
     trained = succeed(capfd, "train", *SMALL, *overrides, "world.devices=cpu", "run_name=run")
     assert "done: " in trained
@@ -26,16 +32,58 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     assert [len(s["layers"]) for s in cut["stages"]] == [len(s["layers"]) for s in run["stages"]]
 
 
-def test_auto_says_what_was_chosen_and_why(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    keys = ["pipeline.nb_part=2", "pipeline.chunks=auto", "pipeline.schedule=auto"]
-    told = succeed(capfd, "train", *SMALL, *keys, "world.devices=cpu")
+AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
+
+
+def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_path, capfd):
+    told = succeed(capfd, "train", *SMALL, *AUTO)
     (line,) = [line for line in told.splitlines() if "pipeline.chunks=" in line]
-    assert "pipeline.schedule=" in line
     assert "ms per step, predicted from measured costs" in line
     chosen = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
-    assert f"pipeline.chunks={chosen['chunks']}," in line
-    assert type(chosen["chunks"]) is int
+    values = [f"pipeline.{key}={chosen[key]}" for key in ("nb_part", "chunks", "schedule")]
+    assert line.startswith(", ".join(values) + ": ")
+    assert type(chosen["nb_part"]) is type(chosen["chunks"]) is int
+    told = succeed(capfd, "train", *SMALL, *AUTO, "trainer.steps=7")
+    assert "resumed from" in told
+    assert "predicted from" not in told
+    assert "-> auto" not in told
+    again = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
+    assert again == chosen
+
+
+@pytest.mark.parametrize(
+    ("cores", "busy_ms", "nb_part"), [(4, 3.0, 4), (2, 3.0, 2), (4, 0.0, 1), (3, 3.0, 3)]
+)
+def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
+    cores, busy_ms, nb_part, tmp_path, monkeypatch, capfd
+):
+    def costs(net, *_, **settings):  # a stage is no faster for the threads of the others
+        one = [LayerCost(name, 1, busy_ms, busy_ms) for name, _ in net.named_children()]
+        return given_costs(lambda samples: one)
+
+    monkeypatch.setattr(auto, "model_costs", costs)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    keys = ["pipeline.nb_part=auto", "pipeline.chunks=4", "trainer.steps=1"]
+    succeed(capfd, "train", *SMALL, *keys)
+    config = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())
+    assert config["pipeline"]["nb_part"] == nb_part
+    assert config["pipeline"]["chunks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "told"),
+    [
+        ("train", ["pipeline.split=[6,6]"], "pipeline.split=[6, 6] gives it"),
+        ("train", ["world.devices=[cpu,cpu]"], "world.devices=['cpu', 'cpu'] gives it"),
+        ("train", ["pipeline.memory_limit_gib=1e-6"], "pipeline.nb_part=auto: no plan fits: "),
+        ("plan", ["world.engine=distributed"], "start the others too, with torchrun"),
+    ],
+)
+def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, told, capfd):
+    error = fail(capfd, command, *SMALL, "pipeline.nb_part=auto", *keys)
+    assert error.startswith("error: pipeline.nb_part=auto")
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -45,18 +93,35 @@ def test_auto_says_what_was_chosen_and_why(tmp_path, monkeypatch, capfd):
         (["cluster=none/there.yaml"], "cluster=none/there.yaml: No such file"),
         (["cluster=this-machine"], "has not been measured yet"),
         (["cluster.nodes=2"], "cluster.nodes=2 changes a machine, but none is named"),
+        (["cluster=h100", "pipeline.nb_part=two"], "pipeline.nb_part='two' must be a number"),
+        (["cluster=h100", "pipeline.nb_part=3"], "no layout uses all 8 devices"),
+        (["cluster=h100", "data.batch_size=1"], "data.batch_size=1 leaves nothing to plan"),
+        (["cluster=[1,2]"], "cluster=[1,2] must be the name of a machine"),
+        (["cluster=list.yaml"], "cluster=list.yaml must be a mapping"),
+        (["cluster=broken.yaml"], "cluster=broken.yaml is not YAML: "),
+        (["cluster=typed.yaml"], "cluster.nodes: "),
+        (["cluster=unknown.yaml"], "cluster.noodes"),
         (["cluster=h100", "cluster.nodez=2"], "did you mean cluster.nodes"),
         (["cluster=h100", "cluster.nodes=0"], "cluster.nodes=0 must be"),
         (["cluster=jean-zay-v100", "trainer.precision=bf16"], "no rate for bf16"),
         (["cluster=h100", "cluster.memory_gib=1.0001"], "no plan fits"),
         (["cluster=h100", "cluster.costs=guessed"], "cluster.costs=guessed is unknown"),
         (["cluster=h100", "cluster.costs=measured"], "set cluster.costs=estimated"),
+        (["cluster=h100", "cluster.costs=calibrated"], "set cluster.costs=estimated"),
     ],
 )
 def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = {
+        "list.yaml": "[1, 2]",
+        "broken.yaml": "nodes: [1",
+        "typed.yaml": "nodes: many",
+        "unknown.yaml": "noodes: 2",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     error = fail(capfd, "plan", *SMALL, *keys)
     assert told in error
     assert len(error.strip().splitlines()) == 1
@@ -73,3 +138,6 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert set(written) <= set(vars(ClusterConfig()))
     told = succeed(capfd, "plan", *SMALL, "cluster=this-machine")
     assert "predicted, from measured costs" in told
+    told = succeed(capfd, "plan", *SMALL, "cluster=this-machine", "cluster.costs=calibrated")
+    assert "calibrated by layer " in told
+    assert "predicted, from calibrated costs" in told

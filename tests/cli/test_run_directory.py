@@ -75,6 +75,13 @@ def test_summary_json_keeps_its_contract(finished: Path) -> None:
         assert stage["peak_memory_bytes"] >= 4 * 4 * stage["parameters"]
         assert isinstance(stage["peak_memory_bytes"], int)
 
+    predicted, measured = summary["predicted"], summary["measured"]
+    assert set(measured) < set(predicted)
+    assert measured["step_ms"] == summary["step_ms"]["p50"]
+    assert measured["bubble"] == summary["bubble_fraction"]
+    assert predicted["memory_bytes"] == pytest.approx(measured["memory_bytes"], rel=0.05)
+    assert (predicted["step_ms"] is None) == (predicted["reason"] is not None)
+
 
 def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

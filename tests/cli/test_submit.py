@@ -280,7 +280,7 @@ def test_a_mistake_does_not_wait_in_the_queue(
     assert not Path("outputs").exists()
 
 
-def config_of(nb_part: int, engine: str, devices: str | None = None, **submit: Any) -> Config:
+def config_of(nb_part: int | str, engine: str, devices: str | None = None, **submit: Any) -> Config:
     world = WorldConfig(engine=engine, devices=devices)
     pipeline = PipelineConfig(nb_part=nb_part)
     return Config(pipeline=pipeline, world=world, submit=SubmitConfig(**submit))
@@ -339,6 +339,7 @@ def test_the_processes_of_a_node_follow_from_its_gpus(
             config_of(1, "local", container={"image": "x", "imge": "x"}),
             "a key of submit.container=imge is unknown: did you mean 'image'?",
         ),
+        (config_of("auto", "local"), "pipeline.nb_part=auto is chosen by the processes of a run"),
         (config_of(1, "local", to="kubernetes"), "submit.to=kubernetes needs an image"),
         (
             config_of(1, "local", to="kubernetes", container={"image": "x", "mounts": ["/data"]}),

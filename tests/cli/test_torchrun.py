@@ -60,6 +60,19 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
     assert "resumed from" in (run / "logs" / "rank_000.log").read_text()
 
 
+def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
+    keys = ["pipeline.nb_part=auto", "world.engine=distributed", "trainer.steps=2"]
+    ended = torchrun(2, [*QUICK, *keys])
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("pipeline.nb_part=")]
+    assert "predicted from measured costs" in line
+    nb_part = summary("digits")["world"]["nb_part"]
+    assert line.startswith(f"pipeline.nb_part={nb_part}: ")
+    config = yaml.safe_load(Path("outputs/digits/config.yaml").read_text())
+    assert config["pipeline"]["nb_part"] == nb_part
+    assert nb_part in (1, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -93,8 +93,9 @@ def test_a_run_goes_on_exactly_with_the_other_engine(in_folder):
 
 
 def test_evaluate_and_export_of_a_run_over_processes(in_folder):
-    ended = torchrun(2, [*QUICK, ACROSS, "run_name=run"])
+    ended = torchrun(2, [*QUICK, ACROSS, "run_name=run", "pipeline.split=time"])
     assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("ms per step; bubble") == 1
     evaluated = torchrun(2, ["evaluate", "run_name=run"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout)
@@ -107,3 +108,7 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder):
     summary = json.loads(Path("outputs/run/summary.json").read_text())
     assert [stage["parameters"] > 0 for stage in summary["stages"]] == [True, True]
     assert 0 < summary["bubble_fraction"] < 1
+    assert summary["predicted"]["costs_from"] == "measured"
+    assert summary["predicted"]["step_ms"] > 0
+    memory = [summary[side]["memory_bytes"] for side in ("predicted", "measured")]
+    assert memory[0] == pytest.approx(memory[1], rel=0.01)

@@ -3,6 +3,7 @@
     emulated   stages that sleep, so that any number of devices fits on any number of cores
     real       a GPT on CPU stages, whose layers are measured first
     memory     the storages that a step of a GPT keeps, against the predicted ones
+    layers     the layers of a GPT: estimated, and calibrated by one block, against measured
 
 Prints a line for each configuration, and the median error of each part. Run it on a quiet machine.
 """
@@ -18,11 +19,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from hybridtrain.app.measure_machine import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
+from hybridtrain.planning.calibration import calibrate
 from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import device_memory, price
@@ -152,6 +155,29 @@ def memory() -> list[Row]:
     return rows
 
 
+def layers(seconds: float) -> dict[str, list[Row]]:
+    """Returns the milliseconds of all layers of a GPT, by FLOPs and bytes and as measured."""
+    net, tokens = small_gpt()
+    chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
+    rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
+    machine = Machine(**rates)
+    factors = calibrate(chain.layers, tokens, machine, device, "fp32", sharing=2)
+    tables = {
+        "estimated": counted_costs(chain, tokens, machine, "fp32"),
+        "calibrated": counted_costs(chain, tokens, machine, "fp32", calibration=factors),
+    }
+    measured = measured_costs(chain, tokens, device, "fp32", sharing=2)
+    rows: dict[str, list[Row]] = {name: [] for name in tables}
+    for name, table in tables.items():
+        for samples, kind in itertools.product((2, 4, 8, 16), ("forward_ms", "backward_ms")):
+            one, other = (
+                sum(getattr(cost, kind) for cost in each.costs_at(samples))
+                for each in (table, measured)
+            )
+            rows[name].append((f"{kind.partition('_')[0]} of {samples} samples", one, other))
+    return rows
+
+
 def small_gpt() -> tuple[nn.Module, torch.Tensor]:
     """Returns a GPT of some milliseconds a layer, and tokens for it."""
     torch.manual_seed(0)
@@ -193,11 +219,12 @@ def report(part: str, unit: str, rows: Sequence[Row]) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["emulated", "real", "memory"])
+    parser.add_argument("--parts", nargs="+", default=["emulated", "real", "memory", "layers"])
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--message-s", type=float, default=4e-4, help="of a message over gloo")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each rate of the machine")
     options = parser.parse_args()
     torch.set_num_threads(2)
     if "emulated" in options.parts:
@@ -206,6 +233,9 @@ def main() -> None:
         report("real", "ms", real(options))
     if "memory" in options.parts:
         report("memory", "MiB", memory())
+    if "layers" in options.parts:
+        for name, rows in layers(options.seconds).items():
+            report(name, "ms", rows)
     print_footer("Predicted against measured; median of the repeats after one warm-up.")
 
 

@@ -417,6 +417,19 @@ def _not_finite(world):
     assert where == rank_0s(world, where)
 
 
+@cells.add("processes that have met can be divided into pipelines of another length")
+def _divided(world):
+    met = World.from_env(1, "cpu", timeout_s=30, engine="distributed")
+    assert (met.replicas, met.replica, met.pipeline_group) == (2, world.rank, None)
+    across = met.divided(2, "cpu")
+    assert (across.nb_part, across.replicas, across.pipeline_rank) == (2, 1, world.rank)
+    model = HybridModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), across, chunks=2)
+    assert model.owns_output is (world.rank == 1)
+    model.train_step(torch.ones(4, 2), None, lambda output, _: output.mean())
+    with pytest.raises(WorldError, match="cannot be shared by pipelines of nb_part=3"):
+        met.divided(3, "cpu")
+
+
 @cells.add("numbers of processes that do not fit are refused")
 def _refused(world):
     with pytest.raises(WorldError, match="2 processes cannot be shared by pipelines of nb_part=3"):

@@ -1,0 +1,123 @@
+"""Predicted beside measured: a step's time, its bubble and the memory of the devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hybridtrain.app.build import RunContext
+from hybridtrain.app.run_prices import machine_of_run
+from hybridtrain.microbatch import chunk_sizes
+from hybridtrain.microbatch import split as split_batch
+from hybridtrain.planning import Plan
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.layout import Job, Layout
+from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
+from hybridtrain.text_table import with_unit
+
+_log = logging.getLogger(__name__)
+
+
+def predict_run(context: RunContext) -> Prediction:
+    """Returns what a step of the run should take, before it runs; a collective call.
+
+    Rank 0 predicts, from the costs that were measured for the split, or else from FLOPs and bytes.
+    Nothing that goes wrong here ends the run.
+    """
+    return context.world.broadcast(_predicted(context) if context.world.is_main else Prediction())
+
+
+def _predicted(context: RunContext) -> Prediction:
+    if (reason := why_not_priced(context.model.options)) is not None:
+        return Prediction(reason=reason)
+    try:
+        return _prediction_of(context)
+    except Exception as error:  # of the user's layers too, which run on fake tensors
+        _log.debug("no prediction", exc_info=True)
+        told = str(error).partition("\n")[0]
+        return Prediction(reason=f"{type(error).__name__}: {told}")
+
+
+def _prediction_of(context: RunContext) -> Prediction:
+    config, world, model = context.config, context.world, context.model
+    options = model.options
+    samples = config.data["batch_size"]
+    sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
+    layout = Layout(
+        nb_part=world.nb_part,
+        replicas=world.replicas,
+        engine=world.engine,
+        chunks=len(sizes),
+        schedule=options.schedule,
+        stages_per_device=options.stages_per_device,
+        checkpoint=str(options.checkpoint),
+        shard=options.shard if world.replicas > 1 else "none",
+    )
+    return predict_step(
+        model.planned.stages,
+        split_batch(context.example_inputs, sizes)[0],
+        machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
+        Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
+        layout,
+        _measured_costs(context),
+        precision=options.precision,
+        tf32=config.trainer.tf32,
+    )
+
+
+def _measured_costs(context: RunContext) -> list[LayerCost] | None:
+    """Returns the plan's costs if they were measured for micro-batches like those of the run."""
+    plan = context.model.plan
+    split = context.model.options.split
+    if plan.costs_from != "measured":
+        return None
+    if isinstance(split, str) and split.endswith((".yaml", ".yml")):  # of another run, or before
+        batch_has_changed = any(c.key == "data.batch_size" for c in context.settings.changes)
+        if batch_has_changed or Plan.read(split).chunks != plan.chunks:
+            return None
+    return plan.costs
+
+
+def beside_measured(prediction: Prediction, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `predicted` and `measured` with the same keys, for `summary.json`."""
+    measured = {
+        "step_ms": summary["step_ms"]["p50"],
+        "bubble": summary["bubble_fraction"],
+        "memory_bytes": _by_device(summary["stages"], summary["world"]["nb_part"], summary),
+    }
+    return {"predicted": asdict(prediction), "measured": measured}
+
+
+def _by_device(
+    stages: Sequence[Mapping[str, Any]], nb_part: int, summary: Mapping[str, Any]
+) -> list[int]:
+    """Returns the peak bytes of each device.
+
+    Of CPU stages the bytes are counted, and those of a device add up; of a GPU all its stages have
+    the peak of the allocator.
+    """
+    together = max if summary["device_memory"] else sum
+    peaks = [stage["peak_memory_bytes"] for stage in stages]
+    return [together(peaks[device::nb_part]) for device in range(nb_part)]
+
+
+def in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Returns both in one line."""
+    parts = []
+    pairs = {key: (predicted[key], measured[key]) for key in measured}
+    if None not in (steps := pairs["step_ms"]):
+        parts.append("predicted {:.1f} ms, measured {:.1f} ms per step".format(*steps))
+    if None not in (bubbles := pairs["bubble"]):
+        parts.append("bubble {:.0%} predicted, {:.0%} measured".format(*bubbles))
+    if None not in (memory := pairs["memory_bytes"]):
+        fullest = max(range(len(memory[1])), key=memory[1].__getitem__)
+        one, other = (with_unit(each[fullest]) for each in memory)
+        parts.append(f"memory of device {fullest}: {one} predicted, {other} measured")
+    if predicted["costs_from"] is not None:
+        parts.append(f"from {predicted['costs_from']} costs")
+    if predicted["reason"] is not None:
+        missing = "no prediction" if not parts else "no prediction of the time"
+        parts.append(f"{missing}: {predicted['reason']}")
+    return "; ".join(parts)

@@ -1,0 +1,109 @@
+"""The prediction of a run: what it says, and what it says where it knows too little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridtrain.app.predicted import beside_measured, in_words
+from hybridtrain.machine import Machine
+from hybridtrain.model import HybridModel
+from hybridtrain.models import gpt
+from hybridtrain.options import PipelineOptions
+from hybridtrain.planning import LayerCost
+from hybridtrain.planning.layout import Job, Layout
+from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
+from hybridtrain.world import World
+
+LAYOUT = Layout(2, chunks=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(gpt(64, 8, n_layer=4, d_model=16), World.from_env(2, "cpu"), chunks=4)
+
+
+def predicted(model, machine, measured=None):
+    microbatch = torch.zeros(2, 8, dtype=torch.long)
+    return predict_step(model.planned.stages, microbatch, machine, Job(8), LAYOUT, measured)
+
+
+def test_measured_costs_are_simulated_as_they_are(model):
+    costs = [
+        LayerCost(name, 1, 3.0 / len(stage), 6.0 / len(stage))
+        for stage in model.plan.layer_names
+        for name in stage
+    ]
+    machine = Machine(device="cpu", devices_per_node=2, action_s=0.0, memory_bytes_per_s=1e18)
+    found = predicted(model, machine, costs)
+    assert found.step_ms == pytest.approx((4 + 1) * (3.0 + 6.0), rel=1e-6)
+    assert found.bubble == pytest.approx(1 / 5)
+    assert found.costs_from == "measured"
+    assert found.reason is None
+
+
+def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
+    found = predicted(model, Machine(device="cpu", devices_per_node=2))
+    assert found.step_ms is None
+    assert found.bubble is None
+    assert "hybridtrain measure-machine" in found.reason
+    tokens = torch.zeros(8, 8, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train_step(tokens, None, lambda output, _: output.float().mean())
+    optimizer.step()
+    counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
+    assert found.memory_bytes == pytest.approx(counted, rel=0.01)
+
+
+def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
+    machine = Machine(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e9})
+    slow, fast = (
+        predicted(model, replace(machine, flops_per_s={"fp32": rate})) for rate in (1e8, 1e9)
+    )
+    assert slow.step_ms > fast.step_ms > 0
+    assert slow.costs_from == "estimated"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"compile": True}, "compile=true"),
+        ({"max_inflight": 2}, "max_inflight=2"),
+        ({"checkpoint": {"every": 2}}, "checkpoint={'every': 2}"),
+        ({"checkpoint": "always"}, None),
+    ],
+)
+def test_what_the_price_leaves_out_is_the_reason_for_no_prediction(settings, told):
+    reason = why_not_priced(PipelineOptions(**settings))
+    assert reason is None if told is None else reason.startswith(told)
+
+
+def summary_of(peaks, nb_part, device_memory):
+    return {
+        "step_ms": {"p50": 13.0},
+        "bubble_fraction": 0.3,
+        "world": {"nb_part": nb_part},
+        "stages": [{"peak_memory_bytes": peak} for peak in peaks],
+        "device_memory": device_memory,
+    }
+
+
+@pytest.mark.parametrize(("gpus", "peaks"), [({}, [4, 6]), ({"cuda:0": {}}, [3, 4])])
+def test_the_measured_memory_of_a_device_is_that_of_all_its_stages(gpus, peaks):
+    compared = beside_measured(Prediction(), summary_of([1, 2, 3, 4], 2, gpus))
+    assert compared["measured"]["memory_bytes"] == peaks
+
+
+def test_the_last_line_has_predicted_beside_measured():
+    summary = summary_of([1024, 2048], 2, {})
+    whole = Prediction(12.3, 0.25, (1024, 3072), "measured")
+    assert in_words(**beside_measured(whole, summary)) == (
+        "predicted 12.3 ms, measured 13.0 ms per step; bubble 25% predicted, 30% measured; "
+        "memory of device 1: 3.0 KiB predicted, 2.0 KiB measured; from measured costs"
+    )
+    nothing = Prediction(reason="compile=true is not priced")
+    assert in_words(**beside_measured(nothing, summary)) == (
+        "no prediction: compile=true is not priced"
+    )
