@@ -101,7 +101,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     prediction = predict_run(context)
     summary = trainer.fit({"config": shown, "layout": placement})
     if world.is_main:
-        compared = beside_measured(prediction, summary)
+        compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared})
         _log.info("%s", prediction_in_words(**compared))
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")

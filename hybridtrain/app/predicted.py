@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,7 @@ from hybridtrain.planning import Plan
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
+from hybridtrain.schedule import Placement, place_of
 from hybridtrain.text_table import with_unit
 
 _log = logging.getLogger(__name__)
@@ -80,27 +81,31 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
     return plan.costs
 
 
-def beside_measured(prediction: Prediction, summary: Mapping[str, Any]) -> dict[str, Any]:
+def beside_measured(
+    prediction: Prediction, summary: Mapping[str, Any], placement: Placement = "loop"
+) -> dict[str, Any]:
     """Returns `predicted` and `measured` with the same keys, for `summary.json`."""
     measured = {
         "step_ms": summary["step_ms"]["p50"],
         "bubble": summary["bubble_fraction"],
-        "memory_bytes": _by_device(summary["stages"], summary["world"]["nb_part"], summary),
+        "memory_bytes": _by_device(summary, placement),
     }
     return {"predicted": asdict(prediction), "measured": measured}
 
 
-def _by_device(
-    stages: Sequence[Mapping[str, Any]], nb_part: int, summary: Mapping[str, Any]
-) -> list[int]:
+def _by_device(summary: Mapping[str, Any], placement: Placement) -> list[int]:
     """Returns the peak bytes of each device.
 
     Of CPU stages the bytes are counted, and those of a device add up; of a GPU all its stages have
     the peak of the allocator.
     """
     together = max if summary["device_memory"] else sum
-    peaks = [stage["peak_memory_bytes"] for stage in stages]
-    return [together(peaks[device::nb_part]) for device in range(nb_part)]
+    peaks = [stage["peak_memory_bytes"] for stage in summary["stages"]]
+    nb_part = summary["world"]["nb_part"]
+    by_device: list[list[int]] = [[] for _ in range(nb_part)]
+    for stage, peak in enumerate(peaks):
+        by_device[place_of(stage, nb_part, placement)].append(peak)
+    return [together(own) for own in by_device]
 
 
 def in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

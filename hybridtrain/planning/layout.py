@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
 from hybridtrain.options import SHARD_MODES
+from hybridtrain.schedule import NAMED, place_of, placement_of, splits_backwards
 
 ENGINES = ("local", "distributed")
 
@@ -53,6 +54,15 @@ class Layout:
         """The number of stages of a pipeline."""
         return self.nb_part * self.stages_per_device
 
+    @property
+    def splits_backwards(self) -> bool:
+        """True if backwards run in two parts: what is recomputed does not."""
+        return splits_backwards(self.schedule) and self.checkpoint == "never"
+
+    def device_of(self, stage: int) -> int:
+        """Returns the number of the device that runs `stage`, among those of the pipeline."""
+        return place_of(stage, self.nb_part, placement_of(self.schedule))
+
     def samples(self, job: Job) -> int:
         """Returns the samples of the largest micro-batch."""
         of_replica = -(-job.samples // self.replicas)
@@ -69,7 +79,7 @@ class Choices:
     nb_part: Sequence[int] | None = None
     engine: Sequence[str] = ENGINES
     chunks: Sequence[int] | None = None
-    schedule: Sequence[str] = ("1f1b", "gpipe")
+    schedule: Sequence[str] = tuple(NAMED)
     stages_per_device: Sequence[int] = (1, 2, 4)
     checkpoint: Sequence[str] = ("never", "always")
     shard: Sequence[str] = SHARD_MODES
@@ -114,7 +124,7 @@ def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for checkpoint in choices.checkpoint:
+                    for checkpoint in _checkpoints(schedule, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
                             yield Layout(
                                 nb_part, replicas, engine, chunks, schedule, v, checkpoint, shard
@@ -126,8 +136,19 @@ def _schedules(
 ) -> Iterator[tuple[str, int]]:
     for schedule in choices.schedule if nb_part > 1 else choices.schedule[:1]:
         for v in choices.stages_per_device:
-            if v == 1 or (nb_part > 1 and nb_part * v <= layers and chunks % nb_part == 0):
+            if v != 1 and (nb_part == 1 or nb_part * v > layers):
+                continue
+            if {"zb-h1": 1, "zb-v": 2}.get(schedule, v) != v:
+                continue
+            if v == 1 or schedule == "zb-v" or chunks % nb_part == 0:
                 yield schedule, v
+
+
+def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
+    """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
+    if splits_backwards(schedule) and len(choices.schedule) > 1 and "never" in choices.checkpoint:
+        return ["never"]
+    return choices.checkpoint
 
 
 def divisors(number: int) -> list[int]:

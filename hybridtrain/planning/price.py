@@ -18,7 +18,14 @@ from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import make_schedule, peak_in_flight, simulate
+from hybridtrain.schedule import (
+    SEARCH,
+    Durations,
+    Spans,
+    make_schedule,
+    peak_in_flight,
+    simulate,
+)
 
 # A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
 # long as the one before.
@@ -27,6 +34,10 @@ _MOST_GROUPS = 50
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
+
+# The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
+# and each node with weights is called by itself.
+SPLIT_HOST = 2.5
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,14 @@ class Price:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Milliseconds of each stage for one micro-batch, and of each border between two stages."""
+    """Milliseconds of each stage for one micro-batch, and of each border between two stages.
+
+    `weight` is the part of `backward` that a schedule may put off.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weight: tuple[float, ...]
     transfer: tuple[float, ...]
     host: tuple[float, ...]
     recompute: tuple[float, ...]
@@ -113,14 +128,18 @@ def stage_times(
     """Returns how long the actions of each stage take, and the messages between stages."""
     costs = table.costs_at(layout.samples(job))
     again = _recomputed(layout)
-    forward, backward, host, recompute = [], [], [], []
+    forward, backward, weight, host, recompute = [], [], [], [], []
     for start, end in pairwise(accumulate(counts, initial=0)):
         own, called = costs[start:end], table.host_ms[start:end]
         f, b = sum(c.forward_ms for c in own), sum(c.backward_ms for c in own)
         host_f = sum(f for f, _ in called) + machine.action_s * 1e3
         host_b = sum(b for _, b in called) + machine.action_s * 1e3
+        if layout.splits_backwards and start:
+            host_b *= SPLIT_HOST
         forward.append(max(f, host_f))
         backward.append(max(b + again * f, host_b + again * host_f))
+        # what is recomputed is not divided, and the first stage's input needs no gradient
+        weight.append((0.5 if start else 1.0) * backward[-1] if layout.splits_backwards else 0.0)
         host.append(host_f + host_b + again * host_f)
         recompute.append(again * f)
     cuts = list(accumulate(counts))[:-1]
@@ -128,7 +147,7 @@ def stage_times(
         _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
         for border, cut in enumerate(cuts)
     ]
-    return StageTimes(*map(tuple, (forward, backward, transfer, host, recompute)))
+    return StageTimes(*map(tuple, (forward, backward, weight, transfer, host, recompute)))
 
 
 def price(
@@ -200,16 +219,18 @@ def least_step_ms(job: Job, layout: Layout, times: StageTimes, optimizer: float)
     """
     through = 0.0
     least = 0.0
-    held = most_in_flight(layout) if layout.stages_per_device == 1 else ()
+    # backwards to the weights may come after the gradients have gone back
+    whole = not layout.splits_backwards
+    held = most_in_flight(layout) if layout.stages_per_device == 1 and whole else ()
     on = sum(_sums(times)) + 2 * sum(times.transfer)
     busy = _by_device(layout, _sums(times))
     for device in range(layout.nb_part):
         least = max(least, through + busy[device] * layout.chunks)
         if held:
             least = max(least, through + (on - through) * (1 + (layout.chunks - 1) // held[device]))
-        through += times.forward[device] + times.backward[device]
+        through += times.forward[device] + whole * times.backward[device]
         if device < len(times.transfer):
-            through += 2 * times.transfer[device]
+            through += (1 + whole) * times.transfer[device]
     least = max(least, _host_bound_ms(layout, times))
     data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
     return max(least * job.accumulate + optimizer, data)
@@ -242,7 +263,7 @@ def device_memory(
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        device = stage % layout.nb_part
+        device = layout.device_of(stage)
         own[device] += table.sizes[start:end]
         alive = 1 if _recomputed(layout) else in_flight[stage]
         activations[device] += alive * sum(cost.activation_bytes for cost in costs[start:end])
@@ -261,8 +282,10 @@ def _most_in_flight(
     """Returns `peak_in_flight`, of few micro-batches where more would hold as many."""
     if schedule == "gpipe":
         return (chunks,) * (nb_part * stages_per_device)
-    if stages_per_device == 1:
+    if schedule == "1f1b" and stages_per_device == 1:
         return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
+    if schedule == "zb-h1":
+        return (min(chunks, nb_part),) * nb_part
     # groups of `nb_part`, of which a device holds at most three
     chunks = min(chunks, 4 * nb_part) if chunks % nb_part == 0 else chunks
     return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
@@ -298,16 +321,25 @@ def _simulated(
     return _Spread(short.length + more, tuple((a + more, b + more) for a, b in short.last_backward))
 
 
+def simulated(
+    name: str, nb_part: int, chunks: int, stages_per_device: int, times: StageTimes
+) -> Spans:
+    """Returns when the actions of so many micro-batches run, in milliseconds."""
+    durations = Durations(times.forward, times.backward, times.weight, times.transfer)
+    searched = durations if name == SEARCH else None
+    schedule = make_schedule(name, nb_part, chunks, stages_per_device, None, searched)
+    return simulate(schedule, times.forward, times.backward, times.transfer, times.weight)
+
+
 def _run(
     name: str, nb_part: int, stages_per_device: int, times: StageTimes, chunks: int
 ) -> _Spread:
-    schedule = make_schedule(name, nb_part, chunks, stages_per_device)
-    spans = simulate(schedule, times.forward, times.backward, times.transfer)
-    last = [(0.0, 0.0)] * schedule.stages
+    spans = simulated(name, nb_part, chunks, stages_per_device, times)
+    last = [(0.0, 0.0)] * nb_part * stages_per_device
     for lane in spans:
-        for (kind, stage, microbatch), start, end in lane:
-            if kind == "B" and microbatch == chunks - 1:
-                last[stage] = start, end
+        for action, start, end in lane:
+            if action.ends_microbatch and action.microbatch == chunks - 1:
+                last[action.stage] = start, end
     return _Spread(max(end for _, end in last), tuple(last))
 
 
@@ -332,7 +364,7 @@ def _exchange_ms(
     order = sorted(range(layout.stages), key=lambda stage: spread.last_backward[stage])
     for stage in order:
         begin, finish = spread.last_backward[stage]
-        device = stage % layout.nb_part
+        device = layout.device_of(stage)
         one_way = machine.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
         # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
         reduce = 2 * one_way
@@ -345,8 +377,7 @@ def _exchange_ms(
 
 def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
     """Returns the time of a message from stage `border` to the next one."""
-    device = border % layout.nb_part
-    to = (border + 1) % layout.nb_part
+    device, to = layout.device_of(border), layout.device_of(border + 1)
     in_node = machine.devices_per_node
     if device == to or (layout.engine == "local" and machine.device == "cpu"):
         return 0.0
@@ -379,7 +410,10 @@ def _by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:
-    return [sum(values[device :: layout.nb_part]) for device in range(layout.nb_part)]
+    sums = [0.0] * layout.nb_part
+    for stage, value in enumerate(values):
+        sums[layout.device_of(stage)] += value
+    return sums
 
 
 def with_weight_bytes(

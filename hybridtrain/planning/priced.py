@@ -19,8 +19,8 @@ from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_c
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price, most_in_flight, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, simulate
+from hybridtrain.planning.price import Price, most_in_flight, simulated, stage_times
+from hybridtrain.schedule import Span, Spans, placement_of
 from hybridtrain.text_table import text_table
 
 COSTS = ("estimated", "calibrated", "measured")
@@ -54,8 +54,8 @@ class PricedPlans:
         found = self.prices[number]
         layout = found.layout
         times = stage_times(self.table, self.machine, self.job, layout, found.counts)
-        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
-        spans = simulate(schedule, times.forward, times.backward, times.transfer)
+        shape = layout.schedule, layout.nb_part, chunks, layout.stages_per_device
+        spans = simulated(*shape, times)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
         ]
@@ -150,7 +150,9 @@ def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
     layout = price.layout
     costs = table.costs_at(layout.samples(job))
     processes = layout.nb_part if layout.engine == "distributed" else 1
-    cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas)
+    cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
+        placement_of(layout.schedule)
+    )
     bounds = pairwise(accumulate(price.counts, initial=0))
     return Plan(
         model=table.model,
@@ -164,7 +166,7 @@ def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
         costs_from=table.costs_from,
         stages=[
             StagePlan(
-                device=f"device {stage % layout.nb_part}",
+                device=f"device {layout.device_of(stage)}",
                 process=cluster.process_of(stage),
                 in_flight=alive,
                 layers=list(costs[start:end]),

@@ -11,7 +11,7 @@ Everything reads the one table: an engine executes it, `validate` proves that it
 everything runs. Nothing here needs torch.
 """
 
-from hybridtrain.schedule.make import NAMED, SCHEDULES, SEARCH, make_schedule
+from hybridtrain.schedule.make import NAMED, SCHEDULES, SEARCH, make_schedule, splits_backwards
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -56,6 +56,7 @@ __all__ = [
     "predict",
     "search",
     "simulate",
+    "splits_backwards",
     "stages_at",
     "validate",
     "zero_bubble_h1",

@@ -31,6 +31,11 @@ SCHEDULES = (*NAMED, SEARCH)
 """The names that `make_schedule` knows."""
 
 
+def splits_backwards(name: str) -> bool:
+    """Returns whether the schedule of this name has backwards in two parts."""
+    return name not in ("gpipe", "1f1b")
+
+
 @lru_cache(maxsize=256)
 def make_schedule(
     name: str,
