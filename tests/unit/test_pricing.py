@@ -135,6 +135,49 @@ def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_pa
     assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
 
 
+@pytest.mark.parametrize(("nb_part", "chunks"), [(1, 3), (2, 3), (4, 24), (3, 40)])
+@pytest.mark.parametrize(("schedule", "v"), [("zb-h1", 1), ("zb-v", 2), ("search", 1)])
+def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
+    schedule, v, nb_part, chunks
+):
+    one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
+    whole = peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
+    counted = most_in_flight(one)
+    assert all(mine >= theirs for mine, theirs in zip(counted, whole, strict=True))
+    assert max(counted) == max(whole)
+
+
+def chosen_schedule(table, **machine):
+    """The schedule of the fastest plan for 4 devices and 8 micro-batches."""
+    choices = Choices(nb_part=[4], chunks=[8], engine=["local"], checkpoint=["never"])
+    machine = Machine(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, **machine)
+    return find_layouts(table, machine, Job(8), choices)[0].layout.schedule
+
+
+def test_backwards_are_split_where_devices_compute_and_not_where_the_host_is_the_limit():
+    table = table_of([3.0] * 8)
+    assert chosen_schedule(table) == "zb-v"
+    assert chosen_schedule(replace(table, host_ms=[(6.0, 9.0)] * 8)) in ("1f1b", "gpipe")
+
+
+def test_what_is_recomputed_is_priced_as_a_whole_backward():
+    table, machine = table_of([1.0] * 8), Machine(devices_per_node=4, node_bytes_per_s=1e15)
+    one = Layout(4, chunks=8, schedule="zb-h1", checkpoint="always")
+    steps = [price(table, machine, Job(8), replace(one, schedule=name), [2] * 4).step_ms
+             for name in ("zb-h1", "1f1b")]  # fmt: skip
+    assert steps[0] == pytest.approx(steps[1])
+    never = replace(one, checkpoint="never")
+    assert price(table, machine, Job(8), never, [2] * 4).step_ms < 0.75 * steps[0]
+
+
+def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
+    table = table_of([1.0] * 8, weights=MIB)
+    sizes = [LayerSize(weights * MIB, 0) for weights in (1, 2, 4, 8, 16, 32, 64, 128)]
+    one = Layout(2, chunks=4, schedule="zb-v", stages_per_device=2)
+    memory = device_memory(replace(table, sizes=sizes), Job(4), one, [2] * 4)
+    assert [each.weights // MIB for each in memory] == [1 + 2 + 64 + 128, 4 + 8 + 16 + 32]
+
+
 @pytest.mark.parametrize("v", [1, 2])
 def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
     times = [1.0, 1.3, 0.7, 1.1, 1.0, 0.9, 1.2, 1.0]
