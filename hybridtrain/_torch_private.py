@@ -7,6 +7,7 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "GRAD_MODE_SETTER",
     "FakeTensorMode",
     "HashStore",
+    "InterceptedDraws",
     "PrefixStore",
     "StopRecomputation",
     "Store",
@@ -49,9 +51,11 @@ __all__ = [
     "ddp_sync_buffers",
     "end_loader",
     "exported_guards",
+    "find_random_operations",
     "get_default_store",
     "has_hooks",
     "hooks_of",
+    "is_traced",
     "loader_workers",
     "lowered",
     "move_scaler_state",
@@ -142,6 +146,98 @@ def exported_guards(program: torch.export.ExportedProgram) -> list[str]:
     what it checks.
     """
     return program._guards_code
+
+
+# --- random operations
+
+# A key of PyTorch's dispatcher that no tensor has: a thread turns it on and off. It comes before
+# autograd and autocast, and operations that have no kernel for it pass it by in C++. PyTorch keeps
+# it for its own tests of such modes, so that nothing else uses it. The other way to see every
+# operation, `TorchDispatchMode`, calls Python for each.
+_DRAWS_NAME = "TESTING_ONLY_GenericMode"
+_DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
+_set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+
+# `_stash_obj_in_tls`: what is kept there goes along with the key into the threads that PyTorch
+# starts or uses for a thread's work, of autograd and of TorchScript.
+_IN_TLS = "hybridtrain.draws"
+
+_known_operations: set[str] = set()
+_libraries: dict[str, torch.library.Library] = {}
+_registration_lock = threading.Lock()
+
+
+def find_random_operations() -> None:
+    """Has `InterceptedDraws` see all random operations that there are now.
+
+    They are those with the tag `nondeterministic_seeded`. One that PyTorch computes by others
+    (`CompositeImplicitAutograd`, such as `dropout`) is not seen, but those that draw for it are.
+
+    `torch._C._dispatch_get_all_op_names`: an extension may have added some.
+    """
+    with _registration_lock:
+        if not _libraries:
+            library = _libraries["_"] = torch.library.Library("_", "IMPL", _DRAWS_NAME)
+            library.fallback(torch.library.fallthrough_kernel, _DRAWS_NAME)
+        names = set(torch._C._dispatch_get_all_op_names())
+        for name in sorted(names - _known_operations):
+            _intercept(name)
+        _known_operations.update(names)
+
+
+def _intercept(name: str) -> None:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return
+    space, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    try:
+        operation = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+    except (AttributeError, RuntimeError):  # not for Python
+        return
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        context: InterceptedDraws = torch._C._get_obj_in_tls(_IN_TLS)
+        _set_draws_key(_DRAWS_KEY, False)
+        try:
+            return context.draw(operation, args, kwargs)
+        finally:
+            _set_draws_key(_DRAWS_KEY, True)
+
+    if space not in _libraries:
+        _libraries[space] = torch.library.Library(space, "IMPL", _DRAWS_NAME)
+    _libraries[space].impl(operation, kernel, _DRAWS_NAME)
+
+
+class InterceptedDraws:
+    """A context in which each random operation of this thread becomes a call of `draw`.
+
+    All other operations run as ever, at their full speed.
+    """
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of `operation`; what it calls itself is not intercepted."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
+        self._outer = torch._C._get_obj_in_tls(_IN_TLS) if self._was_on else None
+        torch._C._stash_obj_in_tls(_IN_TLS, self)
+        _set_draws_key(_DRAWS_KEY, True)
+
+    def __exit__(self, *error: object) -> None:
+        _set_draws_key(_DRAWS_KEY, self._was_on)
+        torch._C._stash_obj_in_tls(_IN_TLS, self._outer)
+
+
+def is_traced(args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation on `args` is only traced, by torch.compile, and draws nothing.
+
+    `torch._guards.detect_fake_mode`: torch.compiler tells the code that is traced, not its
+    operations.
+    """
+    return torch._guards.detect_fake_mode(args) is not None
 
 
 # --- autograd

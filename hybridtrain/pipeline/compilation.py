@@ -1,8 +1,7 @@
 """Layers under torch.compile.
 
-A layer that draws random numbers in training runs plainly there: its draws are seeded by a dispatch
-mode, which torch.compile cannot see into. Dynamo gives up a frame that it meets there, up to
-PyTorch 2.13 for good. So a compiled layer is never called inside that mode.
+A layer that draws random numbers in training runs plainly there, since compiled code draws others
+(Inductor makes its own kernels): the masks would be those of a run with `compile=False` no more.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class LayerSettings:
     """Notices layers that were set otherwise, by the numbers and flags of their modules.
 
     Whether a layer draws depends on them: the rate of a dropout, the mode of one module. What it
-    reads elsewhere, in a global or inside an object that is an attribute, is not looked at.
+    reads elsewhere, in a global or inside an object that is an attribute, is seen once it draws.
 
     Args:
         layers: the layers.

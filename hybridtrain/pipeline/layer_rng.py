@@ -6,22 +6,24 @@ is a layer, or several layers that were one before a finer cut: they continue ea
 operations. The default generator cannot give that: the process has one, and the stages' threads
 would use it in any order.
 
-Below autograd and autocast every random operation passes through a `TorchDispatchMode`, whatever
-module asked for it (`nn.Dropout`, attention's dropout, a plain `torch.rand`). The mode costs some
-microseconds per operation, so only layers that were seen to draw run in it: all layers in the first
-step after `train()`, from then on those that drew in that step.
+Every random operation of a layer is seen where it is asked for, whatever module asks (`nn.Dropout`,
+attention's dropout, a plain `torch.rand`): PyTorch's dispatcher hands it over while the layer runs,
+and passes all other operations by. So every layer is watched in every training step, also one that
+has never drawn before.
 
 A kernel outside PyTorch's operations, such as the dropout of flash-attn or apex, draws from
 the default generator of its GPU unseen. So that generator is seeded by place as well, for as long
-as a layer runs in the mode, where no other stage's thread uses it.
+as a layer runs, where no other stage's thread uses it.
 
-torch.compile does not work inside such a mode. Compiled layers are therefore looked at apart from
-their step, in a run of the plain layer whose result is dropped (`layer_runner`); those that draw
-run plainly from then on.
+Compiled code draws other numbers than the same layer draws without it. Compiled layers are
+therefore looked at apart from their step, in a run of the plain layer whose result is dropped
+(`layer_runner`); those that draw run plainly from then on. One that begins to draw unseen draws by
+place in its compiled code, to the end of the step.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import threading
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain._torch_private import TorchDispatchMode
+from hybridtrain._torch_private import InterceptedDraws, find_random_operations, is_traced
 
 
 class LayerRNG:
@@ -47,8 +49,6 @@ class LayerRNG:
         seed: of the run.
         replica: the number of this replica, which draws other numbers than the others.
         units: for each layer its unit, and its number among the unit's pieces.
-        every_layer: seed every layer in every step: a layer that is recomputed must draw the same
-            numbers twice, also in the first step in which it draws.
         looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
         own_generator: returns the default generator of the device of this thread, if no other
             thread draws from it.
@@ -59,7 +59,6 @@ class LayerRNG:
         seed: int,
         replica: int,
         units: Sequence[tuple[int, int]],
-        every_layer: bool = False,
         looks_apart: bool = False,
         own_generator: Callable[[], torch.Generator | None] | None = None,
     ) -> None:
@@ -69,39 +68,31 @@ class LayerRNG:
         self._seed = seed
         self._replica = replica
         self._units = units
-        self._every_layer = every_layer and not looks_apart
         self.looks_apart = looks_apart
-        self._detecting = not looks_apart
         self._unseen = set(range(len(units))) if looks_apart else set[int]()
         self._drawing: set[int] = set()
+        self._seen: set[int] = set()  # to draw, in this step
         self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
+        find_random_operations()
 
     def redetect(self) -> None:
-        """Looks at all layers in the next step: the set of random layers may have changed."""
+        """Looks at all compiled layers in the next step: others of them may draw by now."""
+        find_random_operations()
         if self.looks_apart:
             self._unseen.update(range(len(self._units)))
-        else:
-            self._detecting = True
 
     def look_again(self, layer: int) -> None:
         """Looks at the compiled `layer` before its next run in training."""
         self._unseen.add(layer)
 
-    def end_step(self, unseeded_draws: bool) -> None:
-        """Moves to the next step; the layers seen to draw so far are those seeded from now on.
-
-        `unseeded_draws`, a default generator that has moved, leads to another look at all layers: a
-        layer may begin to draw later (a dropout rate that rises). Its draws in that one step are
-        not seeded by place; those in the next are.
-        """
+    def end_step(self) -> None:
+        """Moves to the next step."""
         self.step += 1
-        # In evaluation mode no layer was looked at. Compiled layers are not looked at again for a
-        # default generator, which a thread that loads data may move in every step.
-        if self.active and not self.looks_apart:
-            self._detecting = unseeded_draws
+        self._drawing |= self._seen
+        self._seen.clear()
 
     def draws(self, layer: int) -> bool:
-        """Returns whether `layer` was seen to draw."""
+        """Returns whether `layer` was seen to draw, before this step or in a look."""
         return layer in self._drawing
 
     def needs_look(self, layer: int) -> bool:
@@ -111,18 +102,16 @@ class LayerRNG:
     def looked_at(self, layer: int) -> None:
         """Notes that `layer` has run as `needs_look` asked for."""
         self._unseen.discard(layer)
-
-    def needs_seeding(self, layer: int) -> bool:
-        """Returns whether `layer` must run inside `seeded`."""
-        return self.active and (self._every_layer or self._detecting or layer in self._drawing)
+        if layer in self._seen:
+            self._drawing.add(layer)
 
     def seeded(self, layer: int, microbatch: int) -> _SeededDraws:
         """Returns a context in which the random operations of `layer` are seeded by place."""
         unit, piece = self._units[layer]
-        key = struct.pack("<5q", self._seed, self.step, unit, microbatch, self._replica)
+        key = self._seed, self.step, unit, microbatch, self._replica
         # the pieces before this one have run on this micro-batch already
         self._counts[unit, piece, microbatch] = 0
-        before = sum(self._counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
+        before = sum(self.draws_before(layer, microbatch)) if piece else 0
         return _SeededDraws(self, key, before, layer, (unit, piece, microbatch))
 
     def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
@@ -140,7 +129,7 @@ class LayerRNG:
 
     def note_draw(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
         """Notes that `layer` has run so many random operations."""
-        self._drawing.add(layer)
+        self._seen.add(layer)
         self._counts[place] = operations
 
 
@@ -149,76 +138,85 @@ _CPU_GENERATOR = torch.default_generator
 # Serialises the use of the process's default generators, by operations that take no other.
 _default_generator_lock = threading.Lock()
 
-# For each operation: None if it is not random, else whether it takes a generator.
-_takes_generator: dict[Any, bool | None] = {}
 
+class _SeededDraws(InterceptedDraws):
+    """Seeds the random operations of one run of a layer.
 
-class _SeededDraws(TorchDispatchMode):
+    Args:
+        rng: is told of them.
+        key: of the layer's place.
+        before: the operations of the pieces of its unit before it.
+        layer: its number.
+        place: as `LayerRNG.note_draw` takes it.
+    """
+
     def __init__(
-        self, rng: LayerRNG, key: bytes, before: int, layer: int, place: tuple[int, int, int]
+        self,
+        rng: LayerRNG,
+        key: tuple[int, int, int, int, int],
+        before: int,
+        layer: int,
+        place: tuple[int, int, int],
     ) -> None:
-        super().__init__()
         self._rng = rng
         self._key = key
         self._before = before
         self._layer = layer
         self._place = place
         self._operations = 0
+        self._may_be_traced = rng.looks_apart
         self._own = rng.own_generator()
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __enter__(self) -> Any:
-        if self._own is not None:
-            self._found = self._own.get_state()
+    def __enter__(self) -> None:
+        if (own := self._own) is not None:
+            self._found = own.initial_seed(), own.get_offset()
             # -1: no operation has it; each piece of a unit draws other numbers
-            key = self._key + struct.pack("<2q", -1, self._place[1])
-            self._own.manual_seed(_seed_of(key))
-            self._given = self._own.get_state()
-        return super().__enter__()
+            own.manual_seed(_seed_of(*self._key, -1, self._place[1]))
+        super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if self._own is not None:
-            if not torch.equal(self._own.get_state(), self._given):
+        if (own := self._own) is not None:
+            if own.get_offset():  # it has drawn
                 self._rng.note_draw(self._layer, self._place, self._operations)
-            self._own.set_state(self._found)
+            seed, offset = self._found
+            own.manual_seed(seed)
+            own.set_offset(offset)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        try:
-            takes = _takes_generator[func]
-        except KeyError:
-            takes = _takes_generator[func] = _inspect(func)
-        if takes is None or kwargs.get("generator") is not None or _is_off(func, args, kwargs):
-            return func(*args, **kwargs)
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of `operation`, drawn from a generator of its place."""
+        if kwargs.get("generator") is not None or _is_off(operation, args, kwargs):
+            return operation(*args, **kwargs)
+        if self._may_be_traced and is_traced(args):
+            return operation(*args, **kwargs)
         device = _device_of(args, kwargs)
         generator = self._next_generator(device)
-        if takes:
+        if _takes_generator(operation):
             kwargs["generator"] = generator
-            return func(*args, **kwargs)
+            return operation(*args, **kwargs)
         on_cpu = device.type == "cpu"
         default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
         with _default_generator_lock:
             before = default.get_state()
             default.set_state(generator.get_state())
             try:
-                return func(*args, **kwargs)
+                return operation(*args, **kwargs)
             finally:
                 default.set_state(before)
 
     def _next_generator(self, device: torch.device) -> torch.Generator:
-        number = struct.pack("<q", self._before + self._operations)
+        number = self._before + self._operations
         self._operations += 1
         self._rng.note_draw(self._layer, self._place, self._operations)
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(_seed_of(self._key + number))
+        return self._generators[device].manual_seed(_seed_of(*self._key, number))
 
 
-def _seed_of(key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+def _seed_of(*key: int) -> int:
+    packed = struct.pack(f"<{len(key)}q", *key)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def no_generator() -> None:
@@ -232,23 +230,8 @@ def current_gpus_generator() -> torch.Generator | None:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-DefaultStates = tuple[bytes, list[int]]
-
-
-def default_generator_states(gpus: Sequence[int]) -> DefaultStates:
-    """Returns the state of the default generators of the CPU and of `gpus`.
-
-    Costs microseconds and waits for no GPU, whose generator counts on the host.
-    """
-    return (
-        _CPU_GENERATOR.get_state().numpy().tobytes(),
-        [torch.cuda.default_generators[gpu].get_offset() for gpu in gpus],
-    )
-
-
-def _inspect(func: Any) -> bool | None:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
+@functools.cache
+def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 

@@ -37,10 +37,6 @@ _ERROR_HINTS = {
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
 
-def _call(module: nn.Module, value: Any) -> Any:
-    return module(value)
-
-
 class LayerRunner:
     """Runs consecutive layers.
 
@@ -79,7 +75,6 @@ class LayerRunner:
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
         self._states: dict[int, LayerState] = {}
-        self._run_plainly = run_plainly if rng.looks_apart else _call
 
     def run(
         self,
@@ -102,11 +97,8 @@ class LayerRunner:
                         value = self._run_checkpointed_layer(microbatch, index, layer, value)
                     elif snapshots is not None:
                         value = self._run_with_state(snapshots, microbatch, index, layer, value)
-                    elif self.rng.needs_seeding(index):
-                        with self.rng.seeded(index, microbatch):
-                            value = self._run_plainly(layer.module, value)
                     else:
-                        value = layer.module(value)
+                        value = self._run_layer(microbatch, index, layer, value)
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name
@@ -137,9 +129,15 @@ class LayerRunner:
         if index not in self._states:
             self._states[index] = LayerState(layer)
         with self._states[index].of(snapshots, index):
-            if self.rng.needs_seeding(index):
-                with self.rng.seeded(index, microbatch):
-                    return self._run_plainly(layer.module, value)
+            return self._run_layer(microbatch, index, layer, value)
+
+    def _run_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
+        if not self.rng.active:
+            return layer.module(value)
+        with self.rng.seeded(index, microbatch):
+            # what has drawn in this step as compiled code does so in its recomputation too
+            if self.rng.looks_apart and self.rng.draws(index):
+                return run_plainly(layer.module, value)
             return layer.module(value)
 
     def _look(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
@@ -147,7 +145,6 @@ class LayerRunner:
 
         The run changes nothing: neither the layer's state, nor its inputs, nor what it pops.
         """
-        self.rng.looked_at(index)
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
         popped = {name: pop(name) for name in names}
         if works_in_place(layer.module):
@@ -162,6 +159,7 @@ class LayerRunner:
             self.rng.seeded(index, microbatch),
         ):
             run_plainly(layer.module, value)
+        self.rng.looked_at(index)
 
     def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(

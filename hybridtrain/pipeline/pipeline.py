@@ -29,12 +29,7 @@ from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_devices, norm_over_processes
-from hybridtrain.pipeline.layer_rng import (
-    LayerRNG,
-    current_gpus_generator,
-    default_generator_states,
-    no_generator,
-)
+from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator, no_generator
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
@@ -101,7 +96,6 @@ class Pipeline:
             options.seed,
             world.replica,
             planned.units,
-            self._policy.is_active,
             options.compile,
             no_generator if shared else current_gpus_generator,
         )
@@ -138,7 +132,6 @@ class Pipeline:
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._is_whole = False  # the weights, for a step or longer
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
-        self._gpus = sorted({device.index for device in world.devices if device.type == "cuda"})
         self._gradient_devices = {stage.device for stage in self.stages}
         # TorchScript's cannot be dropped; they are not this process's all the same
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
@@ -279,11 +272,10 @@ class Pipeline:
         if self._settings is not None and self.rng.active:
             for number in self._settings.changed():
                 self.rng.look_again(number)
-        before = default_generator_states(self._gpus)
         with nullcontext() if self._norms is None else self._norms.step():
             values = self._engine.run(step)
         if trains:
-            self.rng.end_step(unseeded_draws=default_generator_states(self._gpus) != before)
+            self.rng.end_step()
         return values
 
     @property

@@ -74,10 +74,17 @@ def receive(transfer: Transfer, device: torch.device) -> Any:
     if transfer.ready_event is not None and accelerator is not None:
         stream = accelerator.current_stream(device)
         stream.wait_event(transfer.ready_event)
-        for leaf in tree_leaves(transfer.values):
-            if isinstance(leaf, Tensor) and leaf.device == device:
-                accelerator.record_stream(leaf, stream)
+        _keep_until(stream, transfer.values, device)
     return transfer.values
+
+
+def _keep_until(stream: Stream, values: Any, device: torch.device) -> None:
+    """Keeps the memory of what `values` has on `device` until `stream` has read it."""
+    accelerator = accelerator_of(device)
+    assert accelerator is not None
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.device == device:
+            accelerator.record_stream(leaf, stream)
 
 
 class Inputs:
@@ -126,11 +133,12 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return moved.requires_grad_() if tensor.requires_grad else moved
 
 
-def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
+def sync_streams(devices: Iterable[torch.device], before: bool, values: Any = None) -> None:
     """Orders the work of the stages' threads with that of a caller who uses other streams of GPUs.
 
     The threads use the default streams. `before` a step these wait for what the caller has queued;
-    after it the caller's streams wait for them.
+    after it the caller's streams wait for them. The memory of `values`, which the caller gets, is
+    the default streams', and is kept until the caller's streams have read it.
     """
     for device in devices:
         accelerator = accelerator_of(device)
@@ -139,6 +147,7 @@ def sync_streams(devices: Iterable[torch.device], before: bool) -> None:
         first, second = (own, theirs) if before else (theirs, own)
         if first != second:
             second.wait_stream(first)
+            _keep_until(own, values, device)
 
 
 _side_streams: dict[tuple[torch.device, torch.device, torch.device, str], Stream] = {}

@@ -262,7 +262,7 @@ class Unsplit:
                 continue
             losses.append(loss.detach().float() * len(y))
             (loss * ((rows / total) * len(y) / rows) * scale).backward()
-        draws.end_step(False)
+        draws.end_step()
         return torch.stack(losses).sum() / (rows or 1)
 
 

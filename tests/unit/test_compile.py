@@ -106,8 +106,6 @@ def test_a_layer_that_begins_to_draw_after_it_was_compiled_draws_by_place(compil
         net[4].eval()
         model = hybrid(net, nb_part, chunks=CHUNKS, seed=3, compile=compiles)
         model.train_step(torch.ones(6, WIDTH), None, mean_loss)
-        if not compiles:
-            model.rng.redetect()  # what has just changed draws by place from the next step on
         change(net)
         net.zero_grad()
         torch.rand(nb_part)  # default generators differ
@@ -115,6 +113,63 @@ def test_a_layer_that_begins_to_draw_after_it_was_compiled_draws_by_place(compil
         found.append(grads(net))
     for other in found[1:]:
         assert_same(other, found[0], rtol=1e-6, atol=1e-7)
+
+
+class Switched(nn.Module):
+    """Drops out while a switch that no module has is on."""
+
+    on = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return F.dropout(x, 0.5) if Switched.on else x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
+    compiled_calls, monkeypatch, checkpoint
+):
+    found = []
+    for nb_part, settings in ((1, {}), (2, {"compile": True, "checkpoint": checkpoint})):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), Switched(), nn.Linear(WIDTH, 2))
+        model = hybrid(net, nb_part, chunks=CHUNKS, seed=3, **settings)
+        torch.rand(nb_part)  # default generators differ
+        with monkeypatch.context() as patch:
+            for step in range(3):
+                patch.setattr(Switched, "on", step > 0)
+                net.zero_grad()
+                model.train_step(torch.ones(6, WIDTH), None, mean_loss)
+                found.append(grads(net))
+    for step in range(3):
+        assert_same(found[3 + step], found[step], f"step {step}", rtol=1e-6, atol=1e-7)
+    assert not torch.equal(found[1]["0.weight"], found[0]["0.weight"])
+
+
+def test_the_recomputation_of_a_layer_that_begins_to_draw_draws_the_same(monkeypatch):
+    # a backend whose code draws other numbers than the plain layer
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_(self, backend="aot_eager", **options)
+    )
+    found = []
+    for checkpoint in ("never", "always"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), nn.Linear(WIDTH, 2))
+        model = hybrid(net, 1, chunks=CHUNKS, seed=3, compile=True, checkpoint=checkpoint)
+        with monkeypatch.context() as patch:
+            for on in (False, True):
+                patch.setattr(Switched, "on", on)
+                net.zero_grad()
+                model.train_step(torch.ones(6, WIDTH), None, mean_loss)
+        found.append(grads(net))
+    torch._dynamo.reset()
+    assert_same(*found, rtol=1e-6, atol=1e-7)
 
 
 def test_layers_whose_settings_stay_are_looked_at_once(compiled_calls):

@@ -1,16 +1,22 @@
 """A data set that fails, ends its process or hangs: one line that names sample and place."""
 
+import multiprocessing
 import os
 import signal
 import time
 
 import pytest
 import torch
+from support.compare import hybrid
 from support.loaders import world_of
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from hybridtrain import Trainer
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.options import LoaderOptions
 
 INPUTS = torch.arange(12.0).view(12, 1)
@@ -147,3 +153,64 @@ def test_fewer_samples_than_replicas_and_more_in_a_batch_than_there_are():
     assert [share.samples for share in shares] == [1, 1, 0, 0]
     assert {share.total for share in shares} == {2}
     assert all(share.last for share in shares)
+
+
+class Whole(Dataset):
+    """12 samples for a model of 2 features."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return INPUTS[index].repeat(2), INPUTS[index]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Notes at each fork of this process whether a stage executes something."""
+    seen = []
+    os.register_at_fork(before=lambda: seen.append(any(lane.action for lane in activity.lanes)))
+    return seen
+
+
+def test_worker_processes_are_forked_while_no_stage_computes(forks):
+    model = hybrid(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), 2, chunks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = LoaderOptions(workers=1)
+    train = TrainLoader(Whole(), 4, model.world, options=options)
+    evaluation = EvalLoader(Whole(), 4, model.world, options=options)
+    forks.clear()
+    trainer = Trainer(
+        model, optimizer, F.mse_loss, train, evaluation=evaluation, steps=4, eval_every=2
+    )
+    trainer.fit()
+    assert forks == [False] * 3  # for the training, and for each evaluation
+
+
+IMPORTED_BY = os.getpid()
+
+
+class WhoImported(Dataset):
+    """Tells whether the process that reads it has imported this module itself."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.zeros(1), torch.tensor(os.getpid() == IMPORTED_BY)
+
+
+@pytest.mark.parametrize(("method", "imports"), [("fork", False), ("spawn", True)])
+def test_worker_processes_are_started_by_the_method_that_python_is_set_to(method, imports):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        [(_, found)] = evaluation(WhoImported(), workers=1)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert found.tolist() == [imports] * 2
+
+
+def test_a_data_set_that_cannot_be_pickled_works_in_worker_processes():
+    dataset = Failing(lambda: (INPUTS[7], 7))  # a lambda
+    assert sum(len(inputs) for inputs, _ in evaluation(dataset, workers=1)) == 12

@@ -2,8 +2,12 @@
 
 import itertools
 
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from hybridtrain._torch_private import InterceptedDraws, find_random_operations
 from hybridtrain.pipeline.layer_rng import LayerRNG
 
 
@@ -15,3 +19,74 @@ def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
         with draws.seeded(layer, i):
             drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
     assert len(drawn) == 2000
+
+
+class Seen(InterceptedDraws):
+    """Notes the operations that are handed over."""
+
+    def __init__(self):
+        find_random_operations()
+        self.names = []
+
+    def draw(self, operation, args, kwargs):
+        self.names.append(str(operation))
+        return operation(*args, **kwargs)
+
+
+def test_random_operations_alone_are_handed_over_and_only_inside():
+    x, seen = torch.ones(2, 3, requires_grad=True), Seen()
+    F.dropout(x)
+    with seen:
+        F.dropout(torch.relu(x @ x.T)).sum().backward()
+        torch.rand(2)
+        torch.zeros(2).normal_()
+        nn.LSTM(3, 3, num_layers=2, dropout=0.5)(x)
+    torch.rand(2)
+    initial = ["aten.uniform_.default"] * 8
+    draws = ["bernoulli_.float", "rand.default", "normal_.default"]
+    expected = [f"aten.{name}" for name in draws]
+    assert seen.names == [*expected, *initial, "aten.bernoulli_.float"]
+
+
+def test_an_inner_context_ends_with_the_outer_one_in_place_also_after_an_error():
+    outer, inner = Seen(), Seen()
+
+    def draw_and_fail():
+        with inner:
+            torch.rand(1)
+            raise ArithmeticError
+
+    with outer:
+        with pytest.raises(ArithmeticError):
+            draw_and_fail()
+        torch.randn(1)
+    torch.rand(1)
+    assert (outer.names, inner.names) == (["aten.randn.default"], ["aten.rand.default"])
+
+
+def test_draws_in_threads_that_torchscript_starts_are_seeded():
+    @torch.jit.script
+    def two(x: torch.Tensor):
+        later = torch.jit.fork(F.dropout, x, 0.5, True)
+        return torch.jit.wait(later)
+
+    results = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0, 0):
+            results.append(two(torch.ones(64)))
+    assert torch.equal(*results)
+
+
+def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a_generator():
+    library = torch.library.Library("hybridtest", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    # of its own, as a kernel that draws by no operation of PyTorch
+    kernel = lambda x: x + torch.default_generator.get_state().sum()  # noqa: E731
+    library.impl("noise", kernel, "CPU")
+    results = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0, 0):
+            results.append(torch.ops.hybridtest.noise(torch.zeros(1, dtype=torch.long)))
+    assert torch.equal(*results)

@@ -123,17 +123,46 @@ def test_a_layer_that_begins_to_draw_later_is_seeded_after_train():
     assert all(map(torch.equal, run(1), run(2)))
 
 
-def test_a_layer_whose_dropout_rate_rises_is_seeded_from_its_next_step_on():
-    def gradients(nb_part):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.0))
-        model = hybrid(net, nb_part, chunks=2, seed=3)
-        batch = torch.ones(8, 4), torch.zeros(8, 4)
-        model.train_step(*batch, F.mse_loss)
-        net[1].p = net[3].p = 0.5
-        model.train_step(*batch, F.mse_loss)  # here they are seen to draw
-        model.zero_grad()
-        model.train_step(*batch, F.mse_loss)
-        return grads(net)
+class Switched(nn.Module):
+    """Drops out while a switch outside of all modules is on."""
 
-    assert_same(gradients(1), gradients(2))
+    on = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return F.dropout(x, 0.5) if Switched.on else x
+
+
+def raise_a_rate(net, monkeypatch):
+    net[1].p = 0.5
+
+
+def switch_a_global(net, monkeypatch):
+    monkeypatch.setattr(Switched, "on", True)
+
+
+@pytest.mark.parametrize("change", [raise_a_rate, switch_a_global], ids=lambda f: f.__name__)
+def test_a_layer_that_begins_to_draw_draws_by_place_in_that_very_step(monkeypatch, change):
+    def gradients(nb_part, checkpoint):
+        torch.manual_seed(nb_part)  # must not matter
+        net = nn.Sequential(Switched(), nn.Dropout(0.0), nn.Linear(4, 4), Switched())
+        net.load_state_dict(first)
+        model = hybrid(net, nb_part, chunks=2, seed=3, checkpoint=checkpoint)
+        batch = torch.ones(8, 4), torch.zeros(8, 4)
+        with monkeypatch.context() as patch:
+            model.train_step(*batch, F.mse_loss)
+            unchanged = grads(net)
+            change(net, patch)
+            model.zero_grad()
+            model.train_step(*batch, F.mse_loss)
+        return grads(net), unchanged
+
+    first = nn.Sequential(Switched(), nn.Dropout(0.0), nn.Linear(4, 4), Switched()).state_dict()
+    expected, unchanged = gradients(1, "never")
+    assert not torch.equal(expected["0.linear.weight"], unchanged["0.linear.weight"])
+    for nb_part, checkpoint in ((2, "never"), (1, "always"), (4, "always"), (2, {"every": 1})):
+        assert_same(gradients(nb_part, checkpoint)[0], expected, f"{nb_part} {checkpoint}")

@@ -212,6 +212,29 @@ def test_inputs_are_copied_while_the_device_computes():
         assert torch.equal(on_host(first), torch.zeros(4))
 
 
+def test_outputs_that_a_caller_reads_in_a_stream_of_its_own_are_not_overwritten():
+    x, _ = regression(8)
+    with stand_in_gpus(2) as gpus:
+        model = model_on(gpus, nn.Sequential(TanhLinear(), TanhLinear()), chunks=2).eval()
+
+        def outputs(inputs):
+            return model.map_outputs(inputs, None, lambda output, _: output)
+
+        expected = on_host(outputs(x))
+        device = gpus.devices[1]
+        default, own = gpus.default_stream(device), gpus.new_stream(device)
+        with gpus.using([own]):
+            given = outputs(x)
+            with Gate(own):
+                read = [output + 0 for output in given]
+                del given
+                with gpus.using([default]):
+                    outputs(x + 1)  # takes their memory, if it is free
+                    default.record_event().synchronize()
+        for output, same in zip(on_host(read), expected, strict=True):
+            assert torch.equal(output, same)
+
+
 class WithLengths(nn.Module):
     """Hands on the lengths that `pack_padded_sequence` takes, in CPU memory."""
 

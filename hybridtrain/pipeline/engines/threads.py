@@ -100,7 +100,7 @@ class ThreadEngine:
                 self._dispatch(run)
                 run.join()
             if self._gpus:
-                sync_streams(self._gpus, before=False)
+                sync_streams(self._gpus, before=False, values=run.values)
         else:
             run.run_lane(0)
         failure, run.failure = run.failure, None
