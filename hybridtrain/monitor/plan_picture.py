@@ -76,8 +76,7 @@ def draw_plan(
     picture.times(heights[0], points, nodes)
     picture.memory(heights[0] + heights[1], memory, limit, memory_lane)
     lanes = TimelinePainter(painter, _ACROSS / longest, len(timeline), lane)
-    stages = max(span.action.stage for spans in timeline for span in spans) + 1
-    lanes.legend("Predicted timeline", stages, top)
+    lanes.legend("Predicted timeline", timeline, top)
     lanes.panel(top + 52, of_timeline, timeline, longest)
     return image
 

@@ -9,12 +9,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 from hybridtrain.schedule import Spans, bubble_fraction
 
-# forward and backward, for up to four stages that share a device; darker ones are later stages
+# by kind of action, for up to four stages that share a device; darker ones are later stages
 COLOURS = {
     "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
     "B": ("#a1d99b", "#74c476", "#41ab5d", "#238b45"),
+    "I": ("#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801"),
+    "W": ("#dadaeb", "#bcbddc", "#9e9ac8", "#6a51a3"),
 }
-_WORDS = {"F": "forward", "B": "backward"}
+_WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
 LEFT, RIGHT, _TOP = 74, 24, 52
 _LANE, _BAR, _TITLE, _AXIS = 28, 22, 24, 30
 _NARROWEST, _WIDEST = 900, 4000
@@ -42,7 +44,7 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     image = Image.new("RGB", (width, height), "white")
     picture = TimelinePainter(ImageDraw.Draw(image), (width - LEFT - RIGHT) / longest, lanes)
     panel = picture.panel_height
-    picture.legend(title, max(span.action.stage for lane in measured for span in lane) + 1)
+    picture.legend(title, measured)
     for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
         text = f"{name}: {_length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
         picture.panel(_TOP + number * panel, text, spans, longest)
@@ -74,23 +76,26 @@ class TimelinePainter:
         """The height of `panel`, in pixels."""
         return _TITLE + self._devices * self._lane + _AXIS
 
-    def legend(self, title: str, stages: int, top: int = 0) -> None:
-        """Writes the title, and what the colours mean."""
+    def legend(self, title: str, spans: Spans, top: int = 0) -> None:
+        """Writes the title, and what the colours of `spans` mean."""
+        actions = {span.action for lane in spans for span in lane}
+        stages = max(action.stage for action in actions) + 1
+        kinds = {action.kind for action in actions}
         self._painter.text((8, top + 6), title, fill="black", font=self._bold)
         x = 8.0
         shades = -(-stages // self._devices)
-        for kind, word in _WORDS.items():
+        for kind in (kind for kind in COLOURS if kind in kinds):
             for shade in range(min(shades, len(COLOURS[kind]))):
                 first, end = shade * self._devices, min((shade + 1) * self._devices, stages)
                 if shade + 1 == len(COLOURS[kind]):
                     end = stages  # the last colour is that of all further ones
                 which = f"{first}" if end == first + 1 else f"{first} to {end - 1}"
                 if shade == 0:
-                    which = f"{word} ({kind}), stage{'s' * (end > 1)} {which}"
+                    which = f"{_WORDS[kind]} ({kind}), stage{'s' * (end > 1)} {which}"
                 x = self._entry(x, top + 30, COLOURS[kind][shade], which)
-        self._painter.text(
-            (x, top + 30), "number: micro-batch    white: waiting", fill="#666666", font=self._font
-        )
+        if len(kinds) == 2:  # room for more
+            note = "number: micro-batch    white: waiting"
+            self._painter.text((x, top + 30), note, fill="#666666", font=self._font)
 
     def _entry(self, x: float, y: float, colour: str, text: str) -> float:
         self._painter.rectangle((x, y, x + 14, y + 14), fill=colour)
