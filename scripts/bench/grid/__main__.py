@@ -54,7 +54,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--step-s", type=float, default=0.5, help="seconds of an emulated step")
     add("--timeout-s", type=float, default=300.0, help="for one cell")
     add("--retry", action="store_true", help="run cells again that have failed")
-    add("--launcher", default=TORCHRUN, help="starts Python in {ntasks} processes")
+    add("--launcher", default=TORCHRUN, help="starts Python in {ntasks} processes on {nodes} nodes")
     add("--out", type=Path, default=Path("outputs/grid"))
     add("overrides", nargs="*", help="of the recipe, such as model.d_model=1024")
     options = parser.parse_intermixed_args(words)
@@ -75,6 +75,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.emulated:
         outcomes = run(
             options,
+            predictor,
             cells,
             "emulated",
             predictor.why_impossible,
@@ -85,6 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.real:
         outcomes = run(
             options,
+            predictor,
             cells,
             "real",
             lambda cell: predictor.why_impossible(cell) or why_not_here(cell),
@@ -98,6 +100,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(
     options: argparse.Namespace,
+    predictor: Predictor,
     cells: Sequence[Cell],
     kind: str,
     why_impossible: Callable[[Cell], str],
@@ -109,6 +112,7 @@ def run(
         logs=options.out / "logs",
         timeout_s=options.timeout_s,
         launcher=options.launcher,
+        devices_per_node=predictor.machine.devices_per_node,
     )
     results = Results(options.out / f"{kind}.jsonl")
     return measure(cells, why_impossible, task_of, launch, results, options.retry)

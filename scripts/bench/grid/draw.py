@@ -61,7 +61,7 @@ def heat_map(outcomes: Sequence[Outcome], title: str, subtitle: str) -> Image.Im
         y += _BLOCK
         for batch in batches:
             same = [outcome for outcome in block if outcome.cell.batch_per_device == batch]
-            name = f"batch of {batch} per device"
+            name = f"{batch} samples per device"
             picture.text((_LEFT - 10, y + _HEIGHT / 2), name, anchor="rm")
             picture.line(y, same, chunks)
             y += _HEIGHT

@@ -110,7 +110,12 @@ def measure(
 
 
 def launch_cell(
-    cell: Cell, task: Task, logs: Path, timeout_s: float, launcher: str = TORCHRUN
+    cell: Cell,
+    task: Task,
+    logs: Path,
+    timeout_s: float,
+    launcher: str = TORCHRUN,
+    devices_per_node: int = 4,
 ) -> Outcome:
     """Runs a task in processes of its own and returns its outcome; errors are outcomes too.
 
@@ -119,11 +124,13 @@ def launch_cell(
         task: what `worker.py` is told.
         logs: the folder for what the processes write.
         timeout_s: after so many seconds they are ended.
-        launcher: the command that starts Python in `{ntasks}` processes on `{nodes}` nodes of 4.
+        launcher: the command that starts Python in `{ntasks}` processes on `{nodes}` nodes.
+        devices_per_node: of these nodes.
     """
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{task['kind']}-{'-'.join(str(value) for value in asdict(cell).values())}.log"
-    words = shlex.split(launcher.format(ntasks=cell.ntasks, nodes=-(-cell.devices // 4)))
+    nodes = -(-cell.devices // devices_per_node)
+    words = shlex.split(launcher.format(ntasks=cell.ntasks, nodes=nodes))
     # in `logs`, which all nodes can see
     with tempfile.TemporaryDirectory(dir=logs) as folder, log.open("w", encoding="utf-8") as output:
         result = Path(folder) / "result.json"
