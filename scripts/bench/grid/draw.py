@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from scripts.bench.grid.results import ERROR, MEMORY, TIMEOUT, Outcome
+from scripts.bench.grid.results import ERROR, MEMORY, TIMEOUT, Outcome, rounded
 
 MARKS = {MEMORY: "OOM", TIMEOUT: "timeout", ERROR: "error"}
 
@@ -66,8 +66,8 @@ def heat_map(outcomes: Sequence[Outcome], title: str, subtitle: str) -> Image.Im
             picture.line(y, same, chunks)
             y += _HEIGHT
     legend = "blank: impossible    frame: fastest number of chunks of its line"
-    failures = sorted({MARKS[outcome.failure] for outcome in outcomes if outcome.failure})
-    legend += "".join(f"    {mark}: failed so" for mark in failures)
+    for failure in sorted({outcome.failure for outcome in outcomes if outcome.failure}):
+        legend += f"    {MARKS[failure]}: {failure}"
     picture.text((16, under + 24), legend, size=13, fill=_GREY)
     picture.colour_bar(_LEFT + wide + 28, _TOP + _BLOCK, high - _BLOCK)
     return image
@@ -127,7 +127,7 @@ class _Picture:
             colour = self._colour(value)
             self._painter.rectangle(box, fill=colour)
             ink = "black" if sum(colour) > 380 else "white"
-            self.text(middle, f"{value:,.0f}", anchor="mm", fill=ink)
+            self.text(middle, rounded(value), anchor="mm", fill=ink)
             if outcome is best and len(outcomes) > 1 and outcome.cell.nb_part > 1:
                 self._painter.rectangle(box, outline=_BEST, width=3)
 

@@ -47,6 +47,11 @@ class Outcome:
         return None if self.samples_per_s is None else EPOCH / self.samples_per_s
 
 
+def rounded(value: float) -> str:
+    """Returns a whole number, or three digits of one below 100."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 class Results:
     """The outcomes of tasks, each appended to a file when it is there.
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 
 from scripts.bench.grid.cells import Cell
-from scripts.bench.grid.results import Outcome
+from scripts.bench.grid.results import Outcome, rounded
 
 HEADER = (
     *("devices", "ntasks", "nb_part", "batch per device", "chunks"),
@@ -31,12 +31,11 @@ def _row(outcome: Outcome, predicted_ms: Callable[[Cell], float] | None) -> list
     cell = outcome.cell
     values = [cell.devices, cell.ntasks, cell.devices / cell.ntasks]
     line = [f"{value:g}" for value in (*values, cell.batch_per_device, cell.chunks)]
-    if outcome.step_ms is None:
-        times = [""] * 4
-    else:
-        times = [f"{outcome.samples_per_s:.0f}", f"{outcome.step_ms:.2f}", f"{outcome.epoch_s:.2f}"]
+    times = [""] * 4
+    if outcome.samples_per_s is not None and outcome.step_ms is not None:
+        times = [rounded(outcome.samples_per_s), f"{outcome.step_ms:.2f}", f"{outcome.epoch_s:.2f}"]
         ms = predicted_ms(cell) if predicted_ms else outcome.step_ms
-        times.append(f"{cell.samples / ms * 1e3:.0f}")
+        times.append(rounded(cell.samples / ms * 1e3))
     failed = f"{outcome.failure}: " if outcome.failure else ""
     return [*line, *times, str(outcome.facts.get("binds", "")), failed + outcome.reason]
 
