@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybridtrain.app.run_prices import machine_of
+from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.priced import find_plans
@@ -261,3 +262,13 @@ def test_the_command_writes_a_figure_and_a_table(tmp_path, monkeypatch, capsys):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"predicted-4.png", "predicted-8.png", "predicted.csv", "predicted.md"}
     assert "| 8 | 8 | 1 | 256 | 1 |" in capsys.readouterr().out
+
+
+def test_a_machine_whose_layers_are_measured_predicts_but_is_not_emulated(tmp_path):
+    # measured times differ between two runs, so that no emulated cell would be done
+    path = tmp_path / "measured.yaml"
+    path.write_text("{costs: measured, device: cpu, devices_per_node: 2}")
+    options = ["--cluster", str(path), "--devices", "2", "--out", str(tmp_path), *SMALL]
+    with pytest.raises(ConfigError, match="costs=estimated"):
+        command.main(["--predict", "--emulated", *options])
+    assert (tmp_path / "predicted.csv").exists()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from hybridtrain.errors import ConfigError
 from scripts.bench.common import print_footer
 from scripts.bench.grid.cells import BATCHES, CHUNKS, DEVICES, Cell, grid
 from scripts.bench.grid.draw import heat_map
@@ -73,6 +74,11 @@ def main(words: Sequence[str] | None = None) -> None:
         outcomes = [predictor.outcome(cell) for cell in cells]
         write(options, predictor, "predicted", f"predicted for {options.cluster}", outcomes)
     if options.emulated:
+        if predictor.table.costs_from == "measured":
+            raise ConfigError(
+                "--emulated sleeps for estimated times, which are the same in every run: choose a "
+                "--cluster= with costs=estimated, or set cluster.costs=estimated"
+            )
         outcomes = run(
             options,
             predictor,

@@ -125,12 +125,16 @@ def make_predictor(
     machine = machine_of(config.cluster)
     data = synthetic_reviews(config, _SAMPLES)
     inputs = example_batch(data.train, _SAMPLES, data.collate)[0]
-    net = construct_on_meta(
-        lambda: instantiate.build("model", config.model, nn.Module, defaults=data.metadata)
-    )
+
+    def build() -> nn.Module:
+        return instantiate.build("model", config.model, nn.Module, defaults=data.metadata)
+
+    measured = config.cluster.costs == "measured"
+    # layers with buffers cannot be measured without values
+    net = build() if measured else construct_on_meta(build)
     chain = ChainBuilder(net, inputs).chain()
     precision, tf32 = config.trainer.precision, config.trainer.tf32
-    if config.cluster.costs == "measured":
+    if measured:
         device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
         table = measured_costs(chain, inputs, device, precision)
     else:
