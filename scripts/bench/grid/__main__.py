@@ -12,6 +12,8 @@ with those that it has not. Further arguments are overrides of the recipe.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,6 +69,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Runs what was asked for, and prints the tables."""
     options = arguments(words)
+    # as at Ctrl-C, the processes of the current cell are ended first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     torch.set_num_threads(1)  # a device of a CPU is a thread
     cells = grid(options.devices, options.batch, options.chunks, options.ntasks)
     predictor = make_predictor(options.cluster, options.overrides, options.schedule)
