@@ -120,7 +120,7 @@ def print_footer(text: str) -> None:
             versions.append(f"{name} not installed")
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     spec = sys.modules["__main__"].__spec__
-    here = f"-m {spec.name}" if spec else sys.argv[0]
+    here = f"-m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
     print(f"Command: `python {' '.join([here, *sys.argv[1:]])}`  ")
     print(f"Versions: {', '.join(versions)}  ")
     print(

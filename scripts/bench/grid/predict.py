@@ -1,0 +1,143 @@
+"""Predicted cells: the planner's price of each layout on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from hybridtrain.app import instantiate
+from hybridtrain.app.compose import compose_config
+from hybridtrain.app.config import Config
+from hybridtrain.app.optim import optimizer_tensors_per_param
+from hybridtrain.app.run_prices import machine_of
+from hybridtrain.construction import construct_on_meta
+from hybridtrain.data.stream import example_batch
+from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.machine import GIB, Machine
+from hybridtrain.planning import LayerCost
+from hybridtrain.planning.cost_table import (
+    CostTable,
+    counted_costs,
+    given_costs,
+    measured_costs,
+)
+from hybridtrain.planning.layout import Job, Layout
+from hybridtrain.planning.price import Price, price
+from scripts.bench.grid.cells import Cell, stage_layers, why_impossible
+from scripts.bench.grid.results import MEMORY, Outcome
+from scripts.bench.grid.reviews import synthetic_reviews
+
+RECIPE = "recipe=imdb_transformer"
+
+# Samples of a micro-batch that layers are counted or measured with.
+_SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The prices of cells.
+
+    Attributes:
+        config: the recipe's, with the cluster.
+        table: the costs of the model's layers.
+        machine: the nodes of the cluster; a cell has as many of them as it needs.
+        schedule: `1f1b` or `gpipe`.
+        optimizer_tensors: see `Job`.
+    """
+
+    config: Config
+    table: CostTable
+    machine: Machine
+    schedule: str
+    optimizer_tensors: int
+
+    @property
+    def layers(self) -> int:
+        """The layers of the model, embedding and classifier included."""
+        return len(self.table.sizes)
+
+    def why_impossible(self, cell: Cell) -> str:
+        """Returns why a cell has no value on this machine; an empty string if it can run."""
+        return why_impossible(cell, self.layers, self.machine.devices_per_node)
+
+    def machine_for(self, cell: Cell) -> Machine:
+        """Returns the machine with the devices of a cell."""
+        in_node = min(cell.devices, self.machine.devices_per_node)
+        return replace(self.machine, nodes=-(-cell.devices // in_node), devices_per_node=in_node)
+
+    def layout(self, cell: Cell) -> Layout:
+        """Returns the layout of a cell: as on the page, one process per pipeline."""
+        return Layout(cell.nb_part, cell.ntasks, "local", cell.chunks, self.schedule)
+
+    def price(self, cell: Cell) -> Price:
+        """Returns the planner's price of a cell that is not impossible."""
+        job = Job(cell.samples, optimizer_tensors_per_param=self.optimizer_tensors)
+        counts = stage_layers(self.layers, cell.nb_part)
+        return price(self.table, self.machine_for(cell), job, self.layout(cell), counts)
+
+    def outcome(self, cell: Cell) -> Outcome:
+        """Returns the predicted time of a cell, or why there is none."""
+        if reason := self.why_impossible(cell):
+            return Outcome(cell, reason=reason)
+        priced = self.price(cell)
+        memory = priced.peak_bytes / GIB
+        facts = {"binds": priced.binds, "bubble": priced.bubble, "memory_gib": memory}
+        usable = self.machine.usable_bytes / GIB
+        if memory > usable:
+            reason = f"{memory:.1f} GiB of {usable:.1f} GiB that may be used"
+            return Outcome(cell, failure=MEMORY, reason=reason, facts=facts)
+        return Outcome(cell, priced.step_ms, facts=facts)
+
+    def stage_ms(self, cell: Cell) -> tuple[list[float], list[float]]:
+        """Returns the milliseconds of each stage's forward and backward, without the host's."""
+        costs = self.table.costs_at(cell.micro_batch)
+        bounds = list(pairwise(accumulate(stage_layers(self.layers, cell.nb_part), initial=0)))
+        forward = [sum(cost.forward_ms for cost in costs[a:b]) for a, b in bounds]
+        return forward, [sum(cost.backward_ms for cost in costs[a:b]) for a, b in bounds]
+
+    def emulated_ms(self, cell: Cell) -> float:
+        """Returns the planner's price of devices that sleep for `stage_ms` and do nothing else."""
+        stages = list(zip(*self.stage_ms(cell), strict=True))
+        costs = [LayerCost(str(number), 0, *times) for number, times in enumerate(stages)]
+        machine = Machine(device="cpu", devices_per_node=cell.nb_part, action_s=0.0)
+        table = given_costs(lambda samples: costs)
+        return price(
+            table, machine, Job(cell.samples), self.layout(cell), [1] * cell.nb_part
+        ).step_ms
+
+
+def make_predictor(
+    cluster: str, overrides: Sequence[str] = (), schedule: str = "1f1b"
+) -> Predictor:
+    """Counts the model of the recipe, or measures its layers where the cluster says so.
+
+    Args:
+        cluster: a value of the config group `cluster`.
+        overrides: Hydra overrides of the recipe.
+        schedule: `1f1b` or `gpipe`.
+    """
+    config = compose_config([RECIPE, f"cluster={cluster}", *overrides])
+    assert config.cluster is not None
+    machine = machine_of(config.cluster)
+    data = synthetic_reviews(config, _SAMPLES)
+    inputs = example_batch(data.train, _SAMPLES, data.collate)[0]
+
+    def build() -> nn.Module:
+        return instantiate.build("model", config.model, nn.Module, defaults=data.metadata)
+
+    measured = config.cluster.costs == "measured"
+    # layers with buffers cannot be measured without values
+    net = build() if measured else construct_on_meta(build)
+    chain = ChainBuilder(net, inputs).chain()
+    precision, tf32 = config.trainer.precision, config.trainer.tf32
+    if measured:
+        device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+        table = measured_costs(chain, inputs, device, precision)
+    else:
+        table = counted_costs(chain, inputs, machine, precision, tf32)
+    tensors = optimizer_tensors_per_param(config.optim)
+    return Predictor(config, table, machine, schedule, tensors)
