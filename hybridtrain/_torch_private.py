@@ -7,6 +7,8 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -162,6 +164,26 @@ _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatc
 # starts or uses for a thread's work, of autograd and of TorchScript.
 _IN_TLS = "hybridtrain.draws"
 
+
+def _keep_in_tls(value: object) -> None:
+    if _KEEPS_NO_REFERENCE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(_IN_TLS, value)
+
+
+def _keeps_no_reference() -> bool:
+    """Returns whether PyTorch gives up references that it has not taken, as 2.11 does."""
+    value = object()
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(_IN_TLS, value)
+    if sys.getrefcount(value) > before:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return True
+
+
+_KEEPS_NO_REFERENCE = _keeps_no_reference()
+
 _known_operations: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
 _registration_lock = threading.Lock()
@@ -223,12 +245,12 @@ class InterceptedDraws:
     def __enter__(self) -> None:
         self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
         self._outer = torch._C._get_obj_in_tls(_IN_TLS) if self._was_on else None
-        torch._C._stash_obj_in_tls(_IN_TLS, self)
+        _keep_in_tls(self)
         _set_draws_key(_DRAWS_KEY, True)
 
     def __exit__(self, *error: object) -> None:
         _set_draws_key(_DRAWS_KEY, self._was_on)
-        torch._C._stash_obj_in_tls(_IN_TLS, self._outer)
+        _keep_in_tls(self._outer)
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:

@@ -19,7 +19,7 @@ COLOURS = {
 _WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
 LEFT, RIGHT, _TOP = 74, 24, 52
 _LANE, _BAR, _TITLE, _AXIS = 28, 22, 24, 30
-_NARROWEST, _WIDEST = 900, 4000
+_NARROWEST, _WIDEST = 1000, 4000
 # room for the label of a short action
 _ACTION = 18
 
