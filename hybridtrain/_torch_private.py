@@ -43,6 +43,7 @@ __all__ = [
     "TorchDispatchMode",
     "allow_recompilations",
     "call_uncompiled",
+    "compile_module",
     "compiled_module",
     "ddp_check_reduced",
     "ddp_close",
@@ -81,8 +82,22 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
+def compile_module(module: nn.Module, **options: Any) -> None:
+    """Compiles `module` and its hooks, in its next call; `options` are those of torch.compile.
+
+    Uses `nn.Module._compiled_call_impl` and `_call_impl`, as `module.compile()` does. But up to
+    PyTorch 2.13 that compiles nothing of the classes in torch.nn, such as a Linear or a
+    TransformerEncoderLayer: Dynamo does not begin inside PyTorch's own code.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
 def call_uncompiled(module: nn.Module, *args: Any) -> Any:
-    """Calls `module` and its hooks as if `module.compile()` had not been called.
+    """Calls `module` and its hooks as if it had not been compiled.
 
     Uses `nn.Module._call_impl`, what the module compiles: `torch.compiler.set_stance` is one switch
     for all threads.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hybridtrain._torch_private import allow_recompilations, call_uncompiled
+from hybridtrain._torch_private import allow_recompilations, call_uncompiled, compile_module
 from hybridtrain.graph.segment import Segment
 
 
@@ -23,10 +23,14 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
         recomputes: whether backwards run layers again. The second run must use the same code as the
             first; with dynamic shapes another variant may fit by then.
     """
-    # all layers share the code of nn.Module's call, and each may be compiled for its own reasons
+    # all layers share the code of a call, and each may be compiled for its own reasons
     allow_recompilations(len(modules))
+    dynamic = False if recomputes else None
     for module in modules:
-        module.compile(dynamic=False if recomputes else None)
+        if isinstance(module, Segment):
+            module.compile(dynamic=dynamic)
+        else:
+            compile_module(module, dynamic=dynamic)
 
 
 class LayerSettings:

@@ -1,6 +1,7 @@
 """`compile=True` compiles every layer that does not draw, in every step."""
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -31,10 +32,7 @@ def compiled_calls(monkeypatch):
 
         return run
 
-    compile_ = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options)
-    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
     yield calls
