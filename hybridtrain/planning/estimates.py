@@ -206,8 +206,8 @@ class _TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.operators += 1
         written = tensors_of(result)  # none: a question, such as for the device
+        self.operators += bool(written)
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             nbytes = sum(t.nbytes for t in [*tensors_of((args, kwargs)), *written])
             self.bytes += nbytes

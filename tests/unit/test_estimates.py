@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from hybridtrain._torch_private import TorchDispatchMode
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.models import gpt
+from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, plan
-from hybridtrain.planning.estimates import Hardware, estimate_costs
+from hybridtrain.planning.estimates import Hardware, count_chain, estimate_costs
 from hybridtrain.planning.profiler import LayerProfiler
 
 CPU = torch.device("cpu")
@@ -45,6 +46,30 @@ def test_traffic_is_what_operations_read_and_write_without_views():
     tanh, view = estimated(net, torch.randn(10, 100), hardware=TRAFFIC)
     assert tanh.forward_ms == pytest.approx(2 * 4000 / 1e6)
     assert view.forward_ms == 0
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operators that PyTorch dispatches."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_are_those_that_pytorch_dispatches_for_real_tensors():
+    net = transformer(20, max_len=8, d_model=8, nhead=2, d_hid=8, nlayers=1)
+    inputs = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.bool)
+    layer = count_chain(ChainBuilder(net, inputs).chain().layers, inputs)[1]
+    x = torch.randn(4, 8, 8, requires_grad=True)
+    with Dispatched() as forward:
+        y, _ = net.layers[0]((x, inputs[1]))
+    with Dispatched() as backward:
+        y.backward(torch.ones_like(y))
+    # fake tensors take some more views
+    assert layer.forward.operators == pytest.approx(forward.operators, rel=0.1)
+    assert layer.backward.operators == pytest.approx(backward.operators, rel=0.1)
 
 
 def test_time_is_the_longer_one_of_arithmetic_and_traffic():
