@@ -11,6 +11,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "end_loader",
     "exported_guards",
     "find_random_operations",
+    "free_saved",
     "get_default_store",
     "has_hooks",
     "hooks_of",
@@ -283,6 +285,34 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 # small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
 # accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
+
+_saved_names: dict[type, list[str]] = {}
+
+
+def free_saved(node: torch.autograd.graph.Node) -> None:
+    """Gives up the tensors that a node of the graph has saved: it does not run any more.
+
+    Uses its attributes `_raw_saved_*`: only a whole backward frees them otherwise. A hook that
+    packs a tensor is called as soon as it is set, and what it returns is kept instead.
+    """
+    kind = type(node)
+    if kind not in _saved_names:
+        _saved_names[kind] = [name for name in dir(node) if name.startswith("_raw_saved_")]
+    for name in _saved_names[kind]:
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple | list) else (saved,):
+            # nothing is there, or other hooks are
+            with suppress(RuntimeError):
+                one.register_hooks(_nothing, _is_gone)
+
+
+def _nothing(_: Tensor) -> None:
+    return None
+
+
+def _is_gone(_: None) -> Tensor:
+    raise RuntimeError("a node of the graph runs again after its saved tensors were given up")
+
 
 # --- gradient scaling
 

@@ -7,7 +7,9 @@
 A node on the way to the input that also has a way to weights, such as that of a linear layer, runs
 twice: once for its input, and then, with the same gradient, for its weights. Each time PyTorch
 computes only what is asked for, so nothing is computed twice. Each weight gets its gradient from
-one node as in the whole backward, so the results are the same to the bit.
+one node as in the whole backward, so the results are the same to the bit. What the other nodes on
+the way have saved is given up after the first part; the gradients of the nodes that run twice are
+kept instead.
 
 A graph is not divided where that would not hold, or where a node would compute everything twice:
 
@@ -18,13 +20,13 @@ A graph is not divided where that would not hold, or where a node would compute 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from hybridtrain._torch_private import run_backward
+from hybridtrain._torch_private import free_saved, run_backward
 from hybridtrain.errors import UserError
 from hybridtrain.pipeline.boundary import Root
 
@@ -37,6 +39,7 @@ class SplitBackward:
 
     Args:
         branches: the nodes with ways to the input and to weights, and the weights of each.
+        others: the other nodes on the way to the input.
         starts: where the backward begins, with the gradients there.
         to_input: which of these have a way to the input.
         inputs: the leaves whose gradients are the first part.
@@ -45,11 +48,13 @@ class SplitBackward:
     def __init__(
         self,
         branches: Sequence[tuple[Node, list[Tensor]]],
+        others: Sequence[Node],
         starts: Sequence[tuple[Root, Tensor]],
         to_input: Sequence[bool],
         inputs: Sequence[Tensor],
     ) -> None:
         self._weights_of = {id(node): (node, weights) for node, weights in branches}
+        self._others = others
         self._inputs: Sequence[Tensor] = inputs
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
         self._later = [start for start, leads in zip(starts, to_input, strict=True) if not leads]
@@ -67,7 +72,9 @@ class SplitBackward:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._first, self._inputs = [], []
+        for node in self._others:
+            free_saved(node)
+        self._first, self._inputs, self._others = [], [], []
 
     def to_weights(self) -> None:
         """Adds to the gradients of the weights.
@@ -141,7 +148,9 @@ def split_backward(
     branches = graph.branches(roots)
     if branches is None:
         return None
-    return SplitBackward(branches, starts, list(map(graph.leads_to_input, roots)), inputs)
+    others = graph.on_the_way({id(node) for node, _ in branches})
+    leads = list(map(graph.leads_to_input, roots))
+    return SplitBackward(branches, others, starts, leads, inputs)
 
 
 def _node_of(root: Root) -> Node:
@@ -172,6 +181,10 @@ class _Graph:
     def leads_to_input(self, node: Node) -> bool:
         """Returns whether `node` is on the way to an input."""
         return id(node) in self._to_input
+
+    def on_the_way(self, but: Collection[int]) -> list[Node]:
+        """Returns the nodes that lead to an input, without those of these ids."""
+        return [one for one in self._nodes if self.leads_to_input(one) and id(one) not in but]
 
     def branches(self, roots: Sequence[Node]) -> list[tuple[Node, list[Tensor]]] | None:
         """Returns the nodes with ways to the inputs and to weights, and the weights of each.

@@ -29,6 +29,7 @@ from hybridtrain.schedule.table import (
     Span,
     Spans,
     peak_in_flight,
+    peak_waiting,
     validate,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "most_held",
     "one_forward_one_backward",
     "peak_in_flight",
+    "peak_waiting",
     "place_of",
     "placement_of",
     "predict",

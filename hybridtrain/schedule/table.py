@@ -171,3 +171,14 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
             elif action.ends_microbatch:
                 in_flight[stage] -= 1
     return tuple(peak)
+
+
+def peak_waiting(schedule: Schedule) -> tuple[int, ...]:
+    """Returns the most micro-batches of each stage that are between the parts of their backward."""
+    waiting = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    for lane in schedule.lanes:
+        for kind, stage, _ in lane:
+            waiting[stage] += (kind == "I") - (kind == "W")
+            peak[stage] = max(peak[stage], waiting[stage])
+    return tuple(peak)

@@ -1,6 +1,7 @@
 """A backward in two parts: equal to the whole one, and whole where that cannot be."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -142,6 +143,24 @@ def test_a_backward_that_cannot_be_divided_is_left_whole(kind):
     x = torch.rand(5, WIDTH, requires_grad=True)
     output = make(kind)(x)
     assert split_backward([(output, torch.ones_like(output))], [x]) is None
+
+
+def test_what_only_the_first_part_needs_is_given_up_after_it():
+    x = torch.rand(5, WIDTH, requires_grad=True)
+    linear = nn.Linear(WIDTH, WIDTH)
+    inside = torch.exp(x)  # saves its output, as does the linear layer
+    y = linear(inside)
+    between = torch.sigmoid(y)  # on the way to the input alone
+    kept, given_up = weakref.ref(inside), weakref.ref(between)
+    parts = split_backward([(between, torch.ones_like(between))], [x])
+    del inside, between, y
+    assert given_up() is not None
+    parts.to_input()
+    assert given_up() is None
+    assert kept() is not None
+    parts.to_weights()
+    assert kept() is None
+    assert linear.weight.grad is not None
 
 
 def train(net, *batches, **options):

@@ -18,6 +18,7 @@ from hybridtrain.schedule import (
     most_held,
     one_forward_one_backward,
     peak_in_flight,
+    peak_waiting,
     predict,
     simulate,
     validate,
@@ -46,6 +47,12 @@ def test_zb_h1_and_zb_v_are_complete_in_order_and_free_of_deadlock(devices, chun
 def test_zb_h1_holds_no_more_than_the_first_device_of_1f1b(devices, chunks):
     held = peak_in_flight(zero_bubble_h1(devices, chunks))
     assert max(held) == peak_in_flight(one_forward_one_backward(devices, chunks))[0]
+
+
+def test_a_device_of_zb_h1_puts_off_the_weights_of_as_many_micro_batches_as_its_number():
+    # and of one more, whose input comes first
+    assert peak_waiting(zero_bubble_h1(4, 8)) == (0, 2, 3, 4)
+    assert max(peak_waiting(one_forward_one_backward(4, 8))) == 0
 
 
 @given(DEVICES, CHUNKS)
