@@ -148,12 +148,12 @@ def test_a_backward_that_cannot_be_divided_is_left_whole(kind):
 def test_what_only_the_first_part_needs_is_given_up_after_it():
     x = torch.rand(5, WIDTH, requires_grad=True)
     linear = nn.Linear(WIDTH, WIDTH)
-    inside = torch.exp(x)  # saves its output, as does the linear layer
+    before = torch.sigmoid(x)  # saves its output, which is on the way to the input alone
+    inside = before * 2  # saved by the linear layer, for its weight
     y = linear(inside)
-    between = torch.sigmoid(y)  # on the way to the input alone
-    kept, given_up = weakref.ref(inside), weakref.ref(between)
-    parts = split_backward([(between, torch.ones_like(between))], [x])
-    del inside, between, y
+    kept, given_up = weakref.ref(inside), weakref.ref(before)
+    parts = split_backward([(y, torch.ones_like(y))], [x])
+    del before, inside, y
     assert given_up() is not None
     parts.to_input()
     assert given_up() is None
