@@ -148,8 +148,8 @@ def test_a_backward_that_cannot_be_divided_is_left_whole(kind):
 def test_what_only_the_first_part_needs_is_given_up_after_it():
     x = torch.rand(5, WIDTH, requires_grad=True)
     linear = nn.Linear(WIDTH, WIDTH)
-    before = torch.sigmoid(x)  # saves its output, which is on the way to the input alone
-    inside = before * 2  # saved by the linear layer, for its weight
+    before = x + 1
+    inside = before * before  # saves `before`, and is saved by the linear layer for its weight
     y = linear(inside)
     kept, given_up = weakref.ref(inside), weakref.ref(before)
     parts = split_backward([(y, torch.ones_like(y))], [x])
