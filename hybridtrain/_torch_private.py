@@ -293,7 +293,7 @@ def free_saved(node: torch.autograd.graph.Node) -> None:
     """Gives up the tensors that a node of the graph has saved: it does not run any more.
 
     Uses its attributes `_raw_saved_*`: only a whole backward frees them otherwise. A hook that
-    packs a tensor is called as soon as it is set, and what it returns is kept instead.
+    packs a tensor is called at once, and what it returns is kept instead.
     """
     kind = type(node)
     if kind not in _saved_names:

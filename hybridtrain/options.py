@@ -86,7 +86,7 @@ class PipelineOptions:
 
     @property
     def placement(self) -> Placement:
-        """How the schedule has stages laid out over the devices."""
+        """The layout of stages over the devices that the schedule needs."""
         return placement_of(self.schedule)
 
     def __post_init__(self) -> None:

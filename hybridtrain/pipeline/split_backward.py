@@ -15,7 +15,7 @@ A graph is not divided where that would not hold, or where a node would compute 
 
 - a weight with ways to several such nodes, whose gradients the whole backward adds up first;
 - a Python `autograd.Function` with weights, or one that was compiled;
-- a reentrant checkpoint, which runs a backward of its own.
+- a reentrant checkpoint, which runs a backward inside this one.
 """
 
 from __future__ import annotations

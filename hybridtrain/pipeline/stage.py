@@ -54,7 +54,7 @@ class _InFlight(NamedTuple):
 
 
 class _ToWeights(NamedTuple):
-    """What is left of a backward after its first part.
+    """The rest of a backward after its first part.
 
     Attributes:
         backward: None if all has been done already.

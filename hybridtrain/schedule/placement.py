@@ -1,4 +1,4 @@
-"""Which device of a pipeline runs which stage.
+"""The placement of stages on the devices of a pipeline.
 
 loop    device 0: stages 0, P, ...      the stages go round the devices
 v       device 0: stages 0 and 2P-1     the second half comes back, so that the first device

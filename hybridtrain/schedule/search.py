@@ -33,7 +33,7 @@ _MANY_ACTIONS = 5_000
 
 @dataclass(frozen=True)
 class Durations:
-    """What each stage takes for one micro-batch, in one unit of time.
+    """The time that each stage takes for one micro-batch, in any unit.
 
     Attributes:
         forward: of each stage.
@@ -134,12 +134,12 @@ def _named(devices: int, chunks: int, stages_per_device: int) -> Iterator[Schedu
 
 @dataclass(frozen=True)
 class _Preferences:
-    """What a device prefers.
+    """The preferences of a device.
 
     Attributes:
         held: micro-batches that it holds at most.
-        fits: the part of a backward to the weights that a gap must have room for, to be filled
-            with it.
+        fits: the part of a backward to the weights that a gap must be long enough for, to be
+            filled with it.
         forward_first: take a forward before a backward if both can begin.
     """
 
@@ -160,7 +160,7 @@ class _Stuck(Exception):
 
 @dataclass(frozen=True)
 class _Job:
-    """What is searched for; see `search`."""
+    """The problem; see `search`."""
 
     durations: Durations
     devices: int
@@ -260,17 +260,15 @@ class _ListScheduling:
         ready: list[tuple[float, int, Action]] = []
         for place, stage in enumerate(own):
             forwards, backwards = self._done["F"][stage], self._done["I"][stage]
+            forward_first = self._preferences.forward_first
             if backwards < min(len(self._gradients[stage]), forwards):
                 at = max(clock, self._gradients[stage][backwards])
-                rank = 1 if self._preferences.forward_first else 0
-                ready.append((at, rank, Action("I", stage, backwards)))
-            # each later stage of the device keeps room for a micro-batch, or none would get on
-            room = self._preferences.held - (len(own) - 1 - place)
-            if forwards < len(self._inputs[stage]) and self._held[device] < room:
+                ready.append((at, int(forward_first), Action("I", stage, backwards)))
+            # each later stage of the device keeps space for a micro-batch, or none would get on
+            most = self._preferences.held - (len(own) - 1 - place)
+            if forwards < len(self._inputs[stage]) and self._held[device] < most:
                 at = max(clock, self._inputs[stage][forwards])
-                ready.append(
-                    (at, 0 if self._preferences.forward_first else 1, Action("F", stage, forwards))
-                )
+                ready.append((at, int(not forward_first), Action("F", stage, forwards)))
         weights = [
             Action("W", stage, self._done["W"][stage])
             for stage in own

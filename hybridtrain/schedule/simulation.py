@@ -1,4 +1,4 @@
-"""When the actions of a schedule run, for given costs; and the costs, from measured spans."""
+"""The times of a schedule's actions for given costs, and the costs from measured spans."""
 
 from __future__ import annotations
 
