@@ -422,7 +422,7 @@ class Pipeline:
                 self.output_device,
                 world.wire_device,
             )
-        gradients = [p.grad for p in self._net.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self.shards_weights:
             return norm_of_parts(gradients, self.output_device)
         if len(self._gradient_devices) > 1 and gradients:
