@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -249,7 +249,7 @@ def _intercept(name: str) -> None:
     _libraries[space].impl(operation, kernel, _DRAWS_NAME)
 
 
-class InterceptedDraws:
+class InterceptedDraws(AbstractContextManager[Any]):
     """A context in which each random operation of this thread becomes a call of `draw`.
 
     All other operations run as ever, at their full speed.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ class LayerRunner:
                     elif snapshots is not None:
                         value = self._run_with_state(snapshots, microbatch, index, layer, value)
                     else:
-                        value = self._run_layer(microbatch, index, layer, value)
+                        with self._draws(index, microbatch):
+                            value = self._callable(index, layer)(value)
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name
@@ -128,17 +130,18 @@ class LayerRunner:
         """Runs a layer from the state that it had the first time, and draws the same numbers."""
         if index not in self._states:
             self._states[index] = LayerState(layer)
-        with self._states[index].of(snapshots, index):
-            return self._run_layer(microbatch, index, layer, value)
+        with self._states[index].of(snapshots, index), self._draws(index, microbatch):
+            return self._callable(index, layer)(value)
 
-    def _run_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
-        if not self.rng.active:
-            return layer.module(value)
-        with self.rng.seeded(index, microbatch):
-            # what has drawn in this step as compiled code does so in its recomputation too
-            if self.rng.looks_apart and self.rng.draws(index):
-                return run_plainly(layer.module, value)
-            return layer.module(value)
+    def _draws(self, index: int, microbatch: int) -> AbstractContextManager[Any]:
+        return self.rng.seeded(index, microbatch) if self.rng.active else _NO_SCOPE
+
+    def _callable(self, index: int, layer: Layer) -> Callable[[Any], Any]:
+        """Returns the layer's module, or what runs it without its compiled code if it draws."""
+        # what has drawn in this step as compiled code does so in its recomputation too
+        if self.rng.looks_apart and self.rng.active and self.rng.draws(index):
+            return partial(run_plainly, layer.module)
+        return layer.module
 
     def _look(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
         """Finds out whether a compiled layer draws, by a run of the plain layer.

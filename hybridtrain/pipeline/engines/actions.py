@@ -45,16 +45,8 @@ class ActionRunner:
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
 
-    def run(self, lane: int, action: Action, doing: Lane) -> None:
-        """Runs `action` of `lane`, when what it needs has come."""
-        if action.kind == "F":
-            self._forward(lane, action, doing)
-        else:
-            self._backward(lane, action, doing)
-        if self._run_ahead is not None:
-            self._run_ahead.after(action)
-
-    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
+    def forward(self, lane: int, action: Action, doing: Lane) -> None:
+        """Runs `action`, a forward of `lane`, when its input has come."""
         step = self._step
         _, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
@@ -75,13 +67,16 @@ class ActionRunner:
             sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
         if head is not None:
             (self.values[microbatch],) = sent
             return
         for port, message in zip(ports.send, sent, strict=True):
             port.send(message)
 
-    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
+    def backward(self, lane: int, action: Action, doing: Lane) -> None:
+        """Runs `action`, a backward of `lane` or a part of one, when its gradients have come."""
         step = self._step
         kind, index, microbatch = action
         stage, ports = self._stages[index], self._ports[index]
@@ -101,6 +96,8 @@ class ActionRunner:
             stage.backward_to_weights(microbatch, reduce)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
         if action.sends_gradient:
             for port, message in zip(ports.send_gradients, sent, strict=True):
                 port.send(message)

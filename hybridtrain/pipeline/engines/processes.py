@@ -220,7 +220,8 @@ class _StepRun:
             doing.wait(False)
             slots, border = (self._forward, stage) if kind == "F" else (self._backward, stage - 1)
             leaving = self._pass_on(values, slots, border)
-            self._runner.run(lane, action, doing)
+            run = self._runner.forward if kind == "F" else self._runner.backward
+            run(lane, action, doing)
         except BaseException as error:
             self._runner.add_note(error, action)
             raise

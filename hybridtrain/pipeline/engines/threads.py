@@ -218,7 +218,8 @@ class _StepRun:
                     doing.begin(action)
                     if self._free is not None and action.stage == 0:
                         self._wait_until_free(self._free, doing)
-                    runner.run(lane, action, doing)
+                    run = runner.forward if action.kind == "F" else runner.backward
+                    run(lane, action, doing)
                     if self._free is not None and action.stage == self._last:
                         self._free.put(None)
         except _PipelineAborted:
