@@ -123,7 +123,8 @@ def real_layouts() -> Iterator[Layout]:
 def real(options: argparse.Namespace) -> list[Row]:
     """Returns predicted and measured milliseconds of steps of a GPT on CPU stages."""
     net, tokens = small_gpt()
-    table = measured_costs(ChainBuilder(net, tokens).chain(), tokens, torch.device("cpu"), "fp32")
+    chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
+    table = measured_costs(chain, tokens, device, "fp32", sharing=2)  # of the process's threads
     machine = Machine(device="cpu", devices_per_node=2)
     rows = []
     for layout in real_layouts():
