@@ -48,8 +48,8 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
     assert config.cluster is not None
-    machine = with_limit(machine_of(config.cluster), config)
     pipeline_options = checked_options(config)[0]
+    machine = with_limit(machine_of(config.cluster), config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)

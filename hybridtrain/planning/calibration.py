@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.graph.layer import Layer
 from hybridtrain.machine import Machine
-from hybridtrain.planning.cost_table import Calibration, Rates, count_layers
+from hybridtrain.planning.cost_table import count_layers
 from hybridtrain.planning.estimates import CountedLayer
 from hybridtrain.planning.profiler import LayerProfiler
+from hybridtrain.planning.rates import Calibration, Rates
 from hybridtrain.precision import autocast
 
 log = logging.getLogger("hybridtrain")
@@ -49,7 +50,8 @@ def calibrate(
         device: where the layer runs.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
-        sharing: devices that share this process's intra-op threads, as CPU stages do.
+        sharing: devices that run at one time, and share this process's intra-op threads, as CPU
+            stages do.
         seconds: how long it is timed, about.
 
     Raises:
@@ -83,7 +85,7 @@ def calibrate(
         forward,
         backward,
     )
-    return Calibration(forward, backward)
+    return Calibration(forward, backward, profiler.contention())
 
 
 def _most_repeated(counted: Sequence[CountedLayer], rates: Rates) -> tuple[int, int]:

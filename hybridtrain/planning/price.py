@@ -147,7 +147,11 @@ def price(
     shape = layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
     spread = _simulated(*shape, times)
     host = _host_bound_ms(layout, times)
-    one_batch = max(spread.length, host)
+    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * spread.length or 1.0)
+    contention = table.contention_at(layout.samples(job))
+    shared = _time_shared(layout.nb_part, busy_share)
+    crowded = spread.length * (1 + (contention - 1) * shared)
+    one_batch = max(crowded, host)
     pipeline = one_batch * job.accumulate
     # what the schedule would take without transfers
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
@@ -164,7 +168,7 @@ def price(
         "transfers": transfer * job.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
-        "host": (one_batch - spread.length) * job.accumulate,
+        "host": (one_batch - crowded) * job.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
     # compute is always there: the rest binds where it is a fifth of the step
@@ -173,7 +177,8 @@ def price(
     binds = worst if rest[worst] > 0.2 * step else "compute"
     if max(m.total for m in memory) > 0.9 * machine.usable_bytes:
         binds += ", memory"
-    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * one_batch or 1.0)
+    slowed = 1 + (contention - 1) * shared / (busy_share or 1.0)
+    busy_share *= slowed * spread.length / (one_batch or 1.0)
     return Price(
         layout=layout,
         counts=tuple(counts),
@@ -361,6 +366,15 @@ def _host_bound_ms(layout: Layout, times: StageTimes) -> float:
     by_device = _by_device(layout, times.host)
     called = sum(by_device) if layout.engine == "local" else max(by_device)
     return called * layout.chunks
+
+
+def _time_shared(nb_part: int, busy_share: float) -> float:
+    """Returns the share of a pipeline's time in which devices slow each other down.
+
+    At any time at least one device is busy; what they are beyond that, on average, counts. For two
+    devices that is the share of the time in which both are busy.
+    """
+    return max(0.0, (nb_part * busy_share - 1) / (nb_part - 1)) if nb_part > 1 else 0.0
 
 
 def _recomputed(layout: Layout) -> float:

@@ -249,6 +249,20 @@ def test_a_message_delays_its_receiver_alone():
     assert [span.start for span in spans[1]] == [11, 12, 13, 14]
 
 
+def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
+    table = replace(table_of([1.0, 1.0]), contention_at=lambda samples: 2.0)
+    layout = Layout(2, chunks=2, schedule="gpipe")
+    machine = Machine(device="cpu", devices_per_node=2, action_s=0.0)
+    found = price(table, machine, Job(2), layout, [1, 1])
+    alone = price(replace(table, contention_at=lambda _: 1.0), machine, Job(2), layout, [1, 1])
+    assert alone.pipeline_ms == 2 + 1 + 4 + 2  # both compute for 3 of these
+    assert alone.bubble == pytest.approx(6 / 18)
+    assert found.pipeline_ms == pytest.approx(9 + 3)
+    assert found.bubble == pytest.approx(6 / 24)
+    whole = price(table, machine, Job(2), Layout(1, chunks=2), [2])
+    assert whole.pipeline_ms == pytest.approx(12)
+
+
 def test_shards_take_less_memory_and_recomputation_too():
     table, job = table_of([1.0] * 4, weights=100 * MIB), Job(16)
     base = Layout(2, 4, chunks=2)
