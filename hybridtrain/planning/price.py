@@ -114,14 +114,17 @@ def stage_times(
     costs = table.costs_at(layout.samples(job))
     again = _recomputed(layout)
     forward, backward, host, recompute = [], [], [], []
-    for start, end in pairwise(accumulate(counts, initial=0)):
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         own, called = costs[start:end], table.host_ms[start:end]
         f, b = sum(c.forward_ms for c in own), sum(c.backward_ms for c in own)
-        host_f = sum(f for f, _ in called) + machine.action_s * 1e3
-        host_b = sum(b for _, b in called) + machine.action_s * 1e3
-        forward.append(max(f, host_f))
-        backward.append(max(b + again * f, host_b + again * host_f))
-        host.append(host_f + host_b + again * host_f)
+        action = _action_ms(machine, layout, stage)
+        # a GPU computes meanwhile; a CPU does not
+        before = action if machine.device == "cpu" else 0.0
+        host_f = sum(f for f, _ in called) + action
+        host_b = sum(b for _, b in called) + action
+        forward.append(max(f + before, host_f))
+        backward.append(max(b + again * f + before, host_b + again * (host_f - action)))
+        host.append(host_f + host_b + again * (host_f - action))
         recompute.append(again * f)
     cuts = list(accumulate(counts))[:-1]
     transfer = [
@@ -346,6 +349,18 @@ def _exchange_ms(
         done[device] = max(begin + reduce, finish + last_bucket)
         gather[device] += one_way if layout.shard != "none" else 0.0
     return max(0.0, max(done) - end) + max(gather)
+
+
+def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
+    """Returns the host's time for a forward or backward of `stage`, beside its operators.
+
+    With a process for each device, what comes from another stage is received and what goes to
+    another is sent.
+    """
+    messages = (stage > 0) + (stage < layout.stages - 1)
+    if layout.engine == "local" or layout.nb_part == 1:
+        messages = 0
+    return (machine.action_s + messages * machine.message_s) * 1e3
 
 
 def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:

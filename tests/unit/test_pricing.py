@@ -263,6 +263,20 @@ def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
     assert whole.pipeline_ms == pytest.approx(12)
 
 
+@pytest.mark.parametrize(
+    ("device", "engine", "more"),
+    [("cpu", "local", 0.1), ("cpu", "distributed", 0.3), ("cuda", "distributed", 0.0)],
+)
+def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, more):
+    machine = Machine(device=device, devices_per_node=3, action_s=1e-4, message_s=1e-4)
+    layout = Layout(3, chunks=3, engine=engine)
+    times = stage_times(table_of([1.0] * 3), machine, Job(3), layout, [1, 1, 1])
+    assert times.forward[1] == pytest.approx(1.0 + more)
+    assert times.backward[1] == pytest.approx(2.0 + more)
+    ends = 0.2 if engine == "distributed" else 0.1  # a stage at an end has one neighbour
+    assert times.host[0] == pytest.approx(2 * ends)
+
+
 def test_shards_take_less_memory_and_recomputation_too():
     table, job = table_of([1.0] * 4, weights=100 * MIB), Job(16)
     base = Layout(2, 4, chunks=2)

@@ -58,13 +58,12 @@ def emulated(options: argparse.Namespace) -> list[Row]:
     emulated_devices.calibrate()
     processes = Processes(max(options.devices))
     rows = []
-    # the emulated times are calibrated to have PyTorch's own, and a message its latency alone
+    # the emulated times are calibrated to have PyTorch's own; a message has no bytes to speak of
     for layout, shares in emulated_layouts(options.devices, options.chunks):
         local = layout.engine == "local"
         machine = Machine(
             device="cpu",
             devices_per_node=layout.nb_part,
-            action_s=0.0,
             node_latency_s=0.0 if local else options.message_s,
         )
         factors = [share_of(shares, stage, layout) for stage in range(layout.stages)]
