@@ -23,7 +23,7 @@ from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.estimates import CountedLayer, Work, count_chain
 from hybridtrain.planning.profiler import LayerProfiler
-from hybridtrain.planning.rates import Calibration, Rates
+from hybridtrain.planning.rates import Rates
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)
@@ -76,12 +76,7 @@ def given_costs(
 
 
 def counted_costs(
-    chain: Chain,
-    example_inputs: Any,
-    machine: Machine,
-    precision: str,
-    tf32: bool = False,
-    calibration: Calibration | None = None,
+    chain: Chain, example_inputs: Any, machine: Machine, precision: str, tf32: bool = False
 ) -> CostTable:
     """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
 
@@ -94,14 +89,13 @@ def counted_costs(
         machine: the rates.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
-        calibration: what the times are multiplied with.
 
     Raises:
         SplitError: a layer does not run on fake tensors; names the layer.
         ConfigError: the machine has no rate for this precision.
     """
-    rates = Rates.of(machine, precision, tf32, calibration)
-    sizes, batches = _two_sizes(example_inputs)
+    rates = Rates.of(machine, precision, tf32)
+    sizes, batches = two_sizes(example_inputs)
     few, many = (count_layers(chain.layers, batch, precision) for batch in batches)
 
     @cache
@@ -123,9 +117,8 @@ def counted_costs(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
         host_ms=[rates.host_ms(layer) for layer in few],
-        costs_from="estimated" if calibration is None else "calibrated",
+        costs_from="estimated",
         no_cut_before=chain.no_cut_before,
-        contention_at=lambda _: rates.calibration.contention,
     )
 
 
@@ -170,7 +163,7 @@ def measured_costs(
         sharing: devices that run at one time, and share this process's intra-op threads, as CPU
             stages do.
     """
-    sizes, batches = _two_sizes(example_inputs)
+    sizes, batches = two_sizes(example_inputs)
     tables, slower = [], []
     for batch in batches:
         profiler = LayerProfiler(
@@ -183,6 +176,25 @@ def measured_costs(
         profiler.repeat(seconds)
         tables.append(profiler.costs())
         slower.append(profiler.contention())
+    return costs_of_two_sizes(chain, sizes, tables, slower, "measured")
+
+
+def costs_of_two_sizes(
+    chain: Chain,
+    sizes: tuple[int, int],
+    tables: Sequence[Sequence[LayerCost]],
+    slower: Sequence[float],
+    costs_from: str,
+) -> CostTable:
+    """Returns the costs for any number of samples, from those for two numbers.
+
+    Args:
+        chain: the model.
+        sizes: the two numbers of samples.
+        tables: the costs of all layers for each.
+        slower: for each what `CostTable.contention_at` returns.
+        costs_from: as of a `CostTable`.
+    """
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
@@ -202,7 +214,7 @@ def measured_costs(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
         host_ms=[(0.0, 0.0)] * len(chain.layers),  # the times have it already
-        costs_from="measured",
+        costs_from=costs_from,
         no_cut_before=chain.no_cut_before,
         contention_at=contention_at,
     )
@@ -221,7 +233,7 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
     return sizes
 
 
-def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+def two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     """Returns two numbers of samples, and inputs of so many."""
     samples = batch_size(example_inputs)
     if samples < 2:

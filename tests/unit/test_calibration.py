@@ -12,7 +12,7 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost, calibration, cost_table
-from hybridtrain.planning.calibration import calibrate
+from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.priced import find_plans
@@ -49,34 +49,33 @@ def block(monkeypatch):
 
 
 def test_the_layer_that_is_measured_has_its_measured_times_and_equal_layers_too(block):
-    factors = calibrate(block.layers, TOKENS, MACHINE, CPU, "fp32")
+    table = calibrated_costs(block, TOKENS, MACHINE, CPU, "fp32")
     assert [layer.name for layer in Profiler.made.layers] == ["blocks.0"]
     assert Profiler.made.inputs.shape == (4, 8, 32)
     assert Profiler.made.inputs.requires_grad
-    plain = counted_costs(block, TOKENS, MACHINE, "fp32").costs_at(4)
-    table = counted_costs(block, TOKENS, MACHINE, "fp32", calibration=factors)
-    costs = table.costs_at(4)
     assert table.costs_from == "calibrated"
+    plain = counted_costs(block, TOKENS, MACHINE, "fp32").costs_at(4)
+    costs = table.costs_at(4)
     for cost in costs[1:6]:
         assert (cost.forward_ms, cost.backward_ms) == (pytest.approx(70), pytest.approx(110))
-    assert costs[0].forward_ms / plain[0].forward_ms == pytest.approx(factors.forward)
-    assert costs[-1].backward_ms / plain[-1].backward_ms == pytest.approx(factors.backward)
+    for cost, before in ((costs[0], plain[0]), (costs[-1], plain[-1])):
+        assert cost.forward_ms / before.forward_ms == pytest.approx(70 / plain[1].forward_ms)
+        assert cost.backward_ms / before.backward_ms == pytest.approx(110 / plain[1].backward_ms)
     assert [c.activation_bytes for c in costs] == [c.activation_bytes for c in plain]
 
 
 def test_a_host_that_is_slower_than_the_device_is_calibrated_as_well(block):
     slow = Machine(device="cpu", flops_per_s={"fp32": 1e18}, operator_s=1e-3)
-    factors = calibrate(block.layers, TOKENS, slow, CPU, "fp32")
-    table = counted_costs(block, TOKENS, slow, "fp32", calibration=factors)
-    assert table.host_ms[1] == (pytest.approx(70), pytest.approx(110))
+    cost = calibrated_costs(block, TOKENS, slow, CPU, "fp32").costs_at(4)[1]
+    assert (cost.forward_ms, cost.backward_ms) == (pytest.approx(70), pytest.approx(110))
 
 
 def test_many_equal_layers_stand_for_a_model_rather_than_one_that_is_larger(monkeypatch):
     monkeypatch.setattr(calibration, "LayerProfiler", Profiler)
     small = [nn.Linear(64, 64) for _ in range(8)]
     net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), *small)
-    layers = ChainBuilder(net, torch.zeros(4, 64)).chain().layers
-    calibrate(layers, torch.zeros(4, 64), MACHINE, CPU, "fp32")
+    chain = ChainBuilder(net, torch.zeros(4, 64)).chain()
+    calibrated_costs(chain, torch.zeros(4, 64), MACHINE, CPU, "fp32")
     assert [layer.name for layer in Profiler.made.layers] == ["2"]
 
 

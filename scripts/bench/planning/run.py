@@ -25,7 +25,7 @@ from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
-from hybridtrain.planning.calibration import calibrate
+from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import device_memory, price
@@ -175,10 +175,9 @@ def layers(seconds: float) -> dict[str, list[Row]]:
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
     machine = Machine(**rates)
-    factors = calibrate(chain.layers, tokens, machine, device, "fp32", sharing=2)
     tables = {
         "estimated": counted_costs(chain, tokens, machine, "fp32"),
-        "calibrated": counted_costs(chain, tokens, machine, "fp32", calibration=factors),
+        "calibrated": calibrated_costs(chain, tokens, machine, device, "fp32", sharing=2),
     }
     measured = measured_costs(chain, tokens, device, "fp32", sharing=2)
     rows: dict[str, list[Row]] = {name: [] for name in tables}
