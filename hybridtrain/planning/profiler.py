@@ -84,7 +84,8 @@ class LayerProfiler:
         self._device = device = devices[0]
         self._precision = precision or nullcontext
         self._timings: list[_Timing] = []
-        kept = RECENT if device.type == "cpu" else 0
+        # of few layers fewer, or most runs would get new memory
+        kept = min(RECENT, 2 * len(layers)) if device.type == "cpu" else 0
         if any(p.is_meta for layer in layers for p in layer.module.parameters()):
             kept = min(kept, RECENT_WITHOUT_VALUES)
         self._recent: deque[LayerRun] = deque(maxlen=kept)
