@@ -54,6 +54,8 @@ class Machine:
     """The host's time to call an operator of PyTorch."""
     action_s: float = 1e-4
     """The host's time for an action of the schedule, beside its operators."""
+    message_s: float = 1e-4
+    """The host's time to send or to receive a message of another process."""
 
     def __post_init__(self) -> None:
         check_choice("cluster.device", self.device, ("cuda", "cpu"))

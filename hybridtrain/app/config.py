@@ -218,6 +218,7 @@ class ClusterConfig:
     network_cards: int = Machine.network_cards
     operator_s: float = Machine.operator_s
     action_s: float = Machine.action_s
+    message_s: float = Machine.message_s
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hybridtrain.app.compose import given_keys
 from hybridtrain.app.load_data import load_data
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_prices import machine_of, model_of_run
+from hybridtrain.app.run_prices import machine_of, model_of_run, with_limit
 from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError, SplitError
@@ -48,8 +48,8 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
     assert config.cluster is not None
-    machine = machine_of(config.cluster)
     pipeline_options = checked_options(config)[0]
+    machine = with_limit(machine_of(config.cluster), config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)

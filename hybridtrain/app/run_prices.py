@@ -58,12 +58,17 @@ def machine_of_run(config: Config, device: torch.device, devices: int) -> Machin
     if device.type == "cpu" and config.cluster is None:  # all devices share the host's memory
         gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
         machine = replace(machine, memory_gib=gib / devices)
-    if (limit := config.pipeline.memory_limit_gib) is not None:
-        machine = replace(machine, memory_gib=limit, reserved_gib=0.0)
+    machine = with_limit(machine, config)
     nodes, rest = divmod(devices, machine.devices_per_node)
     if config.cluster is None or rest:
         return replace(machine, nodes=1, devices_per_node=devices)
     return replace(machine, nodes=nodes)
+
+
+def with_limit(machine: Machine, config: Config) -> Machine:
+    """Returns the machine with devices of `pipeline.memory_limit_gib`, where that is set."""
+    limit = config.pipeline.memory_limit_gib
+    return machine if limit is None else replace(machine, memory_gib=limit, reserved_gib=0.0)
 
 
 def this_machine() -> Machine | None:

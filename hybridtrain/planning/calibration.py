@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,36 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph.chain import Chain
 from hybridtrain.machine import Machine
-from hybridtrain.planning.cost_table import Calibration, Rates, count_layers
+from hybridtrain.planning.cost_table import CostTable, costs_of_two_sizes, count_layers, two_sizes
+from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.estimates import CountedLayer
 from hybridtrain.planning.profiler import LayerProfiler
+from hybridtrain.planning.rates import Rates
 from hybridtrain.precision import autocast
 
 log = logging.getLogger("hybridtrain")
 
 
-def calibrate(
-    layers: Sequence[Layer],
-    microbatch: Any,
+@dataclass(frozen=True)
+class Calibration:
+    """The times that a device takes, as multiples of those that are estimated for it.
+
+    Attributes:
+        forward: of a forward.
+        backward: of a backward.
+        contention: see `CostTable.contention_at`.
+    """
+
+    forward: float
+    backward: float
+    contention: float = 1.0
+
+
+def calibrated_costs(
+    chain: Chain,
+    example_inputs: Any,
     machine: Machine,
     device: torch.device,
     precision: str,
@@ -36,54 +54,80 @@ def calibrate(
     *,
     sharing: int = 1,
     seconds: float = 1.0,
-) -> Calibration:
-    """Times the layer that the model repeats most, against its estimate.
+) -> CostTable:
+    """Returns the counted costs, corrected by the times of the layer that is repeated most.
 
     That is, of the groups of equal layers, the first layer of the one that should take longest as a
     whole. It runs alone, on random values in the shapes that it has in the model.
 
     Args:
-        layers: the chain; parameters may be on the meta device.
-        microbatch: the inputs of the first layer.
+        chain: the model; parameters may be on the meta device.
+        example_inputs: the inputs of one batch, as large as a micro-batch may become.
         machine: the rates of the estimate.
         device: where the layer runs.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
-        sharing: devices that share this process's intra-op threads, as CPU stages do.
-        seconds: how long it is timed, about.
+        sharing: devices that run at one time, and share this process's intra-op threads, as CPU
+            stages do.
+        seconds: how long it is timed for each of two sizes of a micro-batch, about.
 
     Raises:
         SplitError: a layer does not run on fake tensors.
         ConfigError: the machine has no rate for this precision.
     """
     rates = Rates.of(machine, precision, tf32)
-    counted = count_layers(layers, microbatch, precision)
-    index, equal = _most_repeated(counted, rates)
-    layer = counted[index]
-    profiler = LayerProfiler(
-        [layers[index]],
-        tree_map_only(Tensor, partial(_values_like, device=device), layer.given[0]),
-        [device] * sharing,
-        precision=partial(autocast, precision, device.type),
-        optimizer_tensors_per_param=0,
-    )
-    profiler.repeat(seconds)
-    (measured,), estimated = profiler.costs(), rates.timed(layer)
-    host = rates.host_ms(layer)
-    pairs = (
-        (measured.forward_ms, max(estimated.forward_ms, host[0])),
-        (measured.backward_ms, max(estimated.backward_ms, host[1])),
-    )
-    forward, backward = (one / other if one and other else 1.0 for one, other in pairs)
+    sizes, batches = two_sizes(example_inputs)
+    tables, slower = [], []
+    for batch in batches:
+        counted = count_layers(chain.layers, batch, precision)
+        index, equal = _most_repeated(counted, rates)
+        estimates = [_with_host(layer, rates) for layer in counted]
+        profiler = LayerProfiler(
+            [chain.layers[index]],
+            tree_map_only(Tensor, partial(_values_like, device=device), counted[index].given[0]),
+            [device] * sharing,
+            precision=partial(autocast, precision, device.type),
+            optimizer_tensors_per_param=0,
+        )
+        profiler.repeat(seconds)
+        (measured,) = profiler.costs()
+        found = _calibration(measured, estimates[index], profiler.contention())
+        tables.append([_corrected(cost, found) for cost in estimates])
+        slower.append(found.contention)
     log.info(
         "calibrated by layer %s, one of %d equal ones: a forward takes %.2f times its estimate, "
         "a backward %.2f times",
-        layers[index].name,
+        chain.layers[index].name,
         equal,
-        forward,
-        backward,
+        found.forward,
+        found.backward,
     )
-    return Calibration(forward, backward)
+    return costs_of_two_sizes(chain, sizes, tables, slower, "calibrated")
+
+
+def _with_host(layer: CountedLayer, rates: Rates) -> LayerCost:
+    """Returns the estimate for a layer, which is never faster than its host calls the operators."""
+    cost, host = rates.timed(layer), rates.host_ms(layer)
+    return replace(
+        cost,
+        forward_ms=max(cost.forward_ms, host[0]),
+        backward_ms=max(cost.backward_ms, host[1]),
+    )
+
+
+def _calibration(measured: LayerCost, estimate: LayerCost, contention: float) -> Calibration:
+    pairs = (
+        (measured.forward_ms, estimate.forward_ms),
+        (measured.backward_ms, estimate.backward_ms),
+    )
+    forward, backward = (one / other if one and other else 1.0 for one, other in pairs)
+    return Calibration(forward, backward, contention)
+
+
+def _corrected(cost: LayerCost, by: Calibration) -> LayerCost:
+    return replace(
+        cost, forward_ms=by.forward * cost.forward_ms, backward_ms=by.backward * cost.backward_ms
+    )
 
 
 def _most_repeated(counted: Sequence[CountedLayer], rates: Rates) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.estimates import CountedLayer, Work, count_chain
 from hybridtrain.planning.profiler import LayerProfiler
+from hybridtrain.planning.rates import Rates
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)
@@ -48,6 +49,8 @@ class CostTable:
         no_cut_before: layers that cannot begin a stage, by index.
         expand: modules that are cut inside.
         model: the class of the model.
+        contention_at: returns, for a micro-batch of so many samples, how many times as long a
+            device takes while all others of its pipeline compute too.
     """
 
     costs_at: Callable[[int], Sequence[LayerCost]]
@@ -57,6 +60,7 @@ class CostTable:
     no_cut_before: Collection[int] = ()
     expand: Sequence[str] = ()
     model: str = ""
+    contention_at: Callable[[int], float] = lambda samples: 1.0
 
 
 def given_costs(
@@ -72,12 +76,7 @@ def given_costs(
 
 
 def counted_costs(
-    chain: Chain,
-    example_inputs: Any,
-    machine: Machine,
-    precision: str,
-    tf32: bool = False,
-    calibration: Calibration | None = None,
+    chain: Chain, example_inputs: Any, machine: Machine, precision: str, tf32: bool = False
 ) -> CostTable:
     """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
 
@@ -90,14 +89,13 @@ def counted_costs(
         machine: the rates.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
-        calibration: what the times are multiplied with.
 
     Raises:
         SplitError: a layer does not run on fake tensors; names the layer.
         ConfigError: the machine has no rate for this precision.
     """
-    rates = Rates.of(machine, precision, tf32, calibration)
-    sizes, batches = _two_sizes(example_inputs)
+    rates = Rates.of(machine, precision, tf32)
+    sizes, batches = two_sizes(example_inputs)
     few, many = (count_layers(chain.layers, batch, precision) for batch in batches)
 
     @cache
@@ -119,7 +117,7 @@ def counted_costs(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
         host_ms=[rates.host_ms(layer) for layer in few],
-        costs_from="estimated" if calibration is None else "calibrated",
+        costs_from="estimated",
         no_cut_before=chain.no_cut_before,
     )
 
@@ -146,63 +144,6 @@ def count_layers(layers: Sequence[Layer], microbatch: Any, precision: str) -> li
     return count_chain(layers, microbatch, precision=context, optimizer_tensors_per_param=0)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The times that a device takes, as multiples of those that are estimated for it."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The operations and bytes per second of a device, as training reaches them.
-
-    Attributes:
-        flops: of matrix products.
-        bandwidth: bytes from and to its memory.
-        operator_ms: the host's time to call an operator.
-        calibration: what times are multiplied with.
-    """
-
-    flops: float
-    bandwidth: float
-    operator_ms: float
-    calibration: Calibration = Calibration()
-
-    @classmethod
-    def of(
-        cls, machine: Machine, precision: str, tf32: bool, calibration: Calibration | None = None
-    ) -> Rates:
-        """Returns the rates of a machine for a precision."""
-        name = "tf32" if tf32 and precision == "fp32" else precision
-        return cls(
-            machine.sustained_flops(name),
-            machine.sustained_bandwidth,
-            machine.operator_s * 1e3,
-            calibration or Calibration(),
-        )
-
-    def timed(self, layer: CountedLayer) -> LayerCost:
-        """Returns the cost of a layer with the times that its work takes."""
-        return replace(
-            layer.cost,
-            forward_ms=self._ms(layer.forward) * self.calibration.forward,
-            backward_ms=self._ms(layer.backward) * self.calibration.backward,
-        )
-
-    def host_ms(self, layer: CountedLayer) -> tuple[float, float]:
-        """Returns the host's times to call the operators of a forward and of a backward."""
-        return (
-            layer.forward.operators * self.operator_ms * self.calibration.forward,
-            layer.backward.operators * self.operator_ms * self.calibration.backward,
-        )
-
-    def _ms(self, work: Work) -> float:
-        product = max(work.flops / self.flops, work.product_bytes / self.bandwidth)
-        return (product + (work.bytes - work.product_bytes) / self.bandwidth) * 1e3
-
-
 def measured_costs(
     chain: Chain,
     example_inputs: Any,
@@ -219,10 +160,11 @@ def measured_costs(
         device: where layers run.
         precision: `fp32`, `bf16` or `fp16`.
         seconds: how long each of the two sizes is timed, about.
-        sharing: devices that share this process's intra-op threads, as CPU stages do.
+        sharing: devices that run at one time, and share this process's intra-op threads, as CPU
+            stages do.
     """
-    sizes, batches = _two_sizes(example_inputs)
-    tables = []
+    sizes, batches = two_sizes(example_inputs)
+    tables, slower = [], []
     for batch in batches:
         profiler = LayerProfiler(
             chain.layers,
@@ -233,18 +175,48 @@ def measured_costs(
         )
         profiler.repeat(seconds)
         tables.append(profiler.costs())
+        slower.append(profiler.contention())
+    return costs_of_two_sizes(chain, sizes, tables, slower, "measured")
+
+
+def costs_of_two_sizes(
+    chain: Chain,
+    sizes: tuple[int, int],
+    tables: Sequence[Sequence[LayerCost]],
+    slower: Sequence[float],
+    costs_from: str,
+) -> CostTable:
+    """Returns the costs for any number of samples, from those for two numbers.
+
+    Args:
+        chain: the model.
+        sizes: the two numbers of samples.
+        tables: the costs of all layers for each.
+        slower: for each what `CostTable.contention_at` returns.
+        costs_from: as of a `CostTable`.
+    """
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
         at = (samples - sizes[0]) / (sizes[1] - sizes[0])
         return [_between(few, many, at) for few, many in zip(*tables, strict=True)]
 
+    # what is lost to the other devices is on a straight line too, and not its share
+    alone = [sum(c.forward_ms + c.backward_ms for c in costs) for costs in tables]
+    lost = [(factor - 1) * ms for factor, ms in zip(slower, alone, strict=True)]
+
+    def contention_at(samples: int) -> float:
+        at = (samples - sizes[0]) / (sizes[1] - sizes[0])
+        one, other = (max(0.0, a + at * (b - a)) for a, b in (lost, alone))
+        return 1.0 + one / other if other else 1.0
+
     return CostTable(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
         host_ms=[(0.0, 0.0)] * len(chain.layers),  # the times have it already
-        costs_from="measured",
+        costs_from=costs_from,
         no_cut_before=chain.no_cut_before,
+        contention_at=contention_at,
     )
 
 
@@ -261,7 +233,7 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
     return sizes
 
 
-def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+def two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     """Returns two numbers of samples, and inputs of so many."""
     samples = batch_size(example_inputs)
     if samples < 2:

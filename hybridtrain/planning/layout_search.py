@@ -8,7 +8,8 @@ bound larger, and goes back into the queue:
     cut             the bound of the schedule          closed form; it fits into memory
     priced          the simulated time                 the next result
 
-So a result is never slower than a layout that was not simulated.
+So a result is never slower than a layout that was not simulated. Where a model can be cut in few
+ways all of them go into the queue; else the most even one does, improved step by step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, pairwise
 from itertools import count as counter
+from math import comb
 from typing import NamedTuple
 
 from hybridtrain.errors import SplitError
@@ -36,6 +39,12 @@ from hybridtrain.planning.price import (
     stage_times,
     with_weight_bytes,
 )
+
+# A model that can be cut in no more ways is tried in all of them.
+_FEW_CUTS = 50
+
+# How many cuts are looked at to improve one.
+_MOST_MOVES = 100
 
 # Layouts of which the least memory is looked for if none fits.
 _CLOSE = 20
@@ -77,22 +86,27 @@ def find_layouts(
     numbers = counter()
     queue = [_Entry(search.bound(layout), next(numbers), layout) for layout in every]
     heapq.heapify(queue)
-    found: list[Price] = []
+    found: dict[Layout, Price] = {}
     while queue and len(found) < best:
         entry = heapq.heappop(queue)
         layout, counts = entry.layout, entry.counts
+        if layout in found:  # with a better cut
+            continue
         if entry.priced is not None:
-            found.append(entry.priced)
+            found[layout] = entry.priced
         elif counts is not None:
             priced = price(table, machine, job, layout, counts)
             bound = max(entry.bound_ms, priced.step_ms)
             heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
-        elif (counts := search.fitting_cut(layout)) is not None:
-            bound = max(entry.bound_ms, search.bound_of_cut(layout, counts))
-            heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
+        else:
+            for counts in search.cuts(layout):
+                bound = max(entry.bound_ms, search.bound_of_cut(layout, counts))
+                heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    return sorted(found, key=lambda one: one.step_ms)  # bounds differ from prices by rounding
+    return sorted(
+        found.values(), key=lambda one: one.step_ms
+    )  # bounds differ from prices by rounding
 
 
 class _Search:
@@ -119,22 +133,64 @@ class _Search:
         step = optimizer_ms(self._table.sizes, self._machine, self._job, layout, counts)
         return least_step_ms(self._job, layout, times, step)
 
+    def cuts(self, layout: Layout) -> list[list[int]]:
+        """Returns cuts that fit into memory, as the layers of each stage: all if there are few."""
+        if not self._weights_fit(layout):
+            return []
+        layers = len(self._table.sizes)
+        if comb(layers - 1, layout.stages - 1) > _FEW_CUTS:
+            even = self.fitting_cut(layout)
+            return [] if even is None else [self._improved(layout, even)]
+        places = [at for at in range(1, layers) if at not in self._table.no_cut_before]
+        every = combinations(places, layout.stages - 1)
+        counts = [[b - a for a, b in pairwise((0, *bounds, layers))] for bounds in every]
+        return [one for one in counts if self._fits(layout, one)]
+
+    def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
+        return self._fullest(layout, counts)[1] <= self._machine.usable_bytes
+
+    def _weights_fit(self, layout: Layout) -> bool:
+        weights = sum(cost.weight_bytes for cost in self._weighed(layout))
+        return weights / layout.nb_part <= self._machine.usable_bytes
+
+    def _improved(self, layout: Layout, counts: list[int]) -> list[int]:
+        """Returns a cut with a smaller bound, found by moving layers to the next stage and back.
+
+        The most even stages may send large messages, and may add up to uneven devices.
+        """
+        best = self.bound_of_cut(layout, counts)
+        moves = iter(range(_MOST_MOVES))
+        border = 0
+        unmoved = 0
+        while unmoved < layout.stages - 1 and next(moves, None) is not None:
+            unmoved += 1
+            for step in (-1, 1):
+                moved = list(counts)
+                moved[border] += step
+                moved[border + 1] -= step
+                if min(moved) < 1 or sum(moved[: border + 1]) in self._table.no_cut_before:
+                    continue
+                bound = self.bound_of_cut(layout, moved)
+                if bound < best and self._fits(layout, moved):
+                    counts, best, unmoved = moved, bound, 0
+            border = (border + 1) % (layout.stages - 1)
+        return counts
+
     def fitting_cut(self, layout: Layout) -> list[int] | None:
         """Returns the layers of each stage, as even as memory allows; None if nothing fits."""
-        limit = self._machine.usable_bytes
-        least = sum(cost.weight_bytes for cost in self._weighed(layout)) / layout.nb_part
-        if least > limit:
+        if not self._weights_fit(layout):
             return None
+        limit = self._machine.usable_bytes
         try:
             counts = self._cut(layout.samples(self._job), layout.checkpoint, layout.stages)
-            if self._fullest(layout, counts)[1] <= limit:
+            if self._fits(layout, counts):
                 return counts
             if not self._may_fit(layout, limit / layout.stages_per_device):
                 return None
             counts = self._cut_for_memory(layout, memory_weight=0.0, memory_limit=limit)
         except SplitError:  # too few layers or places to cut, or too much memory
             return None
-        return counts if self._fullest(layout, counts)[1] <= limit else None
+        return counts if self._fits(layout, counts) else None
 
     def _may_fit(self, layout: Layout, limit: float) -> bool:
         """Returns whether stages that are filled up to `limit` have room for all layers.

@@ -134,18 +134,23 @@ def stage_times(
     costs = table.costs_at(layout.samples(job))
     again = _recomputed(layout)
     forward, backward, weight, host, recompute = [], [], [], [], []
-    for start, end in pairwise(accumulate(counts, initial=0)):
+    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         own, called = costs[start:end], table.host_ms[start:end]
         f, b = sum(c.forward_ms for c in own), sum(c.backward_ms for c in own)
-        host_f = sum(f for f, _ in called) + machine.action_s * 1e3
-        host_b = sum(b for _, b in called) + machine.action_s * 1e3
-        if layout.splits_backwards and start:
-            host_b *= SPLIT_HOST
-        forward.append(max(f, host_f))
-        backward.append(max(b + again * f, host_b + again * host_f))
-        # what is recomputed is not divided, and the first stage's input needs no gradient
-        weight.append((0.5 if start else 1.0) * backward[-1] if layout.splits_backwards else 0.0)
-        host.append(host_f + host_b + again * host_f)
+        action = _action_ms(machine, layout, stage)
+        # the first stage's input needs no gradient: its backward is to the weights alone
+        in_two = layout.splits_backwards and stage > 0
+        # a GPU computes meanwhile; a CPU does not
+        before = action if machine.device == "cpu" else 0.0
+        host_f = sum(f for f, _ in called) + action
+        host_b = sum(b for _, b in called) * (SPLIT_HOST if in_two else 1.0) + (1 + in_two) * action
+        forward.append(max(f + before, host_f))
+        backward.append(
+            max(b + again * f + (1 + in_two) * before, host_b + again * (host_f - action))
+        )
+        # what is recomputed is not divided
+        weight.append((0.5 if in_two else 1.0) * backward[-1] if layout.splits_backwards else 0.0)
+        host.append(host_f + host_b + again * (host_f - action))
         recompute.append(again * f)
     cuts = list(accumulate(counts))[:-1]
     transfer = [
@@ -171,7 +176,11 @@ def price(
     shape = layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
     spread = _simulated(*shape, times)
     host = _host_bound_ms(layout, times)
-    one_batch = max(spread.length, host)
+    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * spread.length or 1.0)
+    contention = table.contention_at(layout.samples(job))
+    shared = _time_shared(layout.nb_part, busy_share)
+    crowded = spread.length * (1 + (contention - 1) * shared)
+    one_batch = max(crowded, host)
     pipeline = one_batch * job.accumulate
     # what the schedule would take without transfers
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
@@ -188,7 +197,7 @@ def price(
         "transfers": transfer * job.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
-        "host": (one_batch - spread.length) * job.accumulate,
+        "host": (one_batch - crowded) * job.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
     # compute is always there: the rest binds where it is a fifth of the step
@@ -197,7 +206,8 @@ def price(
     binds = worst if rest[worst] > 0.2 * step else "compute"
     if max(m.total for m in memory) > 0.9 * machine.usable_bytes:
         binds += ", memory"
-    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * one_batch or 1.0)
+    slowed = 1 + (contention - 1) * shared / (busy_share or 1.0)
+    busy_share *= slowed * spread.length / (one_batch or 1.0)
     return Price(
         layout=layout,
         counts=tuple(counts),
@@ -392,6 +402,18 @@ def _exchange_ms(
     return max(0.0, max(done) - end) + max(gather)
 
 
+def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
+    """Returns the host's time for a forward or backward of `stage`, beside its operators.
+
+    With a process for each device, what comes from another stage is received and what goes to
+    another is sent.
+    """
+    messages = (stage > 0) + (stage < layout.stages - 1)
+    if layout.engine == "local" or layout.nb_part == 1:
+        messages = 0
+    return (machine.action_s + messages * machine.message_s) * 1e3
+
+
 def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
     """Returns the time of a message from stage `border` to the next one."""
     device, to = layout.device_of(border), layout.device_of(border + 1)
@@ -409,6 +431,15 @@ def _host_bound_ms(layout: Layout, times: StageTimes) -> float:
     by_device = _by_device(layout, times.host)
     called = sum(by_device) if layout.engine == "local" else max(by_device)
     return called * layout.chunks
+
+
+def _time_shared(nb_part: int, busy_share: float) -> float:
+    """Returns the share of a pipeline's time in which devices slow each other down.
+
+    At any time at least one device is busy; what they are beyond that, on average, counts. For two
+    devices that is the share of the time in which both are busy.
+    """
+    return max(0.0, (nb_part * busy_share - 1) / (nb_part - 1)) if nb_part > 1 else 0.0
 
 
 def _recomputed(layout: Layout) -> float:

@@ -14,7 +14,7 @@ from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
-from hybridtrain.planning.calibration import calibrate
+from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
@@ -135,13 +135,12 @@ def model_costs(
         )
     if costs == "measured":
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
+    elif costs == "calibrated":
+        table = calibrated_costs(
+            chain, example_inputs, machine, device, precision, tf32, sharing=sharing
+        )
     else:
-        factors = None
-        if costs == "calibrated":
-            factors = calibrate(
-                chain.layers, example_inputs, machine, device, precision, tf32, sharing=sharing
-            )
-        table = counted_costs(chain, example_inputs, machine, precision, tf32, factors)
+        table = counted_costs(chain, example_inputs, machine, precision, tf32)
     return replace(table, model=type(net).__name__)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.construction import stand_in_values
@@ -33,6 +35,11 @@ SLOW_MS = 50.0
 RECENT = 8
 # The same where the model has no values: to have room for it all is what that is for.
 RECENT_WITHOUT_VALUES = 2
+
+
+# How often a layer is run alone and together with others like it, of which there are no more.
+_CONTENTION_REPEATS = 8
+_MOST_TOGETHER = 8
 
 
 class _Timing(NamedTuple):
@@ -77,7 +84,8 @@ class LayerProfiler:
         self._device = device = devices[0]
         self._precision = precision or nullcontext
         self._timings: list[_Timing] = []
-        kept = RECENT if device.type == "cpu" else 0
+        # of few layers fewer, or most runs would get new memory
+        kept = min(RECENT, 2 * len(layers)) if device.type == "cpu" else 0
         if any(p.is_meta for layer in layers for p in layer.module.parameters()):
             kept = min(kept, RECENT_WITHOUT_VALUES)
         self._recent: deque[LayerRun] = deque(maxlen=kept)
@@ -111,6 +119,37 @@ class LayerProfiler:
             replace(cost, forward_ms=forward, backward_ms=backward)
             for cost, (forward, backward) in zip(self._costs, medians, strict=True)
         ]
+
+    def contention(self) -> float:
+        """Returns how much longer the longest layer takes while all devices run one like it.
+
+        CPU stages share caches, memory and the interpreter: 1 for GPUs, and for one device. Alone
+        and together take turns, so that what disturbs the machine disturbs both.
+        """
+        others = min(len(self._devices), _MOST_TOGETHER) - 1
+        if self._device.type != "cpu" or others < 1:
+            return 1.0
+        timing = max(self._timings, key=lambda t: median(t.forward_ms) + median(t.backward_ms))
+        alone: list[float] = []
+        together: list[float] = []
+        with self._as_in_a_step([timing.layer]), self._prepared(timing.layer):
+            module, gradients = timing.layer.module, torch.is_grad_enabled()
+            try:
+                modules = [module, *(copy.deepcopy(module) for _ in range(others))]
+            except Exception:  # a module of the user's that cannot be copied
+                return 1.0
+
+            def run(module: nn.Module) -> float:
+                with torch.set_grad_enabled(gradients):  # of each thread its own
+                    clock = partial(_timed, self._device)
+                    ran = run_layer(module, timing.given, self._precision, clock)
+                return ran.forward_ms + ran.backward_ms
+
+            with ThreadPoolExecutor(len(modules)) as threads:
+                for _ in range(_CONTENTION_REPEATS):
+                    alone.append(threads.submit(run, module).result())
+                    together += threads.map(run, modules)
+        return max(1.0, median(together) / median(alone))
 
     def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
         timing = _Timing(layer, given, [], [])

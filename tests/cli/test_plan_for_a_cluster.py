@@ -105,6 +105,8 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
         (["cluster=h100", "cluster.nodes=0"], "cluster.nodes=0 must be"),
         (["cluster=jean-zay-v100", "trainer.precision=bf16"], "no rate for bf16"),
         (["cluster=h100", "cluster.memory_gib=1.0001"], "no plan fits"),
+        (["cluster=h100", "pipeline.memory_limit_gib=1e-5"], "no plan fits: "),
+        (["cluster=h100", "pipeline.memory_limit_gib=-1"], "memory_limit_gib=-1"),
         (["cluster=h100", "cluster.costs=guessed"], "cluster.costs=guessed is unknown"),
         (["cluster=h100", "cluster.costs=measured"], "set cluster.costs=estimated"),
         (["cluster=h100", "cluster.costs=calibrated"], "set cluster.costs=estimated"),

@@ -42,7 +42,7 @@ def test_bars_are_as_high_as_their_times_and_as_wide_as_their_bytes():
     assert wide / 982 == pytest.approx(40 / (100 * 1.06), abs=0.01)
 
 
-def test_a_limit_that_is_far_away_is_written_alone():
+def test_a_limit_that_is_far_away_leaves_the_bars_their_width():
     def lines(image):
         pixels = image.load()
         columns = Counter(
@@ -51,7 +51,9 @@ def test_a_limit_that_is_far_away_is_written_alone():
         return [x for x, count in columns.items() if count > 50]
 
     assert lines(drawn(limit=60 * MIB))
-    assert not lines(drawn(limit=10_000 * MIB))
+    far = drawn(limit=10_000 * MIB)
+    assert not lines(far)
+    assert max(rows_of(far, ORANGE, 100).values()) > 600
 
 
 @pytest.mark.parametrize("devices", [1, 8, 64])

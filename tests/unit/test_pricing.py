@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import combinations, cycle, islice, pairwise
 
 import pytest
 import torch
@@ -31,11 +32,14 @@ from hybridtrain.planning.price import (
 from hybridtrain.planning.priced import find_plans
 from hybridtrain.schedule import make_schedule, peak_in_flight, simulate
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 MIB = 2**20
 
 
-def table_of(times, nbytes=MIB, weights=4 * MIB):
+def table_of(times, nbytes=MIB, weights=4 * MIB, uneven=(1.0,)):
+    """Costs of layers; `uneven` are factors of their bytes, taken in turn."""
+    factors = list(islice(cycle(uneven), len(times)))
+
     def costs_at(samples):
         return [
             LayerCost(
@@ -44,13 +48,14 @@ def table_of(times, nbytes=MIB, weights=4 * MIB):
                 ms * samples,
                 2 * ms * samples,
                 0,
-                activation_bytes=nbytes * samples,
-                crossing_bytes=nbytes * samples,
+                activation_bytes=round(factor * nbytes) * samples,
+                crossing_bytes=round(nbytes / factor) * samples,
             )
-            for i, ms in enumerate(times)
+            for i, (ms, factor) in enumerate(zip(times, factors, strict=True))
         ]
 
-    return given_costs(costs_at, [LayerSize(weights, weights)] * len(times))
+    sizes = [LayerSize(round(factor * weights), round(factor * weights)) for factor in factors]
+    return given_costs(costs_at, sizes)
 
 
 @st.composite
@@ -66,7 +71,16 @@ def problems(draw):
         network_bytes_per_s=draw(st.floats(1e8, 1e11)),
         action_s=draw(st.sampled_from([0.0, 1e-4])),
     )
-    return table_of(times), machine, Job(8)
+    uneven = draw(st.lists(st.sampled_from([0.2, 1.0, 3.0]), min_size=1, max_size=5))
+    return table_of(times, uneven=uneven), machine, Job(8)
+
+
+@st.composite
+def cuts(draw, layers, stages):
+    """Numbers of layers of each stage, as somebody may write them into a plan."""
+    places = st.integers(1, layers - 1)
+    bounds = draw(st.lists(places, min_size=stages - 1, max_size=stages - 1, unique=True))
+    return [b - a for a, b in pairwise([0, *sorted(bounds), layers])]
 
 
 @few
@@ -95,6 +109,85 @@ def test_the_first_plan_is_not_slower_than_any_other_that_fits(problem):
     steps = [one.step_ms for one in found]
     assert steps == sorted(steps)
     assert steps[0] <= min(prices) * (1 + 1e-9)
+
+
+@few
+@given(problems(), st.data())
+def test_the_first_plan_is_not_slower_than_one_that_is_given_layer_by_layer(problem, data):
+    table, machine, job = problem
+    try:
+        found = find_layouts(table, machine, job, best=1)[0]
+    except SplitError:
+        return
+    every = list(layouts(machine, job, len(table.sizes), Choices()))
+    for _ in range(20):
+        layout = data.draw(st.sampled_from(every))
+        counts = data.draw(cuts(len(table.sizes), layout.stages))
+        one = price(table, machine, job, layout, counts)
+        if one.peak_bytes <= machine.usable_bytes:
+            assert found.step_ms <= one.step_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("times", "uneven", "memory_gib"),
+    [
+        ([2.0, 2.0, 2.0], [3.0, 0.2, 3.0], 0.08),  # a cut that sends little
+        ([1.0, 1.0, 0.5, 2.0], [1.0, 0.2, 3.0, 0.2], 0.15),
+        ([1.0, 2.0, 2.0, 3.0, 1.0], [3.0, 0.2, 3.0, 1.0, 0.2], 0.08),  # interleaved stages
+    ],
+)
+def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_gib):
+    table, job = table_of(times, uneven=uneven), Job(4)
+    machine = Machine(
+        devices_per_node=2,
+        memory_gib=memory_gib,
+        reserved_gib=0.0,
+        node_bytes_per_s=1e9,
+        action_s=0.0,
+    )
+    steps = []
+    for layout in layouts(machine, job, len(times), Choices()):
+        for bounds in combinations(range(1, len(times)), layout.stages - 1):
+            counts = [b - a for a, b in pairwise((0, *bounds, len(times)))]
+            one = price(table, machine, job, layout, counts)
+            if one.peak_bytes <= machine.usable_bytes:
+                steps.append(one.step_ms)
+    found = find_layouts(table, machine, job)
+    assert found[0].step_ms == pytest.approx(min(steps))
+    assert len({one.layout for one in found}) == len(found)
+
+
+@few
+@given(problems(), st.data())
+def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
+    table, machine, job = problem
+    try:
+        free = find_layouts(table, machine, job, best=1)[0]
+    except SplitError:
+        return
+    one = data.draw(st.sampled_from(list(layouts(machine, job, len(table.sizes), Choices()))))
+    names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "checkpoint", "shard")
+    fixed = Choices(**{name: [getattr(one, name)] for name in names if data.draw(st.booleans())})
+    try:
+        found = find_layouts(table, machine, job, fixed, best=1)[0]
+    except SplitError:
+        return
+    assert free.step_ms <= found.step_ms * (1 + 1e-9)
+
+
+@few
+@given(problems(), st.floats(1.1, 10))
+def test_the_best_step_is_not_slower_over_a_faster_link(problem, factor):
+    table, machine, job = problem
+    steps = []
+    for link in (None, "node_bytes_per_s", "network_bytes_per_s"):
+        faster = {link: factor * getattr(machine, link)} if link else {}
+        try:
+            found = find_layouts(table, replace(machine, **faster), job, best=1)[0]
+        except SplitError:
+            return
+        steps.append(found.step_ms)
+    assert max(steps[1:]) <= steps[0] * (1 + 1e-9)
 
 
 @few
@@ -197,6 +290,34 @@ def test_a_message_delays_its_receiver_alone():
     spans = simulate(schedule, [1, 1], [1, 1], [10])
     assert [span.start for span in spans[0]] == [0, 1, 24, 25]
     assert [span.start for span in spans[1]] == [11, 12, 13, 14]
+
+
+def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
+    table = replace(table_of([1.0, 1.0]), contention_at=lambda samples: 2.0)
+    layout = Layout(2, chunks=2, schedule="gpipe")
+    machine = Machine(device="cpu", devices_per_node=2, action_s=0.0)
+    found = price(table, machine, Job(2), layout, [1, 1])
+    alone = price(replace(table, contention_at=lambda _: 1.0), machine, Job(2), layout, [1, 1])
+    assert alone.pipeline_ms == 2 + 1 + 4 + 2  # both compute for 3 of these
+    assert alone.bubble == pytest.approx(6 / 18)
+    assert found.pipeline_ms == pytest.approx(9 + 3)
+    assert found.bubble == pytest.approx(6 / 24)
+    whole = price(table, machine, Job(2), Layout(1, chunks=2), [2])
+    assert whole.pipeline_ms == pytest.approx(12)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "more"),
+    [("cpu", "local", 0.1), ("cpu", "distributed", 0.3), ("cuda", "distributed", 0.0)],
+)
+def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, more):
+    machine = Machine(device=device, devices_per_node=3, action_s=1e-4, message_s=1e-4)
+    layout = Layout(3, chunks=3, engine=engine)
+    times = stage_times(table_of([1.0] * 3), machine, Job(3), layout, [1, 1, 1])
+    assert times.forward[1] == pytest.approx(1.0 + more)
+    assert times.backward[1] == pytest.approx(2.0 + more)
+    ends = 0.2 if engine == "distributed" else 0.1  # a stage at an end has one neighbour
+    assert times.host[0] == pytest.approx(2 * ends)
 
 
 def test_shards_take_less_memory_and_recomputation_too():

@@ -25,7 +25,7 @@ from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
-from hybridtrain.planning.calibration import calibrate
+from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import device_memory, price
@@ -58,13 +58,12 @@ def emulated(options: argparse.Namespace) -> list[Row]:
     emulated_devices.calibrate()
     processes = Processes(max(options.devices))
     rows = []
-    # the emulated times are calibrated to have PyTorch's own, and a message its latency alone
+    # the emulated times are calibrated to have PyTorch's own; a message has no bytes to speak of
     for layout, shares in emulated_layouts(options.devices, options.chunks):
         local = layout.engine == "local"
         machine = Machine(
             device="cpu",
             devices_per_node=layout.nb_part,
-            action_s=0.0,
             node_latency_s=0.0 if local else options.message_s,
         )
         factors = [share_of(shares, stage, layout) for stage in range(layout.stages)]
@@ -123,15 +122,30 @@ def real_layouts() -> Iterator[Layout]:
 def real(options: argparse.Namespace) -> list[Row]:
     """Returns predicted and measured milliseconds of steps of a GPT on CPU stages."""
     net, tokens = small_gpt()
-    table = measured_costs(ChainBuilder(net, tokens).chain(), tokens, torch.device("cpu"), "fp32")
+    chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     machine = Machine(device="cpu", devices_per_node=2)
-    rows = []
-    for layout in real_layouts():
-        model, counts = model_of(layout)
-        predicted = price(table, machine, Job(len(tokens)), layout, counts)
-        run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
-        rows.append((str(layout), predicted.pipeline_ms, median_ms(run, options.repeats)))
-    return rows
+    models = {layout: model_of(layout) for layout in real_layouts()}
+    predicted: dict[Layout, list[float]] = {layout: [] for layout in models}
+    measured: dict[Layout, list[float]] = {layout: [] for layout in models}
+    for turn in range(-1, options.repeats):  # so that a busy machine is as busy for both
+        # two devices share the process's threads
+        table = measured_costs(chain, tokens, device, "fp32", seconds=0.0, sharing=2)
+        for layout, (model, counts) in models.items():
+            run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
+            ms = run() * 1e3
+            if turn >= 0:
+                found = price(table, machine, Job(len(tokens)), layout, counts)
+                predicted[layout].append(found.pipeline_ms)
+                measured[layout].append(ms)
+    return [
+        (named(layout), statistics.median(predicted[layout]), statistics.median(measured[layout]))
+        for layout in models
+    ]
+
+
+def named(layout: Layout) -> str:
+    """Returns what differs among the configurations."""
+    return f"{layout.schedule} m={layout.chunks} checkpoint={layout.checkpoint}"
 
 
 def memory() -> list[Row]:
@@ -151,7 +165,7 @@ def memory() -> list[Row]:
         counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
         predicted = device_memory(table, Job(len(tokens)), layout, counts)
         for stage, (one, other) in enumerate(zip(predicted, counted, strict=True)):
-            rows.append((f"{layout} stage {stage}", one.total / 2**20, other / 2**20))
+            rows.append((f"{named(layout)} stage {stage}", one.total / 2**20, other / 2**20))
     return rows
 
 
@@ -161,10 +175,9 @@ def layers(seconds: float) -> dict[str, list[Row]]:
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
     machine = Machine(**rates)
-    factors = calibrate(chain.layers, tokens, machine, device, "fp32", sharing=2)
     tables = {
         "estimated": counted_costs(chain, tokens, machine, "fp32"),
-        "calibrated": counted_costs(chain, tokens, machine, "fp32", calibration=factors),
+        "calibrated": calibrated_costs(chain, tokens, machine, device, "fp32", sharing=2),
     }
     measured = measured_costs(chain, tokens, device, "fp32", sharing=2)
     rows: dict[str, list[Row]] = {name: [] for name in tables}
