@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hybridtrain.errors import ScheduleError
@@ -61,7 +62,7 @@ class Schedule:
         """True if it has backwards."""
         return any(action.kind != "F" for action in self.lanes[0])
 
-    @property
+    @cached_property
     def lane_of(self) -> dict[int, int]:
         """The device of each stage."""
         return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
