@@ -329,7 +329,8 @@ class StandInGPUs:
                 found = run(*real_args, **real_kwargs)
                 found = found if isinstance(found, tuple | list) else (found,)
                 for number, memory in into:
-                    memory.copy_(found[number])
+                    if found[number] is not None:  # not asked for, but of a shape without data
+                        memory.copy_(found[number])
 
             self.current_stream(device).queue(work)
         return results

@@ -38,6 +38,8 @@ SETTINGS = [
     {"schedule": "1f1b"},
     {"schedule": "gpipe", "checkpoint": "always"},
     {"schedule": "1f1b", "stages_per_device": 2, "checkpoint": {"every": 2}},
+    {"schedule": "zb-h1"},
+    {"schedule": "zb-v", "stages_per_device": 2},
 ]
 
 
