@@ -124,23 +124,16 @@ def real(options: argparse.Namespace) -> list[Row]:
     net, tokens = small_gpt()
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     machine = Machine(device="cpu", devices_per_node=2)
-    models = {layout: model_of(layout) for layout in real_layouts()}
-    predicted: dict[Layout, list[float]] = {layout: [] for layout in models}
-    measured: dict[Layout, list[float]] = {layout: [] for layout in models}
-    for turn in range(-1, options.repeats):  # so that a busy machine is as busy for both
-        # two devices share the process's threads
-        table = measured_costs(chain, tokens, device, "fp32", seconds=0.0, sharing=2)
-        for layout, (model, counts) in models.items():
-            run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
-            ms = run() * 1e3
-            if turn >= 0:
-                found = price(table, machine, Job(len(tokens)), layout, counts)
-                predicted[layout].append(found.pipeline_ms)
-                measured[layout].append(ms)
-    return [
-        (named(layout), statistics.median(predicted[layout]), statistics.median(measured[layout]))
-        for layout in models
-    ]
+    rows = []
+    for layout in real_layouts():
+        # right before its steps, so that a busy machine is as busy for both
+        table = measured_costs(chain, tokens, device, "fp32", seconds=0.5, sharing=2)
+        # one at a time: the threads of many models share memory pools, those of a run do not
+        model, counts = model_of(layout)
+        predicted = price(table, machine, Job(len(tokens)), layout, counts)
+        run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
+        rows.append((named(layout), predicted.pipeline_ms, median_ms(run, options.repeats)))
+    return rows
 
 
 def named(layout: Layout) -> str:
