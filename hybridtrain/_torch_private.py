@@ -7,10 +7,8 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -31,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # What ends the second run of torch.utils.checkpoint early; there is no other way to end it.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
+from hybridtrain.errors import UserError
 
 __all__ = [
     "GRAD_MODE_SETTER",
@@ -59,6 +59,7 @@ __all__ = [
     "free_saved",
     "get_default_store",
     "has_hooks",
+    "has_saved_hooks",
     "hooks_of",
     "is_traced",
     "loader_workers",
@@ -177,29 +178,11 @@ _DRAWS_NAME = "TESTING_ONLY_GenericMode"
 _DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
 _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
-# `_stash_obj_in_tls`: what is kept there goes along with the key into the threads that PyTorch
-# starts or uses for a thread's work, of autograd and of TorchScript.
-_IN_TLS = "hybridtrain.draws"
-
-
-def _keep_in_tls(value: object) -> None:
-    if _KEEPS_NO_REFERENCE:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(_IN_TLS, value)
-
-
-def _keeps_no_reference() -> bool:
-    """Returns whether PyTorch gives up references that it has not taken, as 2.11 does."""
-    value = object()
-    before = sys.getrefcount(value)
-    torch._C._stash_obj_in_tls(_IN_TLS, value)
-    if sys.getrefcount(value) > before:
-        return False
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    return True
-
-
-_KEEPS_NO_REFERENCE = _keeps_no_reference()
+# The contexts that threads are in. Not kept in PyTorch's own thread-local state: that goes along
+# into the works of process groups, whose threads would need Python's lock to drop it, also while
+# the interpreter ends.
+_own = threading.local()
+_active: dict[int, InterceptedDraws] = {}
 
 _known_operations: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
@@ -237,10 +220,9 @@ def _intercept(name: str) -> None:
         return
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        context: InterceptedDraws = torch._C._get_obj_in_tls(_IN_TLS)
         _set_draws_key(_DRAWS_KEY, False)
         try:
-            return context.draw(operation, args, kwargs)
+            return _context().draw(operation, args, kwargs)
         finally:
             _set_draws_key(_DRAWS_KEY, True)
 
@@ -249,25 +231,56 @@ def _intercept(name: str) -> None:
     _libraries[space].impl(operation, kernel, _DRAWS_NAME)
 
 
+def _context() -> InterceptedDraws:
+    context: InterceptedDraws | None = getattr(_own, "context", None)
+    if context is not None:
+        return context
+    # a thread that a layer has started, such as TorchScript's, has the key and no context
+    active = list(_active.values())
+    if torch._C._current_graph_task_id() != -1:  # or it is autograd's, for a GPU
+        active = [one for one in active if one.in_backward][:1]
+    if len(active) == 1:
+        return active[0]
+    raise UserError(
+        "a layer draws random numbers in a thread that it has started, while other stages run in "
+        "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
+        "or set engine=distributed"
+    )
+
+
 class InterceptedDraws(AbstractContextManager[Any]):
     """A context in which each random operation of this thread becomes a call of `draw`.
 
     All other operations run as ever, at their full speed.
+
+    Attributes:
+        in_backward: it is around a backward, which may go on in other threads.
     """
+
+    in_backward = False
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`; what it calls itself is not intercepted."""
         raise NotImplementedError
 
     def __enter__(self) -> None:
+        if not _libraries:
+            find_random_operations()
         self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
-        self._outer = torch._C._get_obj_in_tls(_IN_TLS) if self._was_on else None
-        _keep_in_tls(self)
+        self._outer: InterceptedDraws | None = getattr(_own, "context", None)
+        self._put(self)
         _set_draws_key(_DRAWS_KEY, True)
 
     def __exit__(self, *error: object) -> None:
         _set_draws_key(_DRAWS_KEY, self._was_on)
-        _keep_in_tls(self._outer)
+        self._put(self._outer)
+
+    def _put(self, context: InterceptedDraws | None) -> None:
+        _own.context = context
+        if context is None:
+            del _active[threading.get_ident()]
+        else:
+            _active[threading.get_ident()] = context
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:
@@ -295,15 +308,24 @@ def free_saved(node: torch.autograd.graph.Node) -> None:
     Uses its attributes `_raw_saved_*`: only a whole backward frees them otherwise. A hook that
     packs a tensor is called at once, and what it returns is kept instead.
     """
+    for one in _saved_of(node):
+        # nothing is there, or other hooks are
+        with suppress(RuntimeError):
+            one.register_hooks(_nothing, _is_gone)
+
+
+def has_saved_hooks(node: torch.autograd.graph.Node) -> bool:
+    """Returns whether hooks give a node of the graph the tensors that it has saved."""
+    return any(one.unpack_hook is not None for one in _saved_of(node))
+
+
+def _saved_of(node: torch.autograd.graph.Node) -> Iterator[Any]:
     kind = type(node)
     if kind not in _saved_names:
         _saved_names[kind] = [name for name in dir(node) if name.startswith("_raw_saved_")]
     for name in _saved_names[kind]:
         saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple | list) else (saved,):
-            # nothing is there, or other hooks are
-            with suppress(RuntimeError):
-                one.register_hooks(_nothing, _is_gone)
+        yield from saved if isinstance(saved, tuple | list) else (saved,)
 
 
 def _nothing(_: Tensor) -> None:

@@ -19,5 +19,6 @@ mypy
 echo "== Slurm, for tests/cluster"
 why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
 echo "== pytest"
-# two at a time, a file in one process: its launches are shared by its tests
-python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# a file in one process, since its launches are shared by its tests; three at a time, since they wait
+# for one another a third of the time
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"

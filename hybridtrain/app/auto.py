@@ -131,7 +131,7 @@ def _choose(
             sharing=sharing,
         )
 
-    found: list[Price] = []
+    found: list[tuple[Price, str]] = []
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
@@ -142,16 +142,19 @@ def _choose(
         sharing = 1 if distributed or device.type == "cuda" else nb_part
         choices = _choices(keys, nb_part, share, config)
         try:
-            found += find_layouts(costs(sharing), machine, job, choices)
+            table = costs(sharing)
+            prices = find_layouts(table, machine, job, choices)
+            found += [(one, table.costs_from) for one in prices]
         except (ConfigError, SplitError) as error:
             problems.append(error)
     if not found:
         auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
         raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
-    found.sort(key=lambda one: one.step_ms)
-    values = {key: getattr(found[0].layout, key) for key in keys}
-    others = [one for one in found if one.step_ms > found[0].step_ms]
-    _log.info("%s", _why(values, found[0], others, costs(1).costs_from))
+    found.sort(key=lambda one: one[0].step_ms)
+    best, costs_from = found[0]
+    values = {key: getattr(best.layout, key) for key in keys}
+    others = [one for one, _ in found if one.step_ms > best.step_ms]
+    _log.info("%s", _why(values, best, others, costs_from))
     return values
 
 

@@ -33,12 +33,16 @@ def predict_run(context: RunContext) -> Prediction:
 def _predicted(context: RunContext) -> Prediction:
     if (reason := why_not_priced(context.model.options)) is not None:
         return Prediction(reason=reason)
+    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+    fake_tensors.disabled = True  # the error of a layer is told when it runs
     try:
         return _prediction_of(context)
     except Exception as error:  # of the user's layers too, which run on fake tensors
         _log.debug("no prediction", exc_info=True)
         told = str(error).partition("\n")[0]
         return Prediction(reason=f"{type(error).__name__}: {told}")
+    finally:
+        fake_tensors.disabled = False
 
 
 def _prediction_of(context: RunContext) -> Prediction:

@@ -26,14 +26,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from hybridtrain._torch_private import InterceptedDraws, find_random_operations, is_traced
+from hybridtrain.errors import UserError
 
 
 class LayerRNG:
@@ -164,7 +168,6 @@ class _SeededDraws(InterceptedDraws):
         self._layer = layer
         self._place = place
         self._operations = 0
-        self._may_be_traced = rng.looks_apart
         self._own = rng.own_generator()
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -188,7 +191,7 @@ class _SeededDraws(InterceptedDraws):
         """Returns the result of `operation`, drawn from a generator of its place."""
         if kwargs.get("generator") is not None or _is_off(operation, args, kwargs):
             return operation(*args, **kwargs)
-        if self._may_be_traced and is_traced(args):
+        if is_traced(args):  # by a layer that compiles a part of itself, too
             return operation(*args, **kwargs)
         device = _device_of(args, kwargs)
         generator = self._next_generator(device)
@@ -217,6 +220,40 @@ class _SeededDraws(InterceptedDraws):
 def _seed_of(*key: int) -> int:
     packed = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+class BackwardDraws(InterceptedDraws):
+    """Refuses draws in a backward that repeat those of a forward, which were seeded by place.
+
+    A model's own gradient checkpointing restores the default generators for its recomputation, and
+    nothing was drawn from these.
+    """
+
+    in_backward = True
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of `operation`, which belongs to the backward itself.
+
+        Raises:
+            UserError: it belongs to a forward that is recomputed.
+        """
+        drawn_by_place = kwargs.get("generator") is None and not _is_off(operation, args, kwargs)
+        if drawn_by_place and _inside_checkpoint():
+            raise UserError(
+                "the model's own gradient checkpointing recomputes a layer that draws random "
+                "numbers, such as dropout, and would draw others than before: turn it off, and "
+                "set pipeline.checkpoint= (checkpoint= of HybridModel) instead"
+            )
+        return operation(*args, **kwargs)
+
+
+def _inside_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def no_generator() -> None:

@@ -6,32 +6,38 @@
 
 A node on the way to the input that also has a way to weights, such as that of a linear layer, runs
 twice: once for its input, and then, with the same gradient, for its weights. Each time PyTorch
-computes only what is asked for, so nothing is computed twice. Each weight gets its gradient from
-one node as in the whole backward, so the results are the same to the bit. What the other nodes on
-the way have saved is given up after the first part; the gradients of the nodes that run twice are
-kept instead.
+computes what is asked for, so that no product is computed twice (norms take their sums twice). Each
+weight gets its gradient from one node as in the whole backward, so the results are the same to the
+bit. The tensors that PyTorch's other nodes on the way have saved are given up after the first part;
+the gradients of the nodes that run twice are kept instead.
 
 A graph is not divided where that would not hold, or where a node would compute everything twice:
 
 - a weight with ways to several such nodes, whose gradients the whole backward adds up first;
-- a Python `autograd.Function` with weights, or one that was compiled;
-- a reentrant checkpoint, which runs a backward inside this one.
+- an LSTM or a GRU, a Python `autograd.Function` with weights, or one that was compiled;
+- a reentrant checkpoint, which runs a backward inside this one;
+- saved tensors with hooks, as of a checkpoint: it would recompute for each node again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from hybridtrain._torch_private import free_saved, run_backward
+from hybridtrain._torch_private import free_saved, has_saved_hooks, run_backward
 from hybridtrain.errors import UserError
 from hybridtrain.pipeline.boundary import Root
+from hybridtrain.pipeline.layer_rng import BackwardDraws
 
 # Custom functions that need their whole backward in one go, or free what they have saved in it.
 _WHOLE_ONLY = ("CompiledFunction", "CheckpointFunction")
+
+# PyTorch's nodes that compute all of their gradients even if some are asked for: of LSTMs and GRUs.
+_COMPUTES_ALL = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 
 
 class SplitBackward:
@@ -59,7 +65,7 @@ class SplitBackward:
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
         self._later = [start for start, leads in zip(starts, to_input, strict=True) if not leads]
         # in the order of the first part, in which the whole backward would come to the weights
-        self._seen: list[tuple[Node, tuple[Tensor | None, ...]]] = []
+        self._seen: list[_Kept] = []
 
     def to_input(self) -> None:
         """Computes the gradients of the inputs, which are then in their `grad`."""
@@ -80,15 +86,14 @@ class SplitBackward:
         """Adds to the gradients of the weights.
 
         Raises:
-            UserError: a hook on a tensor changes gradients; it would do so twice.
+            UserError: gradients are changed by a hook on a tensor, or in place.
         """
         seen, later = self._seen, self._later
         self._seen, self._later = [], []
-        if later:
-            run_from(later)
-        for node, gradients in seen:
+        run_from(later)
+        for node, gradients, versions in seen:
             _, weights = self._weights_of.pop(id(node))
-            again: list[tuple[Node, tuple[Tensor | None, ...]]] = []
+            again: list[_Kept] = []
             hook = node.register_prehook(_Keep(node, again))
             starts: list[tuple[Root, Tensor]] = [
                 (GradientEdge(node, number), gradient)
@@ -99,25 +104,35 @@ class SplitBackward:
                 run_from(starts, weights)
             finally:
                 hook.remove()
-            for _, given in again:
-                if any(a is not b for a, b in zip(gradients, given, strict=True)):
+            for kept in again:
+                same = all(a is b for a, b in zip(gradients, kept.gradients, strict=True))
+                if not same or kept.versions != versions:
                     raise UserError(
-                        f"a hook on a tensor inside the model changes its gradient "
-                        f"({type(node).__name__}). It would do so twice where the backward is in "
-                        f"two parts: use schedule=1f1b, or take the hook off"
+                        f"a gradient inside the model ({type(node).__name__}) is changed by a hook "
+                        f"on a tensor, or in place. That goes wrong where the backward is in two "
+                        f"parts: use schedule=1f1b, or take the hook off"
                     )
         self._weights_of.clear()
+
+
+class _Kept(NamedTuple):
+    """The gradients that a node has used, and how often they had been changed in place."""
+
+    node: Node
+    gradients: tuple[Tensor | None, ...]
+    versions: list[int]
 
 
 class _Keep:
     """A hook that notes the gradients which a node is about to use."""
 
-    def __init__(self, node: Node, notes: list[tuple[Node, tuple[Tensor | None, ...]]]) -> None:
+    def __init__(self, node: Node, notes: list[_Kept]) -> None:
         self._node = node
         self._notes = notes
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        self._notes.append((self._node, gradients))
+        versions = [g._version for g in gradients if g is not None]
+        self._notes.append(_Kept(self._node, gradients, versions))
 
 
 def run_from(
@@ -127,26 +142,30 @@ def run_from(
     retain_graph: bool = False,
 ) -> None:
     """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone."""
+    if not starts:
+        return
     roots, gradients = zip(*starts, strict=True)
-    run_backward(
-        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
-        accumulate_grad=True,
-    )  # fmt: skip
+    with BackwardDraws():
+        run_backward(
+            roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
+            accumulate_grad=True,
+        )  # fmt: skip
 
 
 def split_backward(
-    starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor]
+    starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor], looks_for_hooks: bool = True
 ) -> SplitBackward | None:
     """Returns the backward from `starts` in two parts; None where it must run as a whole.
 
     Args:
         starts: tensors, or edges of the graph, and their gradients.
         inputs: leaves whose gradients are wanted first.
+        looks_for_hooks: whether saved tensors may have hooks, which takes longer than the rest.
     """
     roots = [_node_of(root) for root, _ in starts]
     graph = _Graph(roots, [get_gradient_edge(tensor).node for tensor in inputs])
     branches = graph.branches(roots)
-    if branches is None:
+    if branches is None or (looks_for_hooks and graph.has_saved_hooks()):
         return None
     others = graph.on_the_way({id(node) for node, _ in branches})
     leads = list(map(graph.leads_to_input, roots))
@@ -186,6 +205,10 @@ class _Graph:
         """Returns the nodes that lead to an input, without those of these ids."""
         return [one for one in self._nodes if self.leads_to_input(one) and id(one) not in but]
 
+    def has_saved_hooks(self) -> bool:
+        """Returns whether hooks give the nodes what they have saved."""
+        return any(map(has_saved_hooks, self._nodes))
+
     def branches(self, roots: Sequence[Node]) -> list[tuple[Node, list[Tensor]]] | None:
         """Returns the nodes with ways to the inputs and to weights, and the weights of each.
 
@@ -207,6 +230,8 @@ class _Graph:
                     if own is None or is_function:
                         return None
                     weights += own
+            if weights and type(node).__name__.startswith(_COMPUTES_ALL):
+                return None
             if weights:
                 found.append((node, weights))
         return found

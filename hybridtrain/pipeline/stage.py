@@ -44,13 +44,13 @@ class _InFlight(NamedTuple):
         inputs: what came over each incoming link and gets a gradient.
         roots: for each outgoing link, where the backward starts; on the last stage, the loss.
         gradient: of the loss, on the last stage.
-        recomputed: some of its activations are not kept.
+        whole: its backward cannot be in two parts: some activations are recomputed, or counted.
     """
 
     inputs: list[list[StageInput]]
     roots: list[list[Root]]
     gradient: Tensor | None
-    recomputed: bool
+    whole: bool
 
 
 class _ToWeights(NamedTuple):
@@ -117,6 +117,8 @@ class Stage:
         )
         self._in_flight: dict[int, _InFlight] = {}
         self._to_weights: dict[int, _ToWeights] = {}
+        # None until a first backward has shown whether its graph can be divided
+        self._may_split: bool | None = None
 
     def __repr__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -143,7 +145,8 @@ class Stage:
         values, inputs = self._input.enter(messages)
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_checkpointed if checkpoint else self._runner.run
-        if self.saved_bytes is None and torch.is_grad_enabled():
+        counts = self.saved_bytes is None and torch.is_grad_enabled()
+        if counts:
             # the samples of a batch are a view: their own bytes count, not the batch's
             given = [leaf for leaf in tree_leaves((value, values)) if isinstance(leaf, Tensor)]
             with count_saved(self.module, given) as saved:
@@ -160,8 +163,8 @@ class Stage:
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
-            recomputed = checkpoint or self._runner.recomputes
-            self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, recomputed)
+            whole = checkpoint or self._runner.recomputes or counts
+            self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
 
     def backward(
@@ -194,7 +197,10 @@ class Stage:
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
         leaves = [one.leaf for own in begun.inputs for one in own]
-        parts = None if begun.recomputed else split_backward(starts, leaves)
+        parts = None
+        if not begun.whole and self._may_split is not False:
+            parts = split_backward(starts, leaves, looks_for_hooks=self._may_split is None)
+            self._may_split = self._may_split or parts is not None
         if parts is None:
             # gradients are added up in the order of the micro-batches
             for earlier, left in sorted(self._to_weights.items()):

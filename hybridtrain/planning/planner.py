@@ -131,7 +131,9 @@ class Planner:
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        in_flight = peak_in_flight(make_schedule(*shape))
+        # a searched schedule holds as much as 1F1B, and needs the stages first
+        first = ("1f1b", *shape[1:]) if options.schedule == SEARCH else shape
+        in_flight = peak_in_flight(make_schedule(*first))
         decision = self._decide(in_flight)
         if options.schedule == SEARCH:
             decision = self._with_times(decision)

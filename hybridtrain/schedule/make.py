@@ -68,7 +68,7 @@ def make_schedule(
             f"a schedule needs at least 1 device, 1 chunk, 1 stage per device and 1 micro-batch "
             f"in flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
         )
-    builder = NAMED[name] if name in NAMED else _searched(durations)
+    builder = NAMED[name] if name in NAMED else _searched(durations, max_inflight)
     schedule = builder(devices, chunks, stages_per_device)
     # stage 0 holds every micro-batch that is in flight
     if max_inflight is not None and peak_in_flight(schedule)[0] > max_inflight:
@@ -77,10 +77,13 @@ def make_schedule(
     return schedule
 
 
-def _searched(durations: Durations | None) -> Builder:
+def _searched(durations: Durations | None, max_inflight: int | None) -> Builder:
+    @lru_cache
     def builder(devices: int, chunks: int, stages_per_device: int) -> Schedule:
         of_stages = durations or Durations.equal(devices * stages_per_device)
-        return search(of_stages, devices, chunks, stages_per_device)
+        # with several stages per device a bound on the pipeline is none on a device
+        limit = min(max_inflight, devices) if max_inflight and stages_per_device == 1 else None
+        return search(of_stages, devices, chunks, stages_per_device, limit)
 
     return builder
 

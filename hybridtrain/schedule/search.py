@@ -27,8 +27,10 @@ from hybridtrain.schedule.table import Action, Schedule, validate
 # Two lengths that differ by less are the same, but for rounding.
 _ROUNDING = 1e-9
 
-# A table of more actions is searched with the first preferences alone, so that it takes a second.
-_MANY_ACTIONS = 5_000
+# A table of more actions is searched with two preferences alone, and one of too many not at all:
+# all processes search, at the start of a run and once more for a short last batch.
+_MANY_ACTIONS = 4_000
+_TOO_MANY_ACTIONS = 20_000
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ def search(
         limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
     fitting = [schedule for schedule in named if most_held(schedule) <= limit]
     job = _Job(durations, devices, chunks, stages_per_device, limit)
-    many = 3 * chunks * len(durations.forward) > _MANY_ACTIONS
-    for preferences in _all_preferences(limit, many):
+    actions = 3 * chunks * len(durations.forward)
+    for preferences in _preferences(limit, actions, needed=not fitting):
         try:
             fitting.append(job.schedule(preferences))
         except _Stuck:
@@ -109,9 +111,10 @@ def search(
     best = min(fitting, key=durations.length)
     if best in named:
         best = Schedule("search", best.stages, best.chunks, best.lanes)
-    found = _with_whole_backwards(best, durations)
-    validate(found)
-    return found
+    if actions <= _MANY_ACTIONS:
+        best = _with_whole_backwards(best, durations)
+    validate(best)
+    return best
 
 
 def most_held(schedule: Schedule) -> int:
@@ -148,9 +151,15 @@ class _Preferences:
     forward_first: bool
 
 
-def _all_preferences(limit: int, few: bool) -> Iterator[_Preferences]:
-    helds = (limit,) if few else tuple(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
-    for held, fits, forward_first in product(helds, (1.0, 0.5, 0.0), (False, True)):
+def _preferences(limit: int, actions: int, needed: bool) -> Iterator[_Preferences]:
+    """Yields the preferences to try for a table of so many actions; some, if that is needed."""
+    if actions > _TOO_MANY_ACTIONS and not needed:
+        return
+    few = actions > _MANY_ACTIONS
+    helds = [limit] if few else list(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
+    for held, fits, forward_first in product(
+        helds, [1.0, 0.5, 0.0][: 1 if few else 3], (False, True)
+    ):
         yield _Preferences(held, fits, forward_first)
 
 

@@ -8,6 +8,7 @@ from support.nets import CASES
 from torch import nn
 
 from hybridtrain import HybridModel
+from hybridtrain.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -166,3 +167,55 @@ def test_a_layer_that_begins_to_draw_draws_by_place_in_that_very_step(monkeypatc
     assert not torch.equal(expected["0.linear.weight"], unchanged["0.linear.weight"])
     for nb_part, checkpoint in ((2, "never"), (1, "always"), (4, "always"), (2, {"every": 1})):
         assert_same(gradients(nb_part, checkpoint)[0], expected, f"{nb_part} {checkpoint}")
+
+
+class OwnCheckpoint(nn.Module):
+    """A layer with gradient checkpointing and dropout, as many models have."""
+
+    def __init__(self, rate, use_reentrant=False):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(rate)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        run = lambda y: self.dropout(torch.tanh(self.linear(y)))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_dropout_in_a_models_own_checkpoint_is_refused_since_its_mask_would_differ(use_reentrant):
+    net = nn.Sequential(nn.Linear(4, 4), OwnCheckpoint(0.5, use_reentrant))
+    with pytest.raises(UserError, match=r"own gradient checkpointing.*set pipeline.checkpoint="):
+        hybrid(net).train_step(torch.randn(8, 4), None, mean_loss)
+
+
+def test_a_models_own_checkpoint_without_dropout_trains():
+    for rate in (0.0, 0.5):
+        model = hybrid(nn.Sequential(nn.Linear(4, 4), OwnCheckpoint(rate)))
+        if rate:
+            model.net[1].dropout.eval()
+        assert float(model.train_step(torch.randn(8, 4), None, mean_loss).loss) != 0
+
+
+def test_masks_of_a_layer_that_compiles_a_part_of_itself_do_not_depend_on_the_split():
+    found = []
+    for nb_part in (1, 2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        own = nn.Sequential(nn.Linear(4, 4), Holder(torch.compile(part, backend="eager")))
+        model = hybrid(nn.Sequential(*own, nn.Linear(4, 4)), nb_part)
+        model.train_step(torch.ones(8, 4), None, mean_loss)
+        found.append([p.grad for p in model.net.parameters()])
+    torch._dynamo.reset()
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Holder(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)

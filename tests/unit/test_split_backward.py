@@ -83,6 +83,11 @@ class ReentrantCheckpoint(TanhLinear):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
+class OwnCheckpoint(TanhLinear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class OnlyWeights(nn.Module):
     """A way from the output to weights that no input is on."""
 
@@ -97,7 +102,6 @@ class OnlyWeights(nn.Module):
 DIVIDED = {
     "linear": TanhLinear,
     "two layers": lambda: nn.Sequential(TanhLinear(), nn.LayerNorm(WIDTH), TanhLinear()),
-    "lstm": Lstm,
     "several outputs": Parts,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "weights without inputs": OnlyWeights,
@@ -105,6 +109,8 @@ DIVIDED = {
     "no weights": nn.Tanh,
 }
 WHOLE = {
+    "an lstm, which computes all of its gradients at once": Lstm,
+    "a checkpoint of the model's own": lambda: OwnCheckpoint(),
     "a weight that is used twice": Twice,
     "parts of a weight": CrossAttention,
     "an autograd.Function with weights": OwnFunction,
@@ -272,19 +278,72 @@ def test_what_is_recomputed_is_recomputed_once(mode):
     assert len(calls) == {"except_last": 7}.get(str(mode), 8)
 
 
-def test_a_hook_that_changes_a_gradient_inside_a_stage_is_refused():
-    class Linear(nn.Linear):
+def new_tensor(gradient):
+    return 2 * gradient
+
+
+def in_place(gradient):
+    gradient.mul_(2)
+
+
+@pytest.mark.parametrize("hook", [new_tensor, in_place])
+def test_a_hook_that_changes_a_gradient_inside_a_stage_is_refused(hook):
+    class Hooked(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
-            y.register_hook(lambda gradient: 2 * gradient)
+            y.register_hook(hook)
             return torch.tanh(y)
 
-    net = nn.Sequential(TanhLinear(), Linear(WIDTH, WIDTH))
-    model = hybrid(net, schedule="zb-h1")
-    with pytest.raises(UserError, match="a hook on a tensor inside the model changes") as error:
+    model = hybrid(nn.Sequential(TanhLinear(), Hooked(WIDTH, WIDTH)), schedule="zb-h1")
+    with pytest.raises(UserError, match=r"a gradient inside the model .* is changed") as error:
         model.train_step(*regression(8), F.mse_loss)
     assert "use schedule=1f1b" in str(error.value)
-    assert "in the backward to the weights of micro-batch 0 on stage 1" in error.value.__notes__[0]
+    # the first micro-batch is whole: what it saves is counted
+    assert "in the backward to the weights of micro-batch 1 on stage 1" in error.value.__notes__[0]
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class NoGradient(nn.Module):
+    """A layer with weights, for which no gradient comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + _NoGradient.apply(self.inner(x))
+
+
+def test_a_layer_that_no_gradient_reaches_has_none_to_add():
+    net = nn.Sequential(TanhLinear(), NoGradient())
+    mine, theirs = train(net, regression(8), schedule="zb-h1")
+    for name, parameter in theirs.items():
+        assert (mine[name].grad is None) == (parameter.grad is None)
+        assert parameter.grad is None or torch.equal(mine[name].grad, parameter.grad)
+
+
+def test_nothing_of_a_step_is_kept_after_it():
+    made = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            y = torch.tanh(super().forward(x))
+            made.append(weakref.ref(y.untyped_storage()))
+            return torch.tanh(y)
+
+    model = hybrid(nn.Sequential(TanhLinear(), Watched(WIDTH, WIDTH)), schedule="zb-h1")
+    for _ in range(2):
+        model.train_step(*regression(8), F.mse_loss)
+    assert not any(storage() is not None for storage in made)
 
 
 def test_a_step_after_a_failed_backward_to_the_weights_is_exact(monkeypatch):

@@ -69,8 +69,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Runs what was asked for, and prints the tables."""
     options = arguments(words)
-    # as at Ctrl-C, the processes of the current cell are ended first
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     torch.set_num_threads(1)  # a device of a CPU is a thread
     cells = grid(options.devices, options.batch, options.chunks, options.ntasks)
     predictor = make_predictor(options.cluster, options.overrides, options.schedule)
@@ -157,4 +155,6 @@ def write(
 
 
 if __name__ == "__main__":
+    # as at Ctrl-C, the processes of the current cell are ended first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()
