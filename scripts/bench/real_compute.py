@@ -60,9 +60,17 @@ def unsplit(net: nn.Sequential, x: Tensor, chunks: int) -> Callable[[], None]:
     return step
 
 
-def hybrid(x: Tensor, chunks: int) -> tuple[HybridModel, Callable[[], None]]:
+def hybrid(
+    x: Tensor, chunks: int, schedule: str = "1f1b", per_device: int = 1
+) -> tuple[HybridModel, Callable[[], None]]:
     """A step of this project's."""
-    model = HybridModel(network(), World.from_env(STAGES, devices="cpu"), chunks=chunks)
+    model = HybridModel(
+        network(),
+        World.from_env(STAGES, devices="cpu"),
+        chunks=chunks,
+        schedule=schedule,
+        stages_per_device=per_device,
+    )
 
     def step() -> None:
         model.train_step(x, None, square_loss)
@@ -152,6 +160,8 @@ def main() -> None:
                 "torchgpipe": timed(peer(x, chunks)) if optional("torchgpipe") else None,
                 "torch.distributed.pipelining": lambda: processes.seconds("torch"),
                 "hybridtrain": timed(hybrid(x, chunks)[1]),
+                "hybridtrain, zb-h1": timed(hybrid(x, chunks, "zb-h1")[1]),
+                "hybridtrain, zb-v": timed(hybrid(x, chunks, "zb-v", 2)[1]),
                 "hybridtrain, engine=distributed": lambda: processes.seconds("ours"),
                 "alone": lambda: processes.seconds("half True"),
                 "both": lambda: processes.seconds("half False"),
@@ -173,7 +183,7 @@ def main() -> None:
     print_table(["", "seconds per step", "over one thread", "of the bound"], rows)
     print_footer(
         f"{LAYERS} encoder layers of width {WIDTH}, {options.samples} samples of {options.length}, "
-        f"two stages, 1F1B (torchgpipe has its own schedule), one intra-op thread each; median "
+        f"two stages, 1F1B unless said otherwise (torchgpipe has its own schedule), one intra-op thread each; median "
         f"of {options.repeats}, in brackets the best. The last line counts that a core is slower "
         f"while the other one works: measured on half of the layers, in one process alone and in "
         f"two at a time."

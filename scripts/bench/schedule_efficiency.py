@@ -65,17 +65,29 @@ class Sleeps:
     """How long a stage sleeps.
 
     Attributes:
+        factor: how many times 5 and 10 ms a stage takes.
         early: how much too late `time.sleep` wakes up, at best.
         forward: of a forward's 5 ms, the part that PyTorch takes.
         backward: likewise.
     """
 
     early: float = 0.0
+    factor: float = 1.0
     forward: float = 0.0
     backward: float = 0.0
 
 
 sleeps = Sleeps()
+
+
+def forward_s() -> float:
+    """Returns the seconds of a whole device's forward."""
+    return FORWARD * sleeps.factor
+
+
+def backward_s() -> float:
+    """Returns the seconds of a whole device's backward."""
+    return BACKWARD * sleeps.factor
 
 
 def calibrate() -> None:
@@ -88,8 +100,8 @@ def calibrate() -> None:
     sleeps.early = sorted(late)[10]
     for _ in range(2):  # the second time corrects the first
         forward, backward = stage_alone(50)
-        sleeps.forward += statistics.median(forward) - FORWARD
-        sleeps.backward += statistics.median(backward) - BACKWARD
+        sleeps.forward += statistics.median(forward) - forward_s()
+        sleeps.backward += statistics.median(backward) - backward_s()
 
 
 def stage_alone(microbatches: int) -> tuple[list[float], list[float]]:
@@ -121,12 +133,12 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
         ctx.share = share
-        pause(FORWARD * share - sleeps.forward)
+        pause(forward_s() * share - sleeps.forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pause((BACKWARD * ctx.share - sleeps.backward) / 2)
+        pause((backward_s() * ctx.share - sleeps.backward) / 2)
         return grads[0], None
 
 
@@ -140,7 +152,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pause((BACKWARD * ctx.share - sleeps.backward) / 2)
+        pause((backward_s() * ctx.share - sleeps.backward) / 2)
         return torch.zeros(()), None
 
 
@@ -255,7 +267,7 @@ def over_processes(
 def ideal_s(schedule: str, devices: int, chunks: int, per_device: int) -> float:
     """Returns the seconds of a step of `schedule`, if nothing but the stages takes time."""
     stages = devices * per_device
-    times = [FORWARD / per_device] * stages, [BACKWARD / per_device] * stages
+    times = [forward_s() / per_device] * stages, [backward_s() / per_device] * stages
     durations = Durations.of(*times)
     return durations.length(make_schedule(schedule, devices, chunks, per_device))
 
@@ -267,8 +279,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--schedules", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--factor", type=float, default=1.0, help="times 5 and 10 ms of a stage")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    sleeps.factor = options.factor
     calibrate()
     processes = Processes(max(options.devices))
     rows = []
@@ -292,7 +306,7 @@ def main() -> None:
         }
         times = interleave(jobs, options.repeats)
         ideal = ideal_s(own, devices, chunks, per_device)
-        busy = chunks * (FORWARD + BACKWARD)
+        busy = chunks * (forward_s() + backward_s())
         alone = times.pop("alone")
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
         idle = {key: f"{1 - busy / statistics.median(t):.1%}" for key, t in times.items() if t}
@@ -316,7 +330,8 @@ def main() -> None:
     print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
-        "best. Ideal: the schedule simulated for 5 + 10 ms. Measured idle: here with threads, with "
+        f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
+        "ms. Measured idle: here with threads, with "
         "processes, PyTorch. Two stages per device for interleaved, zb-v and search. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble, beside search ScheduleDualPipeV. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
