@@ -185,8 +185,8 @@ def main() -> None:
         f"{LAYERS} encoder layers of width {WIDTH}, {options.samples} samples of {options.length}, "
         f"two stages, 1F1B unless said otherwise (torchgpipe has its own schedule), one "
         f"intra-op thread each; median of {options.repeats}, in brackets the best. The "
-        f"last line counts that a core is slower while the other one works: measured on half of the layers, in one process alone and in "
-        f"two at a time."
+        f"last line counts that a core is slower while the other one works: "
+        f"measured on half of the layers, in one process alone and in two at a time."
     )
 
 
