@@ -19,8 +19,8 @@ from hybridtrain.schedule.table import Action, Schedule, peak_in_flight, validat
 Builder = Callable[[int, int, int], Schedule]
 
 NAMED: dict[str, Builder] = {
-    "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
+    "gpipe": gpipe,
     "zb-h1": zero_bubble_h1,
     "zb-v": zero_bubble_v,
 }
