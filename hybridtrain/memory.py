@@ -40,8 +40,7 @@ def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Sav
     def pack(tensor: Tensor) -> Tensor:
         if storage_id(tensor) not in apart:
             saved.storages[storage_id(tensor)] = tensor.untyped_storage().nbytes()
-        # a node that has saved its own output would hold itself by the tensor that it was given
-        return tensor.detach()
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
