@@ -1,5 +1,6 @@
 """Fixtures for every folder."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,12 @@ LONG = (
     "test_readme",
     "test_matrix",
 )
+
+
+def pytest_configure() -> None:
+    """Has Ctrl-C raise, also where a shell has started the tests in its background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
