@@ -98,9 +98,9 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         if plan.split != str(directory.plan):
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
-    prediction = predict_run(context)
+    prediction = predict_run(context) if world.is_main else None
     summary = trainer.fit({"config": shown, "layout": placement})
-    if world.is_main:
+    if prediction is not None:
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared})
         _log.info("%s", prediction_in_words(**compared))

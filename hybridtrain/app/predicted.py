@@ -22,18 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 def predict_run(context: RunContext) -> Prediction:
-    """Returns what a step of the run should take, before it runs; a collective call.
+    """Returns what a step of the run should take, before it runs; rank 0 alone needs it.
 
-    Rank 0 predicts, from the costs that were measured for the split, or else from FLOPs and bytes.
-    Nothing that goes wrong here ends the run.
+    From the costs that were measured for the split, or else from FLOPs and bytes. Nothing that goes
+    wrong here ends the run.
     """
-    return context.world.broadcast(_predicted(context) if context.world.is_main else Prediction())
-
-
-def _predicted(context: RunContext) -> Prediction:
     if (reason := why_not_priced(context.model.options)) is not None:
         return Prediction(reason=reason)
     fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = fake_tensors.disabled
     fake_tensors.disabled = True  # the error of a layer is told when it runs
     try:
         return _prediction_of(context)
@@ -42,7 +39,7 @@ def _predicted(context: RunContext) -> Prediction:
         told = str(error).partition("\n")[0]
         return Prediction(reason=f"{type(error).__name__}: {told}")
     finally:
-        fake_tensors.disabled = False
+        fake_tensors.disabled = was_disabled
 
 
 def _prediction_of(context: RunContext) -> Prediction:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.schedule import NAMED, place_of, placement_of, splits_backwards
+from hybridtrain.schedule import (
+    NAMED,
+    STAGES_PER_DEVICE,
+    place_of,
+    placement_of,
+    splits_backwards,
+)
 
 ENGINES = ("local", "distributed")
 
@@ -62,6 +68,13 @@ class Layout:
     def device_of(self, stage: int) -> int:
         """Returns the number of the device that runs `stage`, among those of the pipeline."""
         return place_of(stage, self.nb_part, placement_of(self.schedule))
+
+    @property
+    def recomputed(self) -> float:
+        """The forwards that a backward computes again, on average over the micro-batches."""
+        if self.checkpoint == "except_last":
+            return (self.chunks - 1) / self.chunks
+        return float(self.checkpoint == "always")
 
     def samples(self, job: Job) -> int:
         """Returns the samples of the largest micro-batch."""
@@ -138,7 +151,7 @@ def _schedules(
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue
-            if {"zb-h1": 1, "zb-v": 2}.get(schedule, v) != v:
+            if STAGES_PER_DEVICE.get(schedule, v) != v:
                 continue
             if v == 1 or schedule == "zb-v" or chunks % nb_part == 0:
                 yield schedule, v

@@ -27,17 +27,15 @@ from hybridtrain.errors import SplitError
 from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.device_memory import device_memory, most_in_flight, with_weight_bytes
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.objective import Objective, cut_by_costs
 from hybridtrain.planning.price import (
     Price,
-    device_memory,
     least_step_ms,
-    most_in_flight,
     optimizer_ms,
     price,
     stage_times,
-    with_weight_bytes,
 )
 
 # A model that can be cut in no more ways is tried in all of them.

@@ -16,8 +16,9 @@ from hybridtrain.planning.cost_table import (
     layer_sizes,
 )
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.device_memory import device_memory
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.price import device_memory, price
+from hybridtrain.planning.price import price
 
 # A rate for where none counts.
 _ANY_RATE = 1e12

@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
-from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.device_memory import DeviceMemory, device_memory, most_in_flight
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.schedule import (
     SEARCH,
     Durations,
     Spans,
     make_schedule,
-    peak_in_flight,
-    peak_waiting,
     simulate,
 )
 
@@ -39,36 +37,6 @@ BUCKET_BYTES = 25 * 2**20
 # The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
 # and each node with weights is called by itself.
 SPLIT_HOST = 2.5
-
-# What a micro-batch holds in addition between the two parts of its backward, over its activations:
-# gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
-WAITING = 0.3
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The bytes that a device holds at its peak.
-
-    Attributes:
-        weights: parameters and buffers, whole inside a step.
-        gradients: and the buckets of the all-reduce, where these are apart from them.
-        state: of the optimizer.
-        shards: with `shard=full`, the parts of the weights that stay between steps.
-        activations: of all micro-batches in flight.
-        boundaries: what has come from other stages, for all micro-batches in flight.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    state: int = 0
-    shards: int = 0
-    activations: int = 0
-    boundaries: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -132,7 +100,7 @@ def stage_times(
 ) -> StageTimes:
     """Returns how long the actions of each stage take, and the messages between stages."""
     costs = table.costs_at(layout.samples(job))
-    again = _recomputed(layout)
+    again = layout.recomputed
     forward, backward, weight, host, recompute = [], [], [], [], []
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         own, called = costs[start:end], table.host_ms[start:end]
@@ -268,61 +236,6 @@ def optimizer_ms(
     return tensors * most / shares / machine.sustained_bandwidth * 1e3
 
 
-def device_memory(
-    table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
-) -> list[DeviceMemory]:
-    """Returns the memory of each device at its peak."""
-    costs = table.costs_at(layout.samples(job))
-    in_flight = most_in_flight(layout)
-    own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
-    waiting = _most_waiting(layout)
-    activations = [0] * layout.nb_part
-    boundaries = [0] * layout.nb_part
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        device = layout.device_of(stage)
-        own[device] += table.sizes[start:end]
-        alive = 1 if _recomputed(layout) else in_flight[stage]
-        kept = sum(cost.activation_bytes for cost in costs[start:end])
-        activations[device] += alive * kept + round(WAITING * waiting[stage] * kept)
-        if start:
-            boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
-    return [
-        replace(_fixed_memory(sizes, job, layout), activations=kept, boundaries=received)
-        for sizes, kept, received in zip(own, activations, boundaries, strict=True)
-    ]
-
-
-@lru_cache(maxsize=4096)
-def _most_in_flight(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int
-) -> tuple[int, ...]:
-    """Returns `peak_in_flight`, of few micro-batches where more would hold as many."""
-    if schedule == "gpipe":
-        return (chunks,) * (nb_part * stages_per_device)
-    if schedule == "1f1b" and stages_per_device == 1:
-        return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
-    if schedule == "zb-h1":
-        return (min(chunks, nb_part),) * nb_part
-    # groups of `nb_part`, of which a device holds at most three
-    chunks = min(chunks, 4 * nb_part) if chunks % nb_part == 0 else chunks
-    return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
-
-
-@lru_cache(maxsize=4096)
-def _most_waiting(layout: Layout) -> tuple[int, ...]:
-    """Returns how many micro-batches of each stage are between the parts of their backward."""
-    if not layout.splits_backwards:
-        return (0,) * layout.stages
-    chunks = min(layout.chunks, 4 * layout.nb_part)
-    shape = layout.schedule, layout.nb_part, chunks, layout.stages_per_device
-    return peak_waiting(make_schedule(*shape))
-
-
-def most_in_flight(layout: Layout) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage keeps alive at one time."""
-    return _most_in_flight(layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device)
-
-
 @dataclass(frozen=True)
 class _Spread:
     """The end of one batch, and of each stage's last backward with its begin; milliseconds."""
@@ -442,13 +355,6 @@ def _time_shared(nb_part: int, busy_share: float) -> float:
     return max(0.0, (nb_part * busy_share - 1) / (nb_part - 1)) if nb_part > 1 else 0.0
 
 
-def _recomputed(layout: Layout) -> float:
-    """Returns how many forwards a backward computes again, on average."""
-    if layout.checkpoint == "except_last":
-        return (layout.chunks - 1) / layout.chunks
-    return float(layout.checkpoint == "always")
-
-
 def _sums(times: StageTimes) -> list[float]:
     return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
 
@@ -462,41 +368,3 @@ def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:
     for stage, value in enumerate(values):
         sums[layout.device_of(stage)] += value
     return sums
-
-
-def with_weight_bytes(
-    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], job: Job, layout: Layout
-) -> list[LayerCost]:
-    """Returns the costs with the bytes of a layer's weights, gradients and state, for a cut."""
-
-    def weight_bytes(size: LayerSize) -> int:
-        memory = _fixed_memory([size], job, layout)
-        return memory.weights + memory.gradients + memory.state + memory.shards
-
-    return [
-        replace(cost, weight_bytes=weight_bytes(size), crossing_ms=0.0)
-        for cost, size in zip(costs, sizes, strict=True)
-    ]
-
-
-def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> DeviceMemory:
-    """Returns the memory of layers that does not depend on the number in flight.
-
-    DDP keeps its buckets for good. The gradients of a step become views of them in its last
-    backward, and those of the backwards before it are apart.
-    """
-    trained = sum(size.trained for size in sizes)
-    has_buckets = layout.replicas > 1 and layout.shard != "full"
-    copies = 2 if has_buckets and layout.chunks * job.accumulate > 1 else 1
-    state = trained * job.optimizer_tensors_per_param
-    return DeviceMemory(
-        weights=sum(size.weights for size in sizes),
-        gradients=copies * trained,
-        state=state if layout.shard == "none" else -(-state // layout.replicas),
-        shards=-(-trained // layout.replicas) if layout.shard == "full" else 0,
-    )
-
-
-def gib(size: float) -> str:
-    """Returns `3.2 GiB`."""
-    return f"{size / GIB:.1f} GiB"

@@ -16,10 +16,11 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
+from hybridtrain.planning.device_memory import most_in_flight
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price, most_in_flight, simulated, stage_times
+from hybridtrain.planning.price import Price, simulated, stage_times
 from hybridtrain.schedule import Span, Spans, placement_of
 from hybridtrain.text_table import text_table
 

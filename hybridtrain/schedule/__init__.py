@@ -19,7 +19,13 @@ from hybridtrain.schedule.named import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from hybridtrain.schedule.placement import Placement, place_of, placement_of, stages_at
+from hybridtrain.schedule.placement import (
+    STAGES_PER_DEVICE,
+    Placement,
+    place_of,
+    placement_of,
+    stages_at,
+)
 from hybridtrain.schedule.search import Durations, most_held, search
 from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
 from hybridtrain.schedule.table import (
@@ -37,6 +43,7 @@ __all__ = [
     "NAMED",
     "SCHEDULES",
     "SEARCH",
+    "STAGES_PER_DEVICE",
     "WORDS",
     "Action",
     "Durations",

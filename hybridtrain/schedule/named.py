@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import count, pairwise
 
 from hybridtrain.errors import ScheduleError
-from hybridtrain.schedule.placement import Placement, stages_at
+from hybridtrain.schedule.placement import STAGES_PER_DEVICE, Placement, stages_at
 from hybridtrain.schedule.table import Action, ActionKind, Schedule
 
 
@@ -77,7 +77,7 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
     Raises:
         ScheduleError: there are several stages per device.
     """
-    _check_stages_per_device("zb-h1", stages_per_device, 1)
+    _check_stages_per_device("zb-h1", stages_per_device)
     lanes = []
     for d in range(devices):
         warm_up = min(devices - d, chunks)
@@ -104,7 +104,7 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
     Raises:
         ScheduleError: there are not two stages per device.
     """
-    _check_stages_per_device("zb-v", stages_per_device, 2)
+    _check_stages_per_device("zb-v", stages_per_device)
     lanes = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
@@ -164,7 +164,8 @@ def whole_backwards_on_first_stage(
     )
 
 
-def _check_stages_per_device(name: str, given: int, needed: int) -> None:
+def _check_stages_per_device(name: str, given: int) -> None:
+    needed = STAGES_PER_DEVICE[name]
     if given != needed:
         raise ScheduleError(
             f"schedule={name} has {needed} stage{'s' * (needed > 1)} on each device: set "

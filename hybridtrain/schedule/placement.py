@@ -13,6 +13,9 @@ Placement = Literal["loop", "v"]
 
 _IN_A_V = ("zb-v",)
 
+# The schedules that are for one number of stages per device.
+STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2}
+
 
 def placement_of(schedule: str) -> Placement:
     """Returns the placement that the schedule of this name needs."""

@@ -2,8 +2,8 @@
 
 List scheduling: time goes on from action to action, and the device that can begin first takes the
 best of the actions whose inputs are there. That depends on a few preferences (`_Preferences`), of
-which all are tried. The shortest of these tables and of the named schedules is the result, so it
-is never longer than any of them.
+which all are tried. The shortest of these tables and of the named schedules that keep to the bound
+is the result, so it is never longer than any of them.
 """
 
 from __future__ import annotations
@@ -96,13 +96,15 @@ def search(
     if limit is None:
         limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
     fitting = [schedule for schedule in named if most_held(schedule) <= limit]
-    job = _Job(durations, devices, chunks, stages_per_device, limit)
+    own = [stages_at(device, devices, stages_per_device) for device in range(devices)]
     actions = 3 * chunks * len(durations.forward)
     for preferences in _preferences(limit, actions, needed=not fitting):
         try:
-            fitting.append(job.schedule(preferences))
+            lanes = _ListScheduling(durations, own, chunks, preferences).lanes()
         except _Stuck:
             continue
+        whole = whole_backwards_on_first_stage(lanes)
+        fitting.append(Schedule("search", devices * stages_per_device, chunks, whole))
     if not fitting:
         raise ScheduleError(
             f"search: no schedule was found in which a device holds at most {limit} micro-batches "
@@ -157,9 +159,8 @@ def _preferences(limit: int, actions: int, needed: bool) -> Iterator[_Preference
         return
     few = actions > _MANY_ACTIONS
     helds = [limit] if few else list(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
-    for held, fits, forward_first in product(
-        helds, [1.0, 0.5, 0.0][: 1 if few else 3], (False, True)
-    ):
+    parts = [1.0] if few else [1.0, 0.5, 0.0]
+    for held, fits, forward_first in product(helds, parts, (False, True)):
         yield _Preferences(held, fits, forward_first)
 
 
@@ -167,60 +168,48 @@ class _Stuck(Exception):
     """No device can go on without holding more than it may."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The problem; see `search`."""
-
-    durations: Durations
-    devices: int
-    chunks: int
-    stages_per_device: int
-    limit: int
-
-    def schedule(self, preferences: _Preferences) -> Schedule:
-        """Returns the schedule for some preferences.
-
-        Raises:
-            _Stuck: there is none.
-        """
-        run = _ListScheduling(self, preferences)
-        lanes = whole_backwards_on_first_stage(run.lanes())
-        return Schedule("search", len(self.durations.forward), self.chunks, lanes)
-
-
 class _ListScheduling:
     """One pass of list scheduling.
 
     The device with the earliest next action comes first, so whatever arrives before that action is
     known when it is chosen. A choice is made anew when something arrives at its device.
+
+    Args:
+        times: of the stages.
+        own: the stages of each device.
+        chunks: micro-batches.
+        preferences: of all devices.
     """
 
-    def __init__(self, job: _Job, preferences: _Preferences) -> None:
-        self._job = job
+    def __init__(
+        self,
+        times: Durations,
+        own: Sequence[Sequence[int]],
+        chunks: int,
+        preferences: _Preferences,
+    ) -> None:
+        self._own = own
+        self._chunks = chunks
         self._preferences = preferences
-        times, stages = job.durations, len(job.durations.forward)
+        self._transfer = times.transfer
+        stages = len(times.forward)
         self._cost = {
             "F": times.forward,
             "I": [b - w for b, w in zip(times.backward, times.weight, strict=True)],
             "W": times.weight,
         }
-        self._own = [
-            stages_at(device, job.devices, job.stages_per_device) for device in range(job.devices)
-        ]
-        self._device = {stage: device for device, own in enumerate(self._own) for stage in own}
+        self._device = {stage: device for device, each in enumerate(own) for stage in each}
         # when the input of each micro-batch's forward and backward is there
-        self._inputs: list[list[float]] = [
-            [0.0] * job.chunks if s == 0 else [] for s in range(stages)
-        ]
+        self._inputs: list[list[float]] = [[0.0] * chunks if s == 0 else [] for s in range(stages)]
         self._gradients: list[list[float]] = [[] for _ in range(stages)]
         self._done = {kind: [0] * stages for kind in "FIW"}
-        self._clock = [0.0] * job.devices
-        self._held = [0] * job.devices
-        self._lanes: list[list[Action]] = [[] for _ in range(job.devices)]
+        self._clock = [0.0] * len(own)
+        self._held = [0] * len(own)
+        self._lanes: list[list[Action]] = [[] for _ in own]
 
     def lanes(self) -> list[list[Action]]:
         """Returns the actions of each device."""
-        version = [0] * self._job.devices
+        version = [0] * len(self._own)
         queue: list[tuple[float, int, int, Action]] = []
 
         def choose(device: int) -> None:
@@ -229,7 +218,7 @@ class _ListScheduling:
             if choice is not None:
                 heapq.heappush(queue, (choice[0], device, version[device], choice[1]))
 
-        for device in range(self._job.devices):
+        for device in range(len(self._own)):
             choose(device)
         while queue:
             start, device, number, action = heapq.heappop(queue)
@@ -237,7 +226,7 @@ class _ListScheduling:
                 continue
             for other in {device, *self._run(device, start, action)}:
                 choose(other)
-        if any(done < self._job.chunks for done in self._done["W"]):
+        if any(done < self._chunks for done in self._done["W"]):
             raise _Stuck
         return self._lanes
 
@@ -248,7 +237,7 @@ class _ListScheduling:
         self._clock[device] = end
         self._lanes[device].append(action)
         self._done[kind][stage] += 1
-        transfer, last = self._job.durations.transfer, len(self._inputs) - 1
+        transfer, last = self._transfer, len(self._inputs) - 1
         if kind == "F":
             self._held[device] += 1
             if stage == last:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridtrain.errors import ScheduleError
-from hybridtrain.schedule.table import Need, Schedule, Span, Spans, made_by, needs_of
+from hybridtrain.schedule.table import (
+    Need,
+    Schedule,
+    Span,
+    Spans,
+    as_needs_allow,
+    made_by,
+    needs_of,
+)
 
 
 def simulate(
@@ -36,29 +43,16 @@ def simulate(
     made: dict[Need, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.lanes]
     clock = [0.0] * len(schedule.lanes)
-    position = [0] * len(schedule.lanes)
-    moved = True
-    while moved:
-        moved = False
-        for device, lane in enumerate(schedule.lanes):
-            while position[device] < len(lane):
-                action = lane[position[device]]
-                needs = needs_of(action, schedule.stages)
-                if any(need not in made for need in needs):
-                    break
-                start = clock[device]
-                for need in needs:
-                    border = min(need[1], action.stage)
-                    way = transfer[border] if transfer and need[1] != action.stage else 0.0
-                    start = max(start, made[need] + way)
-                clock[device] = start + costs[action.kind][action.stage]
-                for one in made_by(action):
-                    made[one] = clock[device]
-                spans[device].append(Span(action, start, clock[device]))
-                position[device] += 1
-                moved = True
-    if any(p < len(lane) for lane, p in zip(schedule.lanes, position, strict=True)):
-        raise ScheduleError(f"{schedule.name}: its actions wait for one another in a circle")
+    for device, action in as_needs_allow(schedule):
+        start = clock[device]
+        for need in needs_of(action, schedule.stages):
+            border = min(need[1], action.stage)
+            way = transfer[border] if transfer and need[1] != action.stage else 0.0
+            start = max(start, made[need] + way)
+        clock[device] = start + costs[action.kind][action.stage]
+        for one in made_by(action):
+            made[one] = clock[device]
+        spans[device].append(Span(action, start, clock[device]))
     return tuple(map(tuple, spans))
 
 

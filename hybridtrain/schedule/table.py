@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -135,10 +135,16 @@ def validate(schedule: Schedule) -> None:
         for made, word in (("F", "an F"), ("I", "a B or I"), ("W", "a B or W")):
             if seen.get((made, stage), 0) != schedule.chunks:
                 raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
-    _check_free_of_deadlock(schedule)
+    for _ in as_needs_allow(schedule):
+        pass
 
 
-def _check_free_of_deadlock(schedule: Schedule) -> None:
+def as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yields the device and the action of each, after all that it needs.
+
+    Raises:
+        ScheduleError: the actions that are left wait for one another in a circle; names them.
+    """
     made: set[Need] = set()
     position = [0] * len(schedule.lanes)
     moved = True
@@ -149,6 +155,7 @@ def _check_free_of_deadlock(schedule: Schedule) -> None:
                 action = lane[position[device]]
                 if not all(need in made for need in needs_of(action, schedule.stages)):
                     break
+                yield device, action
                 made.update(made_by(action))
                 position[device] += 1
                 moved = True

@@ -25,6 +25,7 @@ from hybridtrain.graph.layer import layers_of
 from hybridtrain.microbatch import chunk_sizes, split
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.precision import AUTOCAST, autocast
+from hybridtrain.schedule import STAGES_PER_DEVICE
 
 from .compare import micro_batches
 from .nets import CASES, Case
@@ -80,8 +81,7 @@ def cells(more: int = 0) -> list[Cell]:
 
 def can_be(row: list[Any]) -> bool:
     """Whether the schedule of a row, which may still be incomplete, has its stages per device."""
-    needed = {"zb-h1": 1, "zb-v": 2}
-    return len(row) < 5 or row[2] == needed.get(row[4], row[2])
+    return len(row) < 5 or row[2] == STAGES_PER_DEVICE.get(row[4], row[2])
 
 
 def random_cells(count: int) -> list[Cell]:

@@ -19,13 +19,12 @@ from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, Plan, plan
 from hybridtrain.planning.cost_table import LayerSize, counted_costs, given_costs
+from hybridtrain.planning.device_memory import device_memory, most_in_flight
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.layout_search import _Search, find_layouts
 from hybridtrain.planning.price import (
-    device_memory,
     least_step_ms,
-    most_in_flight,
     price,
     stage_times,
 )

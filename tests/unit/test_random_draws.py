@@ -1,9 +1,11 @@
 """Random draws are independent of the split, the schedule and the default generator."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
+from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss, plain_step
 from support.nets import CASES
 from torch import nn
 
@@ -189,27 +191,37 @@ def test_dropout_in_a_models_own_checkpoint_is_refused_since_its_mask_would_diff
         hybrid(net).train_step(torch.randn(8, 4), None, mean_loss)
 
 
-def test_a_models_own_checkpoint_without_dropout_trains():
-    for rate in (0.0, 0.5):
-        model = hybrid(nn.Sequential(nn.Linear(4, 4), OwnCheckpoint(rate)))
-        if rate:
-            model.net[1].dropout.eval()
-        assert float(model.train_step(torch.randn(8, 4), None, mean_loss).loss) != 0
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_models_own_checkpoint_without_dropout_has_the_gradients_of_the_plain_model(rate):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), OwnCheckpoint(rate))
+    net[1].dropout.eval()
+    plain, x = copy.deepcopy(net), torch.randn(8, 4)
+    model = hybrid(net)
+    net[1].dropout.eval()
+    model.train_step(x, None, mean_loss)
+    plain_step(plain, x, None, mean_loss)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_masks_of_a_layer_that_compiles_a_part_of_itself_do_not_depend_on_the_split():
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_a_layer_that_compiles_a_part_of_itself_draws_as_if_it_did_not(nb_part):
     found = []
-    for nb_part in (1, 2):
+    for compiled, parts in ((False, 1), (True, nb_part)):
         torch._dynamo.reset()
         torch.manual_seed(0)
         part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        own = nn.Sequential(nn.Linear(4, 4), Holder(torch.compile(part, backend="eager")))
-        model = hybrid(nn.Sequential(*own, nn.Linear(4, 4)), nb_part)
-        model.train_step(torch.ones(8, 4), None, mean_loss)
-        found.append([p.grad for p in model.net.parameters()])
+        own = Holder(torch.compile(part, backend="eager") if compiled else part)
+        net = nn.Sequential(nn.Linear(4, 4), own, nn.Linear(4, 4))
+        model = hybrid(net, parts, chunks=2)
+        for _ in range(2):  # traced in the first
+            model.train_step(torch.ones(8, 4), None, mean_loss)
+            found.append([p.grad.clone() for p in net.parameters()])
     torch._dynamo.reset()
-    for mine, theirs in zip(*found, strict=True):
-        assert torch.equal(mine, theirs)
+    for step in range(2):
+        for theirs, mine in zip(found[step], found[2 + step], strict=True):
+            assert torch.equal(mine, theirs), f"step {step}"
 
 
 class Holder(nn.Module):
