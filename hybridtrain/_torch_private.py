@@ -41,6 +41,7 @@ __all__ = [
     "StopRecomputation",
     "Store",
     "TCPStore",
+    "ThreadDraws",
     "TorchDispatchMode",
     "allow_recompilations",
     "call_uncompiled",
@@ -178,11 +179,17 @@ _DRAWS_NAME = "TESTING_ONLY_GenericMode"
 _DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
 _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
-# The contexts that threads are in. Not kept in PyTorch's own thread-local state: that goes along
-# into the works of process groups, whose threads would need Python's lock to drop it, also while
-# the interpreter ends.
-_own = threading.local()
-_active: dict[int, InterceptedDraws] = {}
+
+class _Thread(threading.local):
+    """The context of a thread's random operations."""
+
+    draws: ThreadDraws | None = None
+
+
+# Not kept in PyTorch's own thread-local state: that goes along into the works of process groups,
+# whose threads would need Python's lock to drop it, also while the interpreter ends.
+_own = _Thread()
+_active: dict[int, ThreadDraws] = {}
 
 _known_operations: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
@@ -222,7 +229,10 @@ def _intercept(name: str) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _set_draws_key(_DRAWS_KEY, False)
         try:
-            return _context().draw(operation, args, kwargs)
+            context = _context()
+            if context is None:
+                return operation(*args, **kwargs)
+            return context.draw(operation, args, kwargs)
         finally:
             _set_draws_key(_DRAWS_KEY, True)
 
@@ -231,12 +241,11 @@ def _intercept(name: str) -> None:
     _libraries[space].impl(operation, kernel, _DRAWS_NAME)
 
 
-def _context() -> InterceptedDraws:
-    context: InterceptedDraws | None = getattr(_own, "context", None)
-    if context is not None:
-        return context
+def _context() -> InterceptedDraws | None:
+    if _own.draws is not None:
+        return _own.draws.context
     # a thread that a layer has started, such as TorchScript's, has the key and no context
-    active = list(_active.values())
+    active = [one.context for one in list(_active.values()) if one.context is not None]
     if torch._C._current_graph_task_id() != -1:  # or it is autograd's, for a GPU
         active = [one for one in active if one.in_backward][:1]
     if len(active) == 1:
@@ -246,6 +255,33 @@ def _context() -> InterceptedDraws:
         "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
         "or set engine=distributed"
     )
+
+
+class ThreadDraws(AbstractContextManager[Any]):
+    """A context in which `InterceptedDraws` of this thread take less time.
+
+    Attributes:
+        context: the innermost of them; None: random operations run as ever.
+    """
+
+    def __init__(self) -> None:
+        self.context: InterceptedDraws | None = None
+
+    def __enter__(self) -> None:
+        if not _libraries:
+            find_random_operations()
+        self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
+        self._outer, _own.draws = _own.draws, self
+        _active[threading.get_ident()] = self
+        _set_draws_key(_DRAWS_KEY, True)
+
+    def __exit__(self, *error: object) -> None:
+        _set_draws_key(_DRAWS_KEY, self._was_on)
+        _own.draws = self._outer
+        if self._outer is None:
+            del _active[threading.get_ident()]
+        else:
+            _active[threading.get_ident()] = self._outer
 
 
 class InterceptedDraws(AbstractContextManager[Any]):
@@ -263,24 +299,18 @@ class InterceptedDraws(AbstractContextManager[Any]):
         """Returns the result of `operation`; what it calls itself is not intercepted."""
         raise NotImplementedError
 
-    def __enter__(self) -> None:
-        if not _libraries:
-            find_random_operations()
-        self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
-        self._outer: InterceptedDraws | None = getattr(_own, "context", None)
-        self._put(self)
-        _set_draws_key(_DRAWS_KEY, True)
+    def __enter__(self) -> Any:
+        thread, self._own_thread = _own.draws, None
+        if thread is None:
+            thread = self._own_thread = ThreadDraws()
+            thread.__enter__()
+        self._thread, self._outer = thread, thread.context
+        thread.context = self
 
     def __exit__(self, *error: object) -> None:
-        _set_draws_key(_DRAWS_KEY, self._was_on)
-        self._put(self._outer)
-
-    def _put(self, context: InterceptedDraws | None) -> None:
-        _own.context = context
-        if context is None:
-            del _active[threading.get_ident()]
-        else:
-            _active[threading.get_ident()] = context
+        self._thread.context = self._outer
+        if self._own_thread is not None:
+            self._own_thread.__exit__()
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:

@@ -15,7 +15,7 @@ class LossGradients:
         self._known: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, share: float, loss: Tensor) -> Tensor:
-        """Returns `share` as a tensor like `loss`.
+        """Returns `share` as a tensor like `loss`, which is detached.
 
         It is NaN if the loss is not finite, also where the derivative would be finite: then all
         replicas see it in the averaged gradients, and skip the step together.
@@ -24,5 +24,5 @@ class LossGradients:
         if key not in self._known:
             if len(self._known) == _KEPT:
                 self._known.clear()
-            self._known[key] = torch.full_like(loss, share, requires_grad=False)
-        return torch.add(self._known[key], loss.detach(), alpha=0)
+            self._known[key] = torch.full_like(loss, share)
+        return torch.add(self._known[key], loss, alpha=0)

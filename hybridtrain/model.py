@@ -286,9 +286,9 @@ class HybridModel:
                 value = zero_of(output)  # the mean of nothing is not a number
             else:
                 value = checked_loss(loss_fn(output, target_parts[microbatch]))
-            gradient = self._loss_gradient(weights.share(microbatch), value)
             root = value if scale_loss is None else scale_loss(value)
-            return HeadOutput(value.detach(), root, gradient)
+            loss = value.detach()
+            return HeadOutput(loss, root, self._loss_gradient(weights.share(microbatch), loss))
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[object]
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """Grad mode, inference mode and autocast of a thread."""
 
     grad: bool

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hybridtrain import _torch_private as private
@@ -39,9 +40,15 @@ _END_S = 2.0
 
 
 def fetch(
-    dataset: Dataset[Any], batches: Iterable[list[int]], options: LoaderOptions, world: World
+    dataset: Dataset[Any], batches: Iterable[Tensor], options: LoaderOptions, world: World
 ) -> Generator[Any, None, None]:
-    """Yields the batches of `dataset` whose sample indices `batches` lists, fetched ahead.
+    """Yields the batches of `dataset`, fetched ahead.
+
+    Args:
+        dataset: map-style.
+        batches: the sample indices of each, of shape (samples,).
+        options: how they are loaded.
+        world: whose devices they are for.
 
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
@@ -54,7 +61,8 @@ def fetch(
     asked: deque[Sequence[int]] = deque()
 
     def noted() -> Iterator[list[int]]:
-        for indices in batches:
+        for batch in batches:
+            indices = batch.tolist()
             if options.workers:
                 asked.append(indices)
             yield indices

@@ -93,8 +93,8 @@ class TrainLoader:
         total = min(self.batch_size, self.samples - start)
         return share_of(total, self._world.replica, self._world.replicas), total
 
-    def _indices(self, epoch: int, batch: int) -> Iterator[list[int]]:
-        """Yields the sample indices of this replica's batches."""
+    def _indices(self, epoch: int, batch: int) -> Iterator[torch.Tensor]:
+        """Yields the sample indices of this replica's batches, each of shape (samples,)."""
         for number in itertools.count(epoch):
             order = torch.arange(self.samples)
             if self._shuffle:
@@ -102,7 +102,7 @@ class TrainLoader:
             for start in self._starts(batch if number == epoch else 0):
                 share, total = self._share(start)
                 indices = order[start : start + total][share]
-                yield (indices if len(indices) else order[start : start + 1]).tolist()
+                yield indices if len(indices) else order[start : start + 1]
 
 
 class EvalLoader:
@@ -141,11 +141,8 @@ class EvalLoader:
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
             return
         total: int = len(self._dataset)
-        mine = range(total)[share_of(total, self._world.replica, self._world.replicas)]
-        batches = [
-            list(mine[start : start + self._batch_size])
-            for start in range(0, len(mine), self._batch_size)
-        ]
+        mine = torch.arange(total)[share_of(total, self._world.replica, self._world.replicas)]
+        batches = mine.split(self._batch_size) if len(mine) else ()
         yield from fetch(self._dataset, batches, self._options, self._world)
 
 

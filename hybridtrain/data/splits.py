@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 from hybridtrain.errors import DataError
+from hybridtrain.microbatch import map_tensors
 
 
 def already_batched(batch: Any) -> Any:
@@ -98,5 +99,5 @@ class InMemoryDataset(Dataset[Any]):
         def pick(leaf: Tensor) -> Tensor:
             return leaf.index_select(0, index)
 
-        inputs, targets = tree_map(pick, self.inputs), tree_map(pick, self.targets)
+        inputs, targets = map_tensors(pick, self.inputs), map_tensors(pick, self.targets)
         return (inputs, targets) if self.prepare is None else self.prepare(inputs, targets)

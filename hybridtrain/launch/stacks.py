@@ -112,8 +112,8 @@ def _blame(frame: FrameType) -> int:
 
 
 def _lane_of(thread: threading.Thread, frame: FrameType) -> int | None:
-    """Returns the lane that a thread executes; a single lane runs in the caller's thread."""
-    running = any(each.f_code.co_name == "run_lane" for each in _frames(frame))
+    """Returns the record of a thread that executes actions; a single one may be the caller's."""
+    running = any(each.f_code.co_name == "run_actions" for each in _frames(frame))
     if not running:
         return None
     return int(thread.name[6:]) if thread.name.startswith("stage-") else 0

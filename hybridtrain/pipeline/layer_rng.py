@@ -28,9 +28,10 @@ import hashlib
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -48,6 +49,7 @@ class LayerRNG:
         active: whether the model trains; nothing is seeded in evaluation.
         looks_apart: see there.
         own_generator: see there.
+        pieces: the layers that were cut out of a unit.
 
     Args:
         seed: of the run.
@@ -72,6 +74,8 @@ class LayerRNG:
         self._seed = seed
         self._replica = replica
         self._units = units
+        of_unit = Counter(unit for unit, _ in units)
+        self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
         self.looks_apart = looks_apart
         self._unseen = set(range(len(units))) if looks_apart else set[int]()
         self._drawing: set[int] = set()
@@ -109,14 +113,24 @@ class LayerRNG:
         if layer in self._seen:
             self._drawing.add(layer)
 
-    def seeded(self, layer: int, microbatch: int) -> _SeededDraws:
-        """Returns a context in which the random operations of `layer` are seeded by place."""
+    def seeded(self, microbatch: int) -> LayerDraws:
+        """Returns a context in which the random operations of layers are seeded by place."""
+        return _SeededDraws(self, microbatch) if self.active else _NOT_SEEDED
+
+    def begin_piece(self, layer: int, microbatch: int) -> int:
+        """Begins a run of `layer`; returns how often earlier pieces of its unit have drawn."""
         unit, piece = self._units[layer]
-        key = self._seed, self.step, unit, microbatch, self._replica
-        # the pieces before this one have run on this micro-batch already
         self._counts[unit, piece, microbatch] = 0
-        before = sum(self.draws_before(layer, microbatch)) if piece else 0
-        return _SeededDraws(self, key, before, layer, (unit, piece, microbatch))
+        return sum(self.draws_before(layer, microbatch))
+
+    def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
+        """Returns the seed of a random operation, whose `number` is that in the layer's unit."""
+        unit = self._units[layer][0]
+        return _seed_of(self._seed, self.step, unit, microbatch, self._replica, *number)
+
+    def seed_of_unseen(self, layer: int, microbatch: int) -> int:
+        """Returns the seed of what draws unseen, other numbers in each piece of a unit."""
+        return self.seed_of(layer, microbatch, -1, self._units[layer][1])  # no operation has -1
 
     def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
         """Returns how often each earlier piece of the unit of `layer` has drawn in this step."""
@@ -131,10 +145,11 @@ class LayerRNG:
         for piece, count in enumerate(counts):
             self._counts[unit, piece, microbatch] = count
 
-    def note_draw(self, layer: int, place: tuple[int, int, int], operations: int) -> None:
+    def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
         """Notes that `layer` has run so many random operations."""
         self._seen.add(layer)
-        self._counts[place] = operations
+        unit, piece = self._units[layer]
+        self._counts[unit, piece, microbatch] = operations
 
 
 _CPU_GENERATOR = torch.default_generator
@@ -143,49 +158,78 @@ _CPU_GENERATOR = torch.default_generator
 _default_generator_lock = threading.Lock()
 
 
+class LayerDraws(Protocol):
+    """A context around the runs of layers on one micro-batch."""
+
+    def at(self, layer: int) -> None:
+        """Notes that `layer` is run from now on."""
+
+    def __enter__(self) -> LayerDraws: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _NotSeeded:
+    """The context of an evaluation: random operations draw as ever."""
+
+    def at(self, layer: int) -> None:
+        """See `LayerDraws`."""
+
+    def __enter__(self) -> LayerDraws:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_NOT_SEEDED = _NotSeeded()
+
+
 class _SeededDraws(InterceptedDraws):
-    """Seeds the random operations of one run of a layer.
+    """Seeds the random operations of layers that run on one micro-batch; a `LayerDraws`.
+
+    Few layers draw: what only those need is made then.
 
     Args:
         rng: is told of them.
-        key: of the layer's place.
-        before: the operations of the pieces of its unit before it.
-        layer: its number.
-        place: as `LayerRNG.note_draw` takes it.
+        microbatch: that the layers run on.
     """
 
-    def __init__(
-        self,
-        rng: LayerRNG,
-        key: tuple[int, int, int, int, int],
-        before: int,
-        layer: int,
-        place: tuple[int, int, int],
-    ) -> None:
+    def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         self._rng = rng
-        self._key = key
-        self._before = before
-        self._layer = layer
-        self._place = place
-        self._operations = 0
+        self._microbatch = microbatch
         self._own = rng.own_generator()
+        self._layer = -1
+        self._before = self._operations = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __enter__(self) -> None:
-        if (own := self._own) is not None:
-            self._found = own.initial_seed(), own.get_offset()
-            # -1: no operation has it; each piece of a unit draws other numbers
-            own.manual_seed(_seed_of(*self._key, -1, self._place[1]))
+    def __enter__(self) -> LayerDraws:
+        if self._own is not None:
+            self._found = self._own.initial_seed(), self._own.get_offset()
+            self._own.manual_seed(0)  # at the offset 0: nothing is drawn yet
         super().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if (own := self._own) is not None:
-            if own.get_offset():  # it has drawn
-                self._rng.note_draw(self._layer, self._place, self._operations)
+        if self._own is not None:
+            self._note_unseen(self._own)
             seed, offset = self._found
-            own.manual_seed(seed)
-            own.set_offset(offset)
+            self._own.manual_seed(seed)
+            self._own.set_offset(offset)
+
+    def at(self, layer: int) -> None:
+        """See `LayerDraws`."""
+        if self._own is not None:
+            self._note_unseen(self._own)
+            self._own.manual_seed(self._rng.seed_of_unseen(layer, self._microbatch))
+        self._layer = layer
+        self._operations = 0
+        rng = self._rng
+        self._before = rng.begin_piece(layer, self._microbatch) if layer in rng.pieces else 0
+
+    def _note_unseen(self, own: torch.Generator) -> None:
+        if own.get_offset():
+            self._rng.note_draw(self._layer, self._microbatch, self._operations)
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator of its place."""
@@ -211,10 +255,11 @@ class _SeededDraws(InterceptedDraws):
     def _next_generator(self, device: torch.device) -> torch.Generator:
         number = self._before + self._operations
         self._operations += 1
-        self._rng.note_draw(self._layer, self._place, self._operations)
+        self._rng.note_draw(self._layer, self._microbatch, self._operations)
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(_seed_of(*self._key, number))
+        seed = self._rng.seed_of(self._layer, self._microbatch, number)
+        return self._generators[device].manual_seed(seed)
 
 
 def _seed_of(*key: int) -> int:

@@ -88,19 +88,23 @@ class LayerRunner:
 
         With `snapshots`, of the states of the layers, it will be run again or is being so.
         """
-        index = self.first
+        index, rng = self.first, self.rng
+        looks = rng.looks_apart and rng.active
         try:
-            with skip_scope(skipped) if self._skips else _NO_SCOPE as scope:
+            with (
+                skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
+                rng.seeded(microbatch) as draws,
+            ):
                 for layer in self.layers:
-                    if self.rng.needs_look(index):
+                    if looks and rng.needs_look(index):
                         self._look(microbatch, index, layer, value)
                     if index in self._checkpointed_layers and torch.is_grad_enabled():
                         value = self._run_checkpointed_layer(microbatch, index, layer, value)
                     elif snapshots is not None:
                         value = self._run_with_state(snapshots, microbatch, index, layer, value)
                     else:
-                        with self._draws(index, microbatch):
-                            value = self._callable(index, layer)(value)
+                        draws.at(index)
+                        value = (self._callable(index, layer) if looks else layer.module)(value)
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name
@@ -130,11 +134,9 @@ class LayerRunner:
         """Runs a layer from the state that it had the first time, and draws the same numbers."""
         if index not in self._states:
             self._states[index] = LayerState(layer)
-        with self._states[index].of(snapshots, index), self._draws(index, microbatch):
+        with self._states[index].of(snapshots, index), self.rng.seeded(microbatch) as draws:
+            draws.at(index)
             return self._callable(index, layer)(value)
-
-    def _draws(self, index: int, microbatch: int) -> AbstractContextManager[Any]:
-        return self.rng.seeded(index, microbatch) if self.rng.active else _NO_SCOPE
 
     def _callable(self, index: int, layer: Layer) -> Callable[[Any], Any]:
         """Returns the layer's module, or what runs it without its compiled code if it draws."""
@@ -159,8 +161,9 @@ class LayerRunner:
             self._states[index].undone(),
             skip_scope(popped),
             as_recomputation(),  # statistics of batch norms are not collected
-            self.rng.seeded(index, microbatch),
+            self.rng.seeded(microbatch) as draws,
         ):
+            draws.at(index)
             run_plainly(layer.module, value)
         self.rng.looked_at(index)
 

@@ -39,6 +39,7 @@ from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline
 from hybridtrain.planning import Plan, PlannedLayers
+from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
 from hybridtrain.sharded_tensors import gathered, own_parameters
 from hybridtrain.world import World
@@ -158,7 +159,8 @@ class Pipeline:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
-        step = Step(schedule, source, head, checkpointed, reduce, timeline, training)
+        state = ThreadState.capture()
+        step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
         with self._step(trains=True):
             values = self._run(step, trains=True)
             for tie in self._ties:
@@ -224,7 +226,8 @@ class Pipeline:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         training = self._net.training
         with self.whole_weights():
-            return self._run(Step(schedule, source, head, training=training), trains=training)
+            step = Step(schedule, source, head, ThreadState.capture(), training=training)
+            return self._run(step, trains=training)
 
     @property
     def shards_weights(self) -> bool:

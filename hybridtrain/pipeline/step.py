@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -35,29 +34,28 @@ Source = Callable[[int], Any]
 Head = Callable[[int, Any], HeadOutput]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One run of the pipeline over the micro-batches of a batch.
 
     Attributes:
         schedule: the order in which each device runs its forwards and backwards.
         source: gives the first stage its inputs.
         head: takes the last stage's outputs.
+        thread_state: grad mode and autocast, as the caller has them.
         checkpointed: the micro-batches whose stages are recomputed in the backward.
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
-        thread_state: grad mode and autocast, as the caller has them.
     """
 
     schedule: Schedule
     source: Source
     head: Head
+    thread_state: ThreadState
     checkpointed: frozenset[int] = frozenset()
     reduce: bool = False
     timeline: Timeline | None = None
     training: bool = True
-    thread_state: ThreadState = field(default_factory=ThreadState.capture)
 
 
 class Engine(Protocol):

@@ -67,6 +67,11 @@ class Schedule:
         """The device of each stage."""
         return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
 
+    @cached_property
+    def in_one_order(self) -> tuple[tuple[int, Action], ...]:
+        """The device and the action of each, in an order in which one thread can take them all."""
+        return tuple(as_needs_allow(self))
+
 
 class Span(NamedTuple):
     """The time of an action, measured or simulated; the unit is the caller's."""

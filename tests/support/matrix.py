@@ -29,6 +29,7 @@ from hybridtrain.schedule import STAGES_PER_DEVICE
 
 from .compare import micro_batches
 from .nets import CASES, Case
+from .thread_choice import InTurn, threads_of
 
 STEPS = 3
 SEED = 5
@@ -117,17 +118,18 @@ def compared(
     case = CASES[cell.case]
     device = torch.device(devices if isinstance(devices, str) else devices[0])
     base = case.net().to(device)
-    model = HybridModel(
-        copy.deepcopy(base),
-        World.from_env(cell.nb_part, devices, timeout_s=60, **world),
-        stages_per_device=cell.stages_per_device,
-        chunks=cell.chunks,
-        schedule=cell.schedule,
-        max_inflight=cell.max_inflight,
-        checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
-        precision=cell.precision,
-        seed=SEED,
-    )
+    with threads_of(InTurn):
+        model = HybridModel(
+            copy.deepcopy(base),
+            World.from_env(cell.nb_part, devices, timeout_s=60, **world),
+            stages_per_device=cell.stages_per_device,
+            chunks=cell.chunks,
+            schedule=cell.schedule,
+            max_inflight=cell.max_inflight,
+            checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
+            precision=cell.precision,
+            seed=SEED,
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference = Unsplit(base, case, cell, replicas)
     exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"
@@ -250,7 +252,8 @@ class Unsplit:
         for microbatch, (x, y) in enumerate(micro_batches(inputs, targets, self._cell.chunks)):
             with autocast(self._cell.precision, targets.device.type):
                 for index, layer in enumerate(layers_of(self.net)):
-                    with draws.seeded(index, microbatch):
+                    with draws.seeded(microbatch) as own:
+                        own.at(index)
                         x = layer.module(x)
                 if self._case.loss_sum is not None:
                     loss = self._case.loss_sum(x, y)

@@ -16,7 +16,8 @@ def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
     drawn = set()
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
-        with draws.seeded(layer, i):
+        with draws.seeded(i) as own:
+            own.at(layer)
             drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
     assert len(drawn) == 2000
 
@@ -73,7 +74,8 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0, 0):
+        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+            draws.at(0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
 
@@ -87,6 +89,7 @@ def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0, 0):
+        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+            draws.at(0)
             results.append(torch.ops.hybridtest.noise(torch.zeros(1, dtype=torch.long)))
     assert torch.equal(*results)

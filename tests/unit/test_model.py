@@ -38,7 +38,7 @@ class WhoCalls(nn.Module):
 
     def forward(self, x):
         names = [frame.name for frame in traceback.extract_stack() if LIBRARY in frame.filename]
-        self.frames = names[names.index("run_lane") :]
+        self.frames = names[names.index("run_actions") :]
         return x
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import lowered
+from hybridtrain._torch_private import ThreadDraws, lowered
 from hybridtrain.errors import SplitError
 from hybridtrain.launch.activity import activity
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -88,8 +88,8 @@ class ProcessEngine:
             self._formats[kind] = {}
         run = _StepRun(step, self._stages, self._links, self._world, self._formats[kind])
         try:
-            with step.thread_state.applied(), skip_scope(None):
-                run.run_lane(self._order(step.schedule))
+            with step.thread_state.applied(), skip_scope(None), ThreadDraws():
+                run.run_actions(self._order(step.schedule))
         except BaseException:
             for stage in self._stages.values():
                 stage.clear()
@@ -189,7 +189,7 @@ class _StepRun:
         """The head's values by micro-batch."""
         return self._runner.values
 
-    def run_lane(self, order: Sequence[tuple[Any, int, int]]) -> None:
+    def run_actions(self, order: Sequence[tuple[Any, int, int]]) -> None:
         """Executes the actions of this process, and the sends and receives between them."""
         lane = self._world.pipeline_rank
         try:

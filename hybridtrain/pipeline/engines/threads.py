@@ -1,7 +1,8 @@
 """The engine for stages that all live in this process: one worker thread per device.
 
-Each thread runs its lane of the schedule from left to right. A link between two stages is two
-queues, one for activations and one for gradients:
+Each thread runs its lane of the schedule from left to right, or one thread runs all lanes where
+that is faster (see `thread_trial`). A link between two stages is two queues, one for activations
+and one for gradients:
 
     lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
     lane 1      F0 B0 F1 ..                <---gradients---
@@ -16,26 +17,33 @@ CPU a backward runs in the thread that calls it.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
+from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
 from hybridtrain.pipeline.engines.actions import ActionRunner
+from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import StagePorts, Step
 from hybridtrain.pipeline.transfer import receive, send, sync_streams
-from hybridtrain.schedule import Action
+from hybridtrain.schedule import Action, Schedule
 from hybridtrain.skip import skip_scope
 from hybridtrain.world import World
 
 Inbox = SimpleQueue[Callable[[], None] | None]
+
+# The actions of a thread in their order, each with its lane.
+_Work = Iterable[tuple[int, Action]]
 
 # Micro-batches for each stage that are in the pipeline at one time, in an evaluation: one is
 # computed, one waits. No fewer than a group of `schedule.forward_only`: the first stage must not
@@ -62,12 +70,16 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - {stage.index for stage in stages}:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
+        self._ports = _Ports(stages, links)
         self._inboxes: list[Inbox] = []
+        self._trial = None
         if len(devices) == 1:
             # a single lane runs in the caller's thread, in which `cuda` must mean this GPU
             if (accelerator := accelerator_of(devices[0])) is not None:
                 accelerator.set_device(devices[0])
             return
+        if not self._gpus:
+            self._trial = ThreadTrial(tells=world.is_main)
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: Inbox = SimpleQueue()
@@ -86,7 +98,13 @@ class ThreadEngine:
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
-        run = _StepRun(step, self._stages, self._links)
+        trial = self._trial if step.schedule.trains else None
+        one_thread = trial is not None and trial.one_thread_for(recorded=step.timeline is not None)
+        work = _work_of(step.schedule, one_thread)
+        if self._ports.stop.requested:  # messages of a step that has failed may be left in them
+            self._ports = _Ports(self._stages, self._links)
+        run = _StepRun(step, self._stages, self._ports, work)
+        begun = time.perf_counter()
         if self._inboxes:
             if self._gpus:
                 sync_streams(self._gpus, before=True)
@@ -102,9 +120,11 @@ class ThreadEngine:
             if self._gpus:
                 sync_streams(self._gpus, before=False, values=run.values)
         else:
-            run.run_lane(0)
+            run.run_actions(0)
         failure, run.failure = run.failure, None
         if failure is None:
+            if trial is not None and step.timeline is None:
+                trial.took(time.perf_counter() - begun, step.schedule)
             return run.values
         for stage in self._stages:
             stage.clear()
@@ -114,8 +134,15 @@ class ThreadEngine:
             del failure  # its traceback holds this frame, and so would keep the step alive
 
     def _dispatch(self, run: _StepRun) -> None:
-        for lane, inbox in enumerate(self._inboxes):
-            inbox.put(lambda lane=lane: run.run_lane(lane))  # type: ignore[misc]
+        for thread, inbox in zip(range(run.threads), self._inboxes, strict=False):
+            inbox.put(lambda thread=thread: run.run_actions(thread))  # type: ignore[misc]
+
+
+def _work_of(schedule: Schedule, one_thread: bool) -> list[_Work]:
+    """Returns the actions of each thread."""
+    if one_thread:
+        return [schedule.in_one_order]
+    return [zip(repeat(device), lane) for device, lane in enumerate(schedule.lanes)]
 
 
 class _PipelineAborted(Exception):
@@ -155,17 +182,15 @@ class _QueuePort:
         self._queue.put(None)
 
 
-class _StepRun:
-    """The state of one step while it runs.
+class _Ports:
+    """The queues between the stages; empty between two steps.
 
     Attributes:
-        failure: the first exception, if any.
-        stop: requested when there is one.
+        of_stage: the ports of each stage.
+        stop: requested when a step has failed.
     """
 
-    def __init__(self, step: Step, stages: Sequence[Stage], links: Sequence[Link]) -> None:
-        self.failure: BaseException | None = None
-        self._step = step
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link]) -> None:
         self.stop = _Stop()
         device = [stage.device for stage in stages]
         activations = {
@@ -176,7 +201,7 @@ class _StepRun:
             link: _QueuePort(device[link.target], device[link.source], "B", self.stop)
             for link in links
         }
-        ports = {
+        self.of_stage = {
             stage.index: StagePorts(
                 receive=[activations[link] for link in stage.incoming],
                 send=[activations[link] for link in stage.outgoing],
@@ -185,8 +210,34 @@ class _StepRun:
             )
             for stage in stages
         }
-        self._runner = ActionRunner(step, {stage.index: stage for stage in stages}, ports)
         self._queues = [*activations.values(), *gradients.values()]
+
+    def wake_receivers(self) -> None:
+        """Ends the waits in `receive`."""
+        for queue in self._queues:
+            queue.wake_receiver()
+
+
+class _StepRun:
+    """The state of one step while it runs.
+
+    Attributes:
+        threads: how many run it.
+        failure: the first exception, if any.
+        stop: requested when there is one.
+    """
+
+    def __init__(
+        self, step: Step, stages: Sequence[Stage], ports: _Ports, work: Sequence[_Work]
+    ) -> None:
+        self.threads = len(work)
+        self.failure: BaseException | None = None
+        self._step = step
+        self._work = work
+        self._ports = ports
+        self.stop = ports.stop
+        own = {stage.index: stage for stage in stages}
+        self._runner = ActionRunner(step, own, ports.of_stage)
         schedule = step.schedule
         self._last = schedule.stages - 1
         # an entry for each micro-batch that may be taken in, where no backward holds that back
@@ -195,9 +246,9 @@ class _StepRun:
             self._free = SimpleQueue()
             for _ in range(_MOST_INSIDE * schedule.stages):
                 self._free.put(None)
-        self._running = set(range(len(step.schedule.lanes)))
-        self._lane_ends: SimpleQueue[int] = SimpleQueue()
-        self._activity = activity.begin_step(len(step.schedule.lanes))
+        self._running = set(range(self.threads))
+        self._ends: SimpleQueue[int] = SimpleQueue()
+        self._activity = activity.begin_step(self.threads)
         self._lock = threading.Lock()
 
     @property
@@ -205,14 +256,14 @@ class _StepRun:
         """The head's values by micro-batch."""
         return self._runner.values
 
-    def run_lane(self, lane: int) -> None:
-        """Executes one lane; never raises."""
+    def run_actions(self, thread: int) -> None:
+        """Executes the actions of one thread; never raises."""
         step, runner = self._step, self._runner
         action: Action | None = None
-        doing = self._activity[lane]
+        doing = self._activity[thread]
         try:
-            with step.thread_state.applied(), skip_scope(None):
-                for action in step.schedule.lanes[lane]:
+            with step.thread_state.applied(), skip_scope(None), ThreadDraws():
+                for lane, action in self._work[thread]:
                     if self.stop.requested:
                         break
                     doing.begin(action)
@@ -230,8 +281,8 @@ class _StepRun:
             self.abort(error)
         finally:
             doing.end()
-            self._running.discard(lane)
-            self._lane_ends.put(lane)
+            self._running.discard(thread)
+            self._ends.put(thread)
 
     def _wait_until_free(self, free: SimpleQueue[None], doing: Lane) -> None:
         """Waits until the first stage may take one more micro-batch in."""
@@ -242,10 +293,10 @@ class _StepRun:
             raise _PipelineAborted
 
     def join(self) -> None:
-        """Waits until every lane has stopped; a second Ctrl-C does not wait."""
+        """Waits until every thread has stopped; a second Ctrl-C does not wait."""
         while self._running:
             try:
-                self._lane_ends.get(timeout=_LONGEST_WAIT_S)
+                self._ends.get(timeout=_LONGEST_WAIT_S)
             except Empty:
                 continue
             except BaseException as interrupt:
@@ -254,13 +305,12 @@ class _StepRun:
                 self.abort(interrupt)
 
     def abort(self, error: BaseException) -> None:
-        """Makes `error` the outcome, unless there is one already, and wakes the waiting lanes."""
+        """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""
         with self._lock:
             if not self.stop.requested:
                 self.failure = error
             self.stop.requested = True
-        for queue in self._queues:
-            queue.wake_receiver()
+        self._ports.wake_receivers()
         if self._free is not None:
             self._free.put(None)
 
