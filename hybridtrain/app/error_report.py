@@ -55,9 +55,9 @@ def report(error: BaseException) -> int:
     launch = _launch()
     rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
     watchdog = running_watchdog()
-    if size > 1:
-        _keep_code(code)
     if watchdog is None or watchdog.job.size == 1:
+        if size > 1:
+            _keep_code(code)
         at = time.time()
         _write_to_log(error)
         if watchdog is None and launch is not None and size > 1:
@@ -78,6 +78,7 @@ def report(error: BaseException) -> int:
     from hybridtrain.launch.job import Failure
     from hybridtrain.launch.watchdog import end_process
 
+    _ignore_sigterm()  # the launcher's, as another process has ended: that is about to be said
     watchdog.exit_code = code
     _write_to_log(error)
     name = f"rank {rank}"
@@ -102,8 +103,8 @@ def report(error: BaseException) -> int:
         _record(first.line, first.time + 1)
     if isinstance(error, KeyboardInterrupt) and first is not own:
         # ended by the launcher as the other has ended: srun returns the largest code of all
-        _keep_code(code := first.exit_code)
-        watchdog.exit_code = code
+        watchdog.exit_code = code = first.exit_code
+    _keep_code(code)
     if first.exit_code == 4:
         watchdog.end(first)
     if code == Interrupted.exit_code:
@@ -131,6 +132,11 @@ def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> N
         time.sleep(_WAIT_FOR_RANK_0_S)
     if launch.rank != 0 and (said is None or line not in said):
         _say(text, line, at)
+
+
+def _ignore_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _keep_code(code: int) -> None:

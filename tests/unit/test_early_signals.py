@@ -1,12 +1,19 @@
 """Signals outside of training: one line, also where an error is being reported already."""
 
+import json
 import os
 import signal
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
+from hybridtrain._torch_private import HashStore
 from hybridtrain.app import error_report
 from hybridtrain.launch import early_signals
+from hybridtrain.launch.job import Job
+from hybridtrain.launch.processes import this_process
+from hybridtrain.launch.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -29,4 +36,31 @@ def test_a_signal_while_an_error_is_reported_does_not_hide_it(
 
     monkeypatch.setattr(error_report, "_write_to_log", log)
     assert error_report.report(ArithmeticError("boom")) == 1
+    assert "ArithmeticError: boom" in capsys.readouterr().err
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+def test_a_signal_while_the_cause_is_looked_for_in_other_processes_does_not_hide_the_error(
+    caught: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    store = HashStore()
+    store.set("process/1", json.dumps(this_process()))
+    store.set("memory/1", "-1")
+    watchdog = Watchdog(Job(store, 0, 2), 10, 600)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(error_report, "running_watchdog", lambda: watchdog)
+    monkeypatch.setattr(error_report, "_launch", lambda: SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(error_report, "find_cause", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Ended, match="1"):
+            error_report.report(ArithmeticError("boom"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert "ArithmeticError: boom" in capsys.readouterr().err
