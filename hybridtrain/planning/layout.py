@@ -10,6 +10,7 @@ from hybridtrain.machine import Machine
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.schedule import (
     NAMED,
+    SEARCH,
     STAGES_PER_DEVICE,
     place_of,
     placement_of,
@@ -64,6 +65,13 @@ class Layout:
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts: what is recomputed does not."""
         return splits_backwards(self.schedule) and self.checkpoint == "never"
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The schedule; of a searched one those that it is compared with, which holds most last."""
+        if self.schedule != SEARCH:
+            return (self.schedule,)
+        return ("1f1b", "zb-h1") if self.stages_per_device == 1 else ("1f1b",)
 
     def device_of(self, stage: int) -> int:
         """Returns the number of the device that runs `stage`, among those of the pipeline."""

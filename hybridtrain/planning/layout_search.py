@@ -35,8 +35,8 @@ from hybridtrain.planning.price import (
     least_step_ms,
     optimizer_ms,
     price,
-    stage_times,
 )
+from hybridtrain.planning.stage_times import stage_times
 
 # A model that can be cut in no more ways is tried in all of them.
 _FEW_CUTS = 50
@@ -94,6 +94,8 @@ def find_layouts(
             found[layout] = entry.priced
         elif counts is not None:
             priced = price(table, machine, job, layout, counts)
+            if priced.peak_bytes > machine.usable_bytes:  # by the order that was searched
+                continue
             bound = max(entry.bound_ms, priced.step_ms)
             heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
         else:
@@ -132,7 +134,15 @@ class _Search:
         return least_step_ms(self._job, layout, times, step)
 
     def cuts(self, layout: Layout) -> list[list[int]]:
-        """Returns cuts that fit into memory, as the layers of each stage: all if there are few."""
+        """Returns cuts that fit into memory, as the layers of each stage: all if there are few.
+
+        What an order holds that will be searched is not known yet. So its cuts are those of the
+        named schedules that it is compared with, and its price tells whether it fits.
+        """
+        of_named = [self._cuts_of(replace(layout, schedule=name)) for name in layout.named]
+        return [list(one) for one in dict.fromkeys(tuple(one) for cuts in of_named for one in cuts)]
+
+    def _cuts_of(self, layout: Layout) -> list[list[int]]:
         if not self._weights_fit(layout):
             return []
         layers = len(self._table.sizes)
@@ -145,7 +155,8 @@ class _Search:
         return [one for one in counts if self._fits(layout, one)]
 
     def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        return self._fullest(layout, counts)[1] <= self._machine.usable_bytes
+        memory = device_memory(self._table, self._job, layout, counts)
+        return max(each.total for each in memory) <= self._machine.usable_bytes
 
     def _weights_fit(self, layout: Layout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
@@ -218,7 +229,8 @@ class _Search:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)
             except SplitError:
                 continue
-            device, nbytes = self._fullest(layout, counts)
+            memory = price(self._table, self._machine, self._job, layout, counts).memory
+            device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
             found.append((nbytes, device, layout))
         if not found:
             return (
@@ -250,11 +262,6 @@ class _Search:
         return with_weight_bytes(
             self._table.costs_at(samples), self._table.sizes, self._job, layout
         )
-
-    def _fullest(self, layout: Layout, counts: Sequence[int]) -> tuple[int, int]:
-        """Returns the device that needs most memory, and how many bytes."""
-        totals = [m.total for m in device_memory(self._table, self._job, layout, counts)]
-        return max(enumerate(totals), key=lambda pair: pair[1])
 
     def _cut_for_memory(self, layout: Layout, **goal: float) -> list[int]:
         objective = Objective(

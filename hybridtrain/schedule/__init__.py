@@ -26,7 +26,7 @@ from hybridtrain.schedule.placement import (
     placement_of,
     stages_at,
 )
-from hybridtrain.schedule.search import Durations, most_held, search
+from hybridtrain.schedule.search import Durations, is_too_long, most_held, search
 from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
 from hybridtrain.schedule.table import (
     WORDS,
@@ -54,6 +54,7 @@ __all__ = [
     "bubble_fraction",
     "forward_only",
     "gpipe",
+    "is_too_long",
     "make_schedule",
     "mean_costs",
     "most_held",

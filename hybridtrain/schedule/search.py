@@ -22,7 +22,7 @@ from hybridtrain.schedule.named import (
 )
 from hybridtrain.schedule.placement import stages_at
 from hybridtrain.schedule.simulation import simulate
-from hybridtrain.schedule.table import Action, Schedule, validate
+from hybridtrain.schedule.table import Action, Schedule, Span, validate
 
 # Two lengths that differ by less are the same, but for rounding.
 _ROUNDING = 1e-9
@@ -69,10 +69,13 @@ class Durations:
         """Returns those of stages that take 1 for a forward and 2 for a backward."""
         return cls.of([1.0] * stages, [2.0] * stages)
 
+    def spans(self, schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
+        """Returns when each action of `schedule` runs."""
+        return simulate(schedule, self.forward, self.backward, self.transfer, self.weight)
+
     def length(self, schedule: Schedule) -> float:
         """Returns when the last action of `schedule` ends."""
-        spans = simulate(schedule, self.forward, self.backward, self.transfer, self.weight)
-        return max(lane[-1].end for lane in spans)
+        return max(lane[-1].end for lane in self.spans(schedule))
 
 
 def search(
@@ -97,7 +100,7 @@ def search(
         limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
     fitting = [schedule for schedule in named if most_held(schedule) <= limit]
     own = [stages_at(device, devices, stages_per_device) for device in range(devices)]
-    actions = 3 * chunks * len(durations.forward)
+    actions = _actions(len(durations.forward), chunks)
     for preferences in _preferences(limit, actions, needed=not fitting):
         try:
             lanes = _ListScheduling(durations, own, chunks, preferences).lanes()
@@ -117,6 +120,15 @@ def search(
         best = _with_whole_backwards(best, durations)
     validate(best)
     return best
+
+
+def is_too_long(stages: int, chunks: int) -> bool:
+    """Returns whether the table of so many stages is so long that only named ones are compared."""
+    return _actions(stages, chunks) > _TOO_MANY_ACTIONS
+
+
+def _actions(stages: int, chunks: int) -> int:
+    return 3 * chunks * stages
 
 
 def most_held(schedule: Schedule) -> int:

@@ -26,9 +26,9 @@ from hybridtrain.planning.layout_search import _Search, find_layouts
 from hybridtrain.planning.price import (
     least_step_ms,
     price,
-    stage_times,
 )
-from hybridtrain.planning.priced import find_plans
+from hybridtrain.planning.priced import find_plans, plan_of
+from hybridtrain.planning.stage_times import stage_times
 from hybridtrain.schedule import make_schedule, peak_in_flight, simulate
 
 few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
@@ -237,6 +237,68 @@ def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     counted = most_in_flight(one)
     assert all(mine >= theirs for mine, theirs in zip(counted, whole, strict=True))
     assert max(counted) == max(whole)
+
+
+UNEVEN = [1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("v", "checkpoint"), [(1, "never"), (2, "never"), (1, "always")])
+def test_a_searched_schedule_is_priced_as_the_order_that_its_run_has(v, checkpoint):
+    table, job = table_of(UNEVEN), Job(8)
+    machine = Machine(devices_per_node=4, node_bytes_per_s=1e10, action_s=0.0)
+    layout = Layout(4, 1, "distributed", 8, "search", v, checkpoint)
+    cut = [8 // (4 * v)] * 4 * v
+    found = price(table, machine, job, layout, cut)
+    made = plan_of(table, machine, job, found)
+    order = make_schedule("search", 4, 8, v, None, made.durations())
+    assert order != make_schedule("search", 4, 8, v)
+    assert made.in_flight == list(peak_in_flight(order))
+    assert found.memory == tuple(device_memory(table, job, layout, cut, order))
+    times = stage_times(table, machine, job, layout, cut)
+    assert found.pipeline_ms == pytest.approx(times.durations.length(order))
+
+
+@few
+@given(problems(), st.sampled_from(["never", "always"]))
+def test_a_searched_plan_is_within_the_memory_that_its_own_order_takes(problem, checkpoint):
+    table, machine, job = problem
+    choices = Choices(schedule=["search"], checkpoint=[checkpoint])
+    try:
+        found = find_layouts(table, machine, job, choices)
+    except SplitError:
+        return
+    for one in found:
+        layout = one.layout
+        made = plan_of(table, machine, job, one)
+        shape = layout.nb_part, layout.chunks, layout.stages_per_device
+        order = make_schedule("search", *shape, None, made.durations())
+        assert made.in_flight == list(peak_in_flight(order))
+        memory = device_memory(table, job, layout, one.counts, order)
+        assert max(each.total for each in memory) <= machine.usable_bytes
+
+
+def test_a_searched_order_that_holds_less_than_it_may_is_a_plan_where_that_alone_fits():
+    # recomputed backwards are whole, so that the order found is that of 1F1B
+    table, job = table_of([1.0] * 4, nbytes=64 * MIB, weights=MIB), Job(8)
+    layout = Layout(4, 1, "local", 8, "1f1b", 1, "always")
+    least = max(m.total for m in device_memory(table, job, layout, [1] * 4))
+    most = device_memory(table, job, replace(layout, schedule="search"), [1] * 4)
+    assert least < max(m.total for m in most)
+    machine = Machine(
+        devices_per_node=4, memory_gib=least / 2**30, reserved_gib=0.0, node_bytes_per_s=1e15
+    )
+    fixed = Choices([4], ["local"], [8], ["search"], [1], ["always"])
+    (found,) = find_layouts(table, machine, job, fixed)
+    assert found.peak_bytes == least
+
+
+def test_a_table_that_is_too_long_to_be_searched_is_priced_as_the_shortest_named_one():
+    table, machine = table_of(UNEVEN), Machine(devices_per_node=8, node_bytes_per_s=1e15)
+    one = Layout(8, 1, "local", 1000, "search")
+    named = [price(table, machine, Job(1000), replace(one, schedule=name), [1] * 8)
+             for name in ("1f1b", "zb-h1")]  # fmt: skip
+    shortest = min(named, key=lambda each: each.step_ms)
+    assert price(table, machine, Job(1000), one, [1] * 8) == replace(shortest, layout=one)
 
 
 def chosen_schedule(table, **machine):
