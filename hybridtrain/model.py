@@ -192,6 +192,7 @@ class HybridModel:
         self.plan = pipeline.plan
         searches = self.options.schedule == SEARCH
         self._durations = self.plan.durations() if searches else None
+        self._searched = self.plan.searched_schedule() if searches else None
         self.stages = pipeline.stages
         self.rng = pipeline.rng
 
@@ -213,7 +214,9 @@ class HybridModel:
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
-        options = self.options
+        options, planned = self.options, self._searched
+        if planned is not None and planned.chunks == chunks:
+            return planned
         return make_schedule(
             options.schedule,
             self.world.nb_part,

@@ -21,7 +21,7 @@ from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
 from hybridtrain.planning.price import Price
 from hybridtrain.planning.stage_times import planned_costs, planned_durations, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
+from hybridtrain.schedule import Span, Spans, as_lines, make_schedule, placement_of
 from hybridtrain.text_table import text_table
 
 COSTS = ("estimated", "calibrated", "measured")
@@ -174,6 +174,7 @@ def plan_of(table: CostTable, machine: Machine, job: Job, price: Price) -> Plan:
             )
             for stage, (alive, (start, end)) in enumerate(zip(price.in_flight, bounds, strict=True))
         ],
+        order=as_lines(price.order) if price.order is not None else [],
     )
 
 

@@ -4,6 +4,7 @@
     named        the schedules that have a name: gpipe, 1f1b, zb-h1, zb-v
     make         any of them by its name, as the options give it
     search       a schedule for the costs of a model's own stages
+    lines        a schedule as text, in a plan
     simulation   when each action runs, for given costs
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
@@ -11,7 +12,15 @@ Everything reads the one table: an engine executes it, `validate` proves that it
 everything runs. Nothing here needs torch.
 """
 
-from hybridtrain.schedule.make import NAMED, SCHEDULES, SEARCH, make_schedule, splits_backwards
+from hybridtrain.schedule.lines import as_lines, from_lines
+from hybridtrain.schedule.make import (
+    NAMED,
+    SCHEDULES,
+    SEARCH,
+    make_schedule,
+    read_schedule,
+    splits_backwards,
+)
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -51,8 +60,10 @@ __all__ = [
     "Schedule",
     "Span",
     "Spans",
+    "as_lines",
     "bubble_fraction",
     "forward_only",
+    "from_lines",
     "gpipe",
     "is_too_long",
     "make_schedule",
@@ -64,6 +75,7 @@ __all__ = [
     "place_of",
     "placement_of",
     "predict",
+    "read_schedule",
     "search",
     "simulate",
     "splits_backwards",

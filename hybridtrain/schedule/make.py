@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from hybridtrain.errors import ScheduleError, did_you_mean
+from hybridtrain.schedule.lines import from_lines
 from hybridtrain.schedule.named import (
     even_parts,
     gpipe,
@@ -13,7 +14,8 @@ from hybridtrain.schedule.named import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from hybridtrain.schedule.search import Durations, search
+from hybridtrain.schedule.placement import placement_of
+from hybridtrain.schedule.search import Durations, most_held, most_of_a_search, search
 from hybridtrain.schedule.table import Action, Schedule, peak_in_flight, validate
 
 Builder = Callable[[int, int, int], Schedule]
@@ -74,6 +76,39 @@ def make_schedule(
     if max_inflight is not None and peak_in_flight(schedule)[0] > max_inflight:
         schedule = in_blocks(builder, max_inflight, devices, chunks, stages_per_device)
     validate(schedule)
+    return schedule
+
+
+def read_schedule(
+    name: str,
+    lines: Sequence[str],
+    devices: int,
+    chunks: int,
+    stages_per_device: int = 1,
+    max_inflight: int | None = None,
+) -> Schedule:
+    """Returns the schedule that was found by the search `name`, from its lines.
+
+    Args:
+        name: of the search.
+        lines: see `as_lines`.
+        devices: as of `make_schedule`, and so are the other arguments.
+        chunks: see there.
+        stages_per_device: see there.
+        max_inflight: see there.
+
+    Raises:
+        ScheduleError: the lines are not such a schedule, no engine can execute it, more than
+            `max_inflight` are in flight, or without it a device holds more than in a search.
+    """
+    placement = placement_of(name)
+    schedule = from_lines(name, lines, devices, chunks, stages_per_device, placement)
+    begun, held = peak_in_flight(schedule)[0], most_held(schedule)
+    limit = most_of_a_search(devices, chunks, stages_per_device)
+    if max_inflight is None and held > limit:
+        raise ScheduleError(f"a device holds {held} micro-batches, and {limit} are the limit")
+    if max_inflight is not None and begun > max_inflight:
+        raise ScheduleError(f"{begun} micro-batches are in flight, and max_inflight={max_inflight}")
     return schedule
 
 

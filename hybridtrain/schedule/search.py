@@ -97,7 +97,7 @@ def search(
     """
     named = list(_named(devices, chunks, stages_per_device))
     if limit is None:
-        limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
+        limit = most_of_a_search(devices, chunks, stages_per_device)
     fitting = [schedule for schedule in named if most_held(schedule) <= limit]
     own = [stages_at(device, devices, stages_per_device) for device in range(devices)]
     actions = _actions(len(durations.forward), chunks)
@@ -129,6 +129,11 @@ def is_too_long(stages: int, chunks: int) -> bool:
 
 def _actions(stages: int, chunks: int) -> int:
     return 3 * chunks * stages
+
+
+def most_of_a_search(devices: int, chunks: int, stages_per_device: int = 1) -> int:
+    """Returns the most micro-batches that a device holds in a schedule that a search finds."""
+    return most_held(one_forward_one_backward(devices, chunks, stages_per_device))
 
 
 def most_held(schedule: Schedule) -> int:
