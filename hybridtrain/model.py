@@ -36,7 +36,7 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCH, Schedule, forward_only, make_schedule
+from hybridtrain.schedule import SEARCHES, Schedule, forward_only, make_schedule
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class HybridModel:
     def _use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.plan = pipeline.plan
-        searches = self.options.schedule == SEARCH
+        searches = self.options.schedule in SEARCHES
         self._durations = self.plan.durations() if searches else None
         self._searched = self.plan.searched_schedule() if searches else None
         self.stages = pipeline.stages

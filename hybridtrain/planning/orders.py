@@ -61,10 +61,10 @@ def _last_actions(schedule: Schedule, durations: Durations) -> Spread:
 
 @lru_cache(maxsize=16)  # layouts that differ in their shards have the same
 def searched_order(
-    durations: Durations, nb_part: int, chunks: int, stages_per_device: int
+    name: str, nb_part: int, chunks: int, stages_per_device: int, durations: Durations
 ) -> Schedule:
-    """Returns what `schedule=search` finds for these durations."""
-    return search(durations, nb_part, chunks, stages_per_device)
+    """Returns what the search of this name finds for these durations."""
+    return search(durations, nb_part, chunks, stages_per_device, name=name)
 
 
 def shortest_named(layout: Layout, durations: Durations) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,7 +16,14 @@ from hybridtrain.files import write_atomically
 from hybridtrain.options import CheckpointSpec, PipelineOptions
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
-from hybridtrain.schedule import Durations, Schedule, read_schedule
+from hybridtrain.schedule import (
+    Durations,
+    Placement,
+    Schedule,
+    place_of,
+    placement_of,
+    read_schedule,
+)
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -64,7 +71,7 @@ class Plan:
         expand: the modules that are cut inside, by name.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
-        order: with `schedule=search` the schedule that was found, as of `as_lines`.
+        order: the schedule, if it was searched, as of `as_lines`.
     """
 
     model: str
@@ -117,7 +124,8 @@ class Plan:
 
     def durations(self) -> Durations | None:
         """Returns how long the stages take, in milliseconds; None where no times are known."""
-        return durations_of(self.costs, self.counts, self.checkpoint)
+        placement = placement_of(self.schedule)
+        return durations_of(self.costs, self.counts, self.checkpoint, self.nb_part, placement)
 
     def searched_schedule(self) -> Schedule | None:
         """Returns the schedule of `order`; None where there is none.
@@ -231,14 +239,25 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
 
 
 def durations_of(
-    costs: Sequence[LayerCost], counts: Sequence[int], checkpoint: CheckpointSpec
+    costs: Sequence[LayerCost],
+    counts: Sequence[int],
+    checkpoint: CheckpointSpec,
+    nb_part: int,
+    placement: Placement = "loop",
 ) -> Durations | None:
-    """Returns how long stages with `counts` layers take; None where no times are known."""
+    """Returns how long stages with `counts` layers take; None where no times are known.
+
+    Between two stages of a device, of `nb_part` in this placement, nothing is sent.
+    """
     if not any(cost.forward_ms for cost in costs):
         return None
     stages = stage_costs(costs, counts, [1] * len(counts))
     forward = [stage.forward_ms for stage in stages]
-    transfer = [costs[cut - 1].crossing_ms for cut in list(accumulate(counts))[:-1]]
+    devices = [place_of(stage, nb_part, placement) for stage in range(len(counts))]
+    transfer = [
+        costs[cut - 1].crossing_ms if device != following else 0.0
+        for cut, (device, following) in zip(accumulate(counts), pairwise(devices), strict=False)
+    ]
     if checkpoint == "never":
         return Durations.of(forward, [stage.backward_ms for stage in stages], transfer)
     # what is recomputed is not divided, see `Stage.backward_to_input`

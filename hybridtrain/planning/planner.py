@@ -32,7 +32,7 @@ from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
 from hybridtrain.planning.search import Decision, find_best_cut
 from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCH, Schedule, as_lines, make_schedule, peak_in_flight
+from hybridtrain.schedule import SEARCHES, Schedule, as_lines, make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
@@ -131,16 +131,22 @@ class Planner:
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        # a searched schedule holds as much as 1F1B, and needs the stages first
-        first = ("1f1b", *shape[1:]) if options.schedule == SEARCH else shape
-        in_flight = peak_in_flight(make_schedule(*first))
+        # a searched schedule needs the stages first, and holds about as much as this one
+        first = {"search": "1f1b", "search-v": "zb-v"}.get(options.schedule, options.schedule)
+        in_flight = peak_in_flight(make_schedule(first, *shape[1:]))
         decision = self._decide(in_flight)
         order: list[str] = []
-        if options.schedule == SEARCH:
+        if options.schedule in SEARCHES:
             schedule = self._planned_schedule()
             if schedule is None:
                 decision = self._with_times(decision)
-                durations = durations_of(decision.costs, decision.counts, options.checkpoint)
+                durations = durations_of(
+                    decision.costs,
+                    decision.counts,
+                    options.checkpoint,
+                    nb_part,
+                    cluster.placement,
+                )
                 schedule = make_schedule(*shape, durations)
             in_flight, order = peak_in_flight(schedule), as_lines(schedule)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))

@@ -19,7 +19,7 @@ from hybridtrain.planning.device_memory import DeviceMemory, device_memory, most
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.orders import Spread, searched_order, shortest_named, spread_of
 from hybridtrain.planning.stage_times import StageTimes, planned_durations, stage_times
-from hybridtrain.schedule import SEARCH, Schedule, is_too_long
+from hybridtrain.schedule import SEARCHES, Schedule, is_too_long
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
@@ -81,8 +81,8 @@ def price(
 ) -> Price:
     """Returns what `layout` takes if its stages have `counts` layers each.
 
-    With `schedule=search` it is the price of the order that a run with this plan has: the one that
-    is found for the durations in its plan.
+    A searched schedule has the price of the order that a run with this plan has: the one that is
+    found for the durations in its plan.
 
     Args:
         table: the costs of the layers.
@@ -90,14 +90,16 @@ def price(
         job: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
-        order: what a run has with `schedule=search`; None: it is searched.
+        order: what a run has, if its schedule is searched; None: it is searched here.
     """
-    if layout.schedule == SEARCH and order is None:
+    if layout.schedule in SEARCHES and order is None:
         durations = planned_durations(table, machine, job, layout, counts)
         if is_too_long(layout.stages, layout.chunks):
             named = replace(layout, schedule=shortest_named(layout, durations))
             return replace(price(table, machine, job, named, counts), layout=layout)
-        order = searched_order(durations, layout.nb_part, layout.chunks, layout.stages_per_device)
+        order = searched_order(
+            layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device, durations
+        )
     times = stage_times(table, machine, job, layout, counts)
     spread = spread_of(layout, times.durations, order)
     host = _host_bound_ms(layout, times)

@@ -11,7 +11,7 @@ from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.plan import durations_of
-from hybridtrain.schedule import Durations
+from hybridtrain.schedule import Durations, placement_of
 
 # The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
 # and each node with weights is called by itself.
@@ -76,7 +76,9 @@ def planned_durations(
 ) -> Durations:
     """Returns the durations for which a run with the plan of this layout searches its schedule."""
     costs = planned_costs(table, machine, job, layout, counts)
-    return durations_of(costs, counts, layout.checkpoint) or Durations.equal(len(counts))
+    placement = placement_of(layout.schedule)
+    durations = durations_of(costs, counts, layout.checkpoint, layout.nb_part, placement)
+    return durations or Durations.equal(len(counts))
 
 
 def planned_costs(

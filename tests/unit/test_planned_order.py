@@ -82,19 +82,20 @@ def test_every_schedule_is_the_same_again_from_its_lines(kind, devices, chunks):
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.integers(1, 4), st.integers(1, 8), st.integers(1, 2), TIMES,
-    st.one_of(st.none(), st.integers(1, 5)),
+    st.sampled_from([("search", 1), ("search", 2), ("search-v", 2)]), st.integers(1, 4),
+    st.integers(1, 8), TIMES, st.one_of(st.none(), st.integers(1, 5)),
 )  # fmt: skip
 def test_the_file_of_a_plan_has_the_very_order_that_was_searched(
-    tmp_path_factory, devices, chunks, v, forward, limit
+    tmp_path_factory, kind, devices, chunks, forward, limit
 ):
+    name, v = kind
     forward = (forward * 2)[: devices * v]
-    options = {"chunks": chunks, "stages_per_device": v, "max_inflight": limit}
+    options = {"chunks": chunks, "stages_per_device": v, "max_inflight": limit, "schedule": name}
     made = planned(forward, devices, **options)
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     made.write(path)
     again = Plan.read(path)
-    searched = make_schedule("search", devices, chunks, v, limit, made.durations())
+    searched = make_schedule(name, devices, chunks, v, limit, made.durations())
     assert again.searched_schedule() == searched
     assert again == made
     assert again.in_flight == list(peak_in_flight(searched))
