@@ -26,8 +26,8 @@ class Preferences:
 
     Attributes:
         held: micro-batches that it holds at most.
-        fits: the part of a backward to the weights that a gap must be long enough for, to be
-            filled with it.
+        fits: the part of an action that a gap must be long enough for, to be filled with it: of a
+            backward to the weights, and with a guide of any.
         forward_first: take a forward before a backward if both can begin.
         guide: the places of the actions in another schedule. The device takes them in that order,
             but one that could begin while it waits for another; None: what can begin first.
