@@ -36,7 +36,7 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCH, Schedule, forward_only, make_schedule
+from hybridtrain.schedule import SEARCHES, Schedule, forward_only, make_schedule
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -190,8 +190,9 @@ class HybridModel:
     def _use(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.plan = pipeline.plan
-        searches = self.options.schedule == SEARCH
+        searches = self.options.schedule in SEARCHES
         self._durations = self.plan.durations() if searches else None
+        self._searched = self.plan.searched_schedule() if searches else None
         self.stages = pipeline.stages
         self.rng = pipeline.rng
 
@@ -213,7 +214,9 @@ class HybridModel:
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
-        options = self.options
+        options, planned = self.options, self._searched
+        if planned is not None and planned.chunks == chunks:
+            return planned
         return make_schedule(
             options.schedule,
             self.world.nb_part,

@@ -38,8 +38,9 @@ class PipelineOptions:
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`; or `search`, found for what the stages are
-    measured to take (equal times where there are no `example_inputs`)."""
+    and `zb-v`, which needs `stages_per_device=2`; or found for what the stages are measured to take
+    (equal times where there are no `example_inputs`): `search`, and `search-v` with stages as for
+    `zb-v`."""
     split: SplitSpec = "uniform"
     """The layers of each stage. By what the largest stage should be small in: `uniform`
     (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is

@@ -26,7 +26,7 @@ from hybridtrain.planning.layout import Choices, Job, divisors
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.price import Price
 from hybridtrain.planning.priced import model_costs
-from hybridtrain.schedule import NAMED
+from hybridtrain.schedule import SCHEDULES
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         nb_part=[nb_part],
         engine=[config.world.engine],
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
-        schedule=tuple(NAMED) if "schedule" in keys else [pipeline.schedule],
+        schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         checkpoint=[_priced_mode(pipeline.checkpoint)],
         shard=[config.world.shard],

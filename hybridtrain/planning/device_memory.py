@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import make_schedule, peak_in_flight, peak_waiting
+from hybridtrain.schedule import Schedule, make_schedule, peak_in_flight, peak_waiting
 
 # What a micro-batch holds in addition between the two parts of its backward, over its activations:
 # gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
@@ -44,13 +44,25 @@ class DeviceMemory:
 
 
 def device_memory(
-    table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable,
+    job: Job,
+    layout: Layout,
+    counts: Sequence[int],
+    order: Schedule | None = None,
 ) -> list[DeviceMemory]:
-    """Returns the memory of each device at its peak."""
+    """Returns the memory of each device at its peak.
+
+    Args:
+        table: the costs of the layers.
+        job: the work of a step.
+        layout: how the model is spread.
+        counts: the number of layers of each stage.
+        order: the schedule, if it is searched; see `most_in_flight`.
+    """
     costs = table.costs_at(layout.samples(job))
-    in_flight = most_in_flight(layout)
+    in_flight = most_in_flight(layout, order)
     own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
-    waiting = _most_waiting(layout)
+    waiting = _most_waiting(layout, order)
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
@@ -65,6 +77,30 @@ def device_memory(
         replace(_fixed_memory(sizes, job, layout), activations=kept, boundaries=received)
         for sizes, kept, received in zip(own, activations, boundaries, strict=True)
     ]
+
+
+def most_in_flight(layout: Layout, order: Schedule | None = None) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage keeps alive at one time.
+
+    What a searched `order` keeps is known when it is found. Before that, as many are counted as a
+    named one keeps: with one stage per device no order that can be found keeps more.
+    """
+    if order is not None:
+        return peak_in_flight(order)
+    return _most_in_flight(layout.named[-1], *_shape(layout))
+
+
+def _most_waiting(layout: Layout, order: Schedule | None = None) -> tuple[int, ...]:
+    """Returns how many micro-batches of each stage are between the parts of their backward."""
+    if not layout.splits_backwards:
+        return (0,) * layout.stages
+    if order is not None:
+        return peak_waiting(order)
+    return _waiting_of(layout.named[-1], *_shape(layout))
+
+
+def _shape(layout: Layout) -> tuple[int, int, int]:
+    return layout.nb_part, layout.chunks, layout.stages_per_device
 
 
 @lru_cache(maxsize=4096)
@@ -84,18 +120,11 @@ def _most_in_flight(
 
 
 @lru_cache(maxsize=4096)
-def _most_waiting(layout: Layout) -> tuple[int, ...]:
-    """Returns how many micro-batches of each stage are between the parts of their backward."""
-    if not layout.splits_backwards:
-        return (0,) * layout.stages
-    chunks = min(layout.chunks, 4 * layout.nb_part)
-    shape = layout.schedule, layout.nb_part, chunks, layout.stages_per_device
-    return peak_waiting(make_schedule(*shape))
-
-
-def most_in_flight(layout: Layout) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage keeps alive at one time."""
-    return _most_in_flight(layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device)
+def _waiting_of(
+    schedule: str, nb_part: int, chunks: int, stages_per_device: int
+) -> tuple[int, ...]:
+    few = min(chunks, 4 * nb_part)
+    return peak_waiting(make_schedule(schedule, nb_part, few, stages_per_device))
 
 
 def with_weight_bytes(

@@ -10,6 +10,8 @@ from hybridtrain.machine import Machine
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.schedule import (
     NAMED,
+    SCHEDULES,
+    SEARCHES,
     STAGES_PER_DEVICE,
     place_of,
     placement_of,
@@ -65,6 +67,15 @@ class Layout:
         """True if backwards run in two parts: what is recomputed does not."""
         return splits_backwards(self.schedule) and self.checkpoint == "never"
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The schedule; of a searched one those that it is compared with, which holds most last."""
+        if self.schedule not in SEARCHES:
+            return (self.schedule,)
+        if placement_of(self.schedule) == "v":
+            return ("zb-v",)
+        return ("1f1b", "zb-h1") if self.stages_per_device == 1 else ("1f1b",)
+
     def device_of(self, stage: int) -> int:
         """Returns the number of the device that runs `stage`, among those of the pipeline."""
         return place_of(stage, self.nb_part, placement_of(self.schedule))
@@ -92,7 +103,7 @@ class Choices:
     nb_part: Sequence[int] | None = None
     engine: Sequence[str] = ENGINES
     chunks: Sequence[int] | None = None
-    schedule: Sequence[str] = tuple(NAMED)
+    schedule: Sequence[str] = SCHEDULES
     stages_per_device: Sequence[int] = (1, 2, 4)
     checkpoint: Sequence[str] = ("never", "always")
     shard: Sequence[str] = SHARD_MODES
@@ -105,6 +116,7 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterat
     replica. Pipelines fill nodes, or nodes fill pipelines. `engine=local` keeps a pipeline inside
     a node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
     difference (one device has no schedule, one replica no shards), only its first value is given.
+    Schedules that are searched are given only where no named one may be chosen.
 
     Raises:
         ConfigError: there is none.
@@ -147,13 +159,14 @@ def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[
 def _schedules(
     nb_part: int, chunks: int, layers: int, choices: Choices
 ) -> Iterator[tuple[str, int]]:
-    for schedule in choices.schedule if nb_part > 1 else choices.schedule[:1]:
+    names = [name for name in choices.schedule if name in NAMED] or choices.schedule
+    for schedule in names if nb_part > 1 else names[:1]:
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue
             if STAGES_PER_DEVICE.get(schedule, v) != v:
                 continue
-            if v == 1 or schedule == "zb-v" or chunks % nb_part == 0:
+            if v == 1 or placement_of(schedule) == "v" or chunks % nb_part == 0:
                 yield schedule, v
 
 

@@ -9,7 +9,8 @@ bound larger, and goes back into the queue:
     priced          the simulated time                 the next result
 
 So a result is never slower than a layout that was not simulated. Where a model can be cut in few
-ways all of them go into the queue; else the most even one does, improved step by step.
+ways all of them go into the queue; else the most even one does, improved step by step. Schedules
+are searched at the end, for the results alone, and join them where a step is shorter with them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ from hybridtrain.planning.price import (
     least_step_ms,
     optimizer_ms,
     price,
-    stage_times,
 )
+from hybridtrain.planning.stage_times import stage_times
+from hybridtrain.schedule import SEARCHES, is_too_long, placement_of
 
 # A model that can be cut in no more ways is tried in all of them.
 _FEW_CUTS = 50
 
 # How many cuts are looked at to improve one.
 _MOST_MOVES = 100
+
+# What a step with a searched schedule takes at most, of that with a named one, to be a result too.
+_GAIN = 0.99
 
 # Layouts of which the least memory is looked for if none fits.
 _CLOSE = 20
@@ -80,7 +85,8 @@ def find_layouts(
         SplitError: no layout fits into memory; says how much is missing.
     """
     search = _Search(table, machine, job)
-    every = list(layouts(machine, job, len(table.sizes), choices or Choices()))
+    choices = choices or Choices()
+    every = list(layouts(machine, job, len(table.sizes), choices))
     numbers = counter()
     queue = [_Entry(search.bound(layout), next(numbers), layout) for layout in every]
     heapq.heapify(queue)
@@ -94,6 +100,8 @@ def find_layouts(
             found[layout] = entry.priced
         elif counts is not None:
             priced = price(table, machine, job, layout, counts)
+            if priced.peak_bytes > machine.usable_bytes:  # by the order that was searched
+                continue
             bound = max(entry.bound_ms, priced.step_ms)
             heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
         else:
@@ -102,9 +110,10 @@ def find_layouts(
                 heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    return sorted(
-        found.values(), key=lambda one: one.step_ms
-    )  # bounds differ from prices by rounding
+    # bounds differ from prices by rounding
+    by_time = sorted(found.values(), key=lambda one: one.step_ms)
+    better = search.searched(by_time, choices.schedule)
+    return sorted([*better, *by_time], key=lambda one: one.step_ms)[:best]
 
 
 class _Search:
@@ -117,6 +126,31 @@ class _Search:
         self._cut = cache(self._cut_by_time)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
+
+    def searched(self, found: Sequence[Price], names: Sequence[str]) -> list[Price]:
+        """Returns layouts that are faster with a searched schedule.
+
+        Args:
+            found: the layouts, the fastest first.
+            names: the schedules that may be chosen.
+        """
+        gains: list[Price] = []
+        tried: set[Layout] = set()
+        for one in found:
+            name = "search-v" if placement_of(one.layout.schedule) == "v" else "search"
+            layout = replace(one.layout, schedule=name)
+            if one.layout.schedule in SEARCHES or name not in names or layout in tried:
+                continue
+            tried.add(layout)
+            least = _GAIN * one.step_ms
+            if layout.nb_part == 1 or is_too_long(layout.stages, layout.chunks):
+                continue
+            if not layout.splits_backwards or self.bound_of_cut(layout, one.counts) > least:
+                continue
+            priced = price(self._table, self._machine, self._job, layout, one.counts)
+            if priced.step_ms < least and priced.peak_bytes <= self._machine.usable_bytes:
+                gains.append(priced)
+        return gains
 
     def bound(self, layout: Layout) -> float:
         """Returns what no cut of the model is faster than, in milliseconds."""
@@ -132,7 +166,15 @@ class _Search:
         return least_step_ms(self._job, layout, times, step)
 
     def cuts(self, layout: Layout) -> list[list[int]]:
-        """Returns cuts that fit into memory, as the layers of each stage: all if there are few."""
+        """Returns cuts that fit into memory, as the layers of each stage: all if there are few.
+
+        What an order holds that will be searched is not known yet. So its cuts are those of the
+        named schedules that it is compared with, and its price tells whether it fits.
+        """
+        of_named = [self._cuts_of(replace(layout, schedule=name)) for name in layout.named]
+        return [list(one) for one in dict.fromkeys(tuple(one) for cuts in of_named for one in cuts)]
+
+    def _cuts_of(self, layout: Layout) -> list[list[int]]:
         if not self._weights_fit(layout):
             return []
         layers = len(self._table.sizes)
@@ -145,7 +187,8 @@ class _Search:
         return [one for one in counts if self._fits(layout, one)]
 
     def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        return self._fullest(layout, counts)[1] <= self._machine.usable_bytes
+        memory = device_memory(self._table, self._job, layout, counts)
+        return max(each.total for each in memory) <= self._machine.usable_bytes
 
     def _weights_fit(self, layout: Layout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
@@ -218,7 +261,8 @@ class _Search:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)
             except SplitError:
                 continue
-            device, nbytes = self._fullest(layout, counts)
+            memory = price(self._table, self._machine, self._job, layout, counts).memory
+            device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
             found.append((nbytes, device, layout))
         if not found:
             return (
@@ -250,11 +294,6 @@ class _Search:
         return with_weight_bytes(
             self._table.costs_at(samples), self._table.sizes, self._job, layout
         )
-
-    def _fullest(self, layout: Layout, counts: Sequence[int]) -> tuple[int, int]:
-        """Returns the device that needs most memory, and how many bytes."""
-        totals = [m.total for m in device_memory(self._table, self._job, layout, counts)]
-        return max(enumerate(totals), key=lambda pair: pair[1])
 
     def _cut_for_memory(self, layout: Layout, **goal: float) -> list[int]:
         objective = Objective(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,10 +13,17 @@ import yaml
 
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.files import write_atomically
-from hybridtrain.options import CheckpointSpec
+from hybridtrain.options import CheckpointSpec, PipelineOptions
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
-from hybridtrain.schedule import Durations
+from hybridtrain.schedule import (
+    Durations,
+    Placement,
+    Schedule,
+    place_of,
+    placement_of,
+    read_schedule,
+)
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -24,6 +31,13 @@ _HEADER = """\
 # To cut it like this again: split=<path of this file>
 # Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
 # rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
+"""
+
+_ORDER_HEADER = """\
+# The schedule that was searched, a line for each device: F forward, B backward, or in two parts I
+# to the input and W to the weights; each with its micro-batch, and @ its stage where devices have
+# several. A run with as many micro-batches, devices, stages and the same limit runs this order;
+# delete the key to have it searched anew.
 """
 
 _NEW_PLAN = "make a new plan with split=time"
@@ -57,6 +71,7 @@ class Plan:
         expand: the modules that are cut inside, by name.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
+        order: the schedule, if it was searched, as of `as_lines`.
     """
 
     model: str
@@ -69,6 +84,8 @@ class Plan:
     expand: list[str]
     costs_from: str
     stages: list[StagePlan]
+    max_inflight: int | None = None
+    order: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         stages = ", ".join(f"{len(stage.layers)} on {stage.device}" for stage in self.stages)
@@ -107,20 +124,45 @@ class Plan:
 
     def durations(self) -> Durations | None:
         """Returns how long the stages take, in milliseconds; None where no times are known."""
-        return durations_of(self.costs, self.counts, self.checkpoint)
+        placement = placement_of(self.schedule)
+        return durations_of(self.costs, self.counts, self.checkpoint, self.nb_part, placement)
+
+    def searched_schedule(self) -> Schedule | None:
+        """Returns the schedule of `order`; None where there is none.
+
+        Raises:
+            ScheduleError: it is not a schedule of this plan's stages and micro-batches.
+        """
+        if not self.order:
+            return None
+        shape = self.nb_part, self.chunks, self.stages_per_device, self.max_inflight
+        return read_schedule(self.schedule, self.order, *shape)
+
+    def is_for(self, options: PipelineOptions, nb_part: int) -> bool:
+        """Returns whether a schedule that was searched for this plan suits a run with `options`."""
+        names = ("schedule", "chunks", "stages_per_device", "max_inflight")
+        same = all(getattr(self, name) == getattr(options, name) for name in names)
+        same = same and _plain(self.checkpoint) == _plain(options.checkpoint)
+        return same and self.nb_part == nb_part
 
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""
         content = asdict(self)
-        if not isinstance(self.checkpoint, str | Mapping):
-            content["checkpoint"] = list(self.checkpoint)
+        order = content.pop("order")
+        if self.max_inflight is None:
+            del content["max_inflight"]
+        content["checkpoint"] = _plain(self.checkpoint)
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         # with None, only what contains no list or mapping is written on one line
-        return _HEADER + yaml.safe_dump(
+        text = _HEADER + yaml.safe_dump(
             content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
         )
+        if order:
+            lines = yaml.safe_dump({"order": order}, default_flow_style=False, width=2**31)
+            text += _ORDER_HEADER + lines
+        return text
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the plan to a file that `read` reads."""
@@ -144,9 +186,18 @@ class Plan:
         return plan
 
 
-# Values for the keys that a file of an earlier version lacks, from those that it has.
+def _plain(checkpoint: CheckpointSpec) -> Any:
+    """Returns `checkpoint` in the types of a YAML file."""
+    if isinstance(checkpoint, str):
+        return checkpoint
+    return dict(checkpoint) if isinstance(checkpoint, Mapping) else list(checkpoint)
+
+
+# Values for the keys that a file lacks, of an earlier version or without them, from its other ones.
 _LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "expand": lambda plan: plan["deeper"],
+    "max_inflight": lambda _: None,
+    "order": lambda _: [],
     "in_flight": lambda stage: stage["held"],
     "process": lambda _: 0,
     "checkpoint": lambda plan: "always" if plan.get("recomputes") else "never",
@@ -156,6 +207,7 @@ _LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text (in quotes)"),
     int: ((int,), "a whole number"),
+    int | None: ((int, type(None)), "a whole number or null"),
     float: ((int, float), "a number"),
     CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
@@ -187,14 +239,25 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
 
 
 def durations_of(
-    costs: Sequence[LayerCost], counts: Sequence[int], checkpoint: CheckpointSpec
+    costs: Sequence[LayerCost],
+    counts: Sequence[int],
+    checkpoint: CheckpointSpec,
+    nb_part: int,
+    placement: Placement = "loop",
 ) -> Durations | None:
-    """Returns how long stages with `counts` layers take; None where no times are known."""
+    """Returns how long stages with `counts` layers take; None where no times are known.
+
+    Between two stages of a device, of `nb_part` in this placement, nothing is sent.
+    """
     if not any(cost.forward_ms for cost in costs):
         return None
     stages = stage_costs(costs, counts, [1] * len(counts))
     forward = [stage.forward_ms for stage in stages]
-    transfer = [costs[cut - 1].crossing_ms for cut in list(accumulate(counts))[:-1]]
+    devices = [place_of(stage, nb_part, placement) for stage in range(len(counts))]
+    transfer = [
+        costs[cut - 1].crossing_ms if device != following else 0.0
+        for cut, (device, following) in zip(accumulate(counts), pairwise(devices), strict=False)
+    ]
     if checkpoint == "never":
         return Durations.of(forward, [stage.backward_ms for stage in stages], transfer)
     # what is recomputed is not divided, see `Stage.backward_to_input`

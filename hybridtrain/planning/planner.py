@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, ScheduleError, SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
 from hybridtrain.graph.trace_guards import TraceGuards
@@ -32,7 +32,7 @@ from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
 from hybridtrain.planning.search import Decision, find_best_cut
 from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCH, make_schedule, peak_in_flight
+from hybridtrain.schedule import SEARCHES, Schedule, as_lines, make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
@@ -131,14 +131,24 @@ class Planner:
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        # a searched schedule holds as much as 1F1B, and needs the stages first
-        first = ("1f1b", *shape[1:]) if options.schedule == SEARCH else shape
-        in_flight = peak_in_flight(make_schedule(*first))
+        # a searched schedule needs the stages first, and holds about as much as this one
+        first = {"search": "1f1b", "search-v": "zb-v"}.get(options.schedule, options.schedule)
+        in_flight = peak_in_flight(make_schedule(first, *shape[1:]))
         decision = self._decide(in_flight)
-        if options.schedule == SEARCH:
-            decision = self._with_times(decision)
-            durations = durations_of(decision.costs, decision.counts, options.checkpoint)
-            in_flight = peak_in_flight(make_schedule(*shape, durations))
+        order: list[str] = []
+        if options.schedule in SEARCHES:
+            schedule = self._planned_schedule()
+            if schedule is None:
+                decision = self._with_times(decision)
+                durations = durations_of(
+                    decision.costs,
+                    decision.counts,
+                    options.checkpoint,
+                    nb_part,
+                    cluster.placement,
+                )
+                schedule = make_schedule(*shape, durations)
+            in_flight, order = peak_in_flight(schedule), as_lines(schedule)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
             model=type(self._net).__name__,
@@ -154,6 +164,8 @@ class Planner:
                 StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
                 for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
+            max_inflight=options.max_inflight,
+            order=order,
         )
 
     def layers_of(self, plan: Plan) -> PlannedLayers:
@@ -181,7 +193,7 @@ class Planner:
     def _decide(self, in_flight: Sequence[int]) -> Decision:
         net, split = self._net, self._options.split
         expand: Collection[str]
-        if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
+        if isinstance(split, str) and _is_plan_file(split):
             plan = Plan.read(split)
             names = [layer.name for layer in self._chain(plan.expand).layers]
             counts = counts_for(plan, names, self._stages)
@@ -202,6 +214,25 @@ class Planner:
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
         return Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
+
+    def _planned_schedule(self) -> Schedule | None:
+        """Returns the searched schedule of the plan file; None if it has none for these options."""
+        options = self._options
+        if not (isinstance(options.split, str) and _is_plan_file(options.split)):
+            return None
+        plan = Plan.read(options.split)
+        if not plan.order:
+            return None
+        if not plan.is_for(options, self._cluster.nb_part):
+            log.info("the order in %s is for other settings: one is searched anew", options.split)
+            return None
+        try:
+            return plan.searched_schedule()
+        except ScheduleError as error:
+            raise SplitError(
+                f"split=: {options.split}: order: {error}; delete the key order, and it is "
+                f"searched anew"
+            ) from error
 
     def _with_times(self, decision: Decision) -> Decision:
         """Returns `decision` with costs that have times, if there are inputs to measure with."""
@@ -229,6 +260,10 @@ class Planner:
 
         found = find_best_cut(self._chain, costs, in_flight, goal, may_expand)
         return found._replace(costs_from=self._costs_from) if by_costs else found
+
+
+def _is_plan_file(split: str) -> bool:
+    return split.lower().endswith((".yaml", ".yml"))
 
 
 def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:

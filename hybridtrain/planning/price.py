@@ -11,32 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.device_memory import DeviceMemory, device_memory, most_in_flight
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import (
-    SEARCH,
-    Durations,
-    Spans,
-    make_schedule,
-    simulate,
-)
-
-# A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
-# long as the one before.
-MOST_ACTIONS = 8_000
-_MOST_GROUPS = 50
+from hybridtrain.planning.orders import Spread, searched_order, shortest_named, spread_of
+from hybridtrain.planning.stage_times import StageTimes, planned_durations, stage_times
+from hybridtrain.schedule import SEARCHES, Schedule, is_too_long
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
-
-# The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
-# and each node with weights is called by itself.
-SPLIT_HOST = 2.5
 
 
 @dataclass(frozen=True)
@@ -56,8 +42,11 @@ class Price:
         data_ms: loading the next batches, which overlaps with everything else.
         bubble: share of the devices' time in the pipeline in which they wait.
         memory: of each device.
+        in_flight: the most micro-batches that each stage keeps alive at one time.
         binds: what to change first: `compute`, `bubble`, `transfers`, `all-reduce`, `optimizer`,
             `host` or `data`, and `memory` where it is nearly full.
+        order: the schedule, if it was searched; None also where it is so long that a search gives a
+            schedule that has a name.
     """
 
     layout: Layout
@@ -72,7 +61,9 @@ class Price:
     data_ms: float
     bubble: float
     memory: tuple[DeviceMemory, ...]
+    in_flight: tuple[int, ...]
     binds: str
+    order: Schedule | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -80,58 +71,18 @@ class Price:
         return max(memory.total for memory in self.memory)
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Milliseconds of each stage for one micro-batch, and of each border between two stages.
-
-    `weight` is the part of `backward` that a schedule may put off.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    transfer: tuple[float, ...]
-    host: tuple[float, ...]
-    recompute: tuple[float, ...]
-
-
-def stage_times(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
-) -> StageTimes:
-    """Returns how long the actions of each stage take, and the messages between stages."""
-    costs = table.costs_at(layout.samples(job))
-    again = layout.recomputed
-    forward, backward, weight, host, recompute = [], [], [], [], []
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        own, called = costs[start:end], table.host_ms[start:end]
-        f, b = sum(c.forward_ms for c in own), sum(c.backward_ms for c in own)
-        action = _action_ms(machine, layout, stage)
-        # the first stage's input needs no gradient: its backward is to the weights alone
-        in_two = layout.splits_backwards and stage > 0
-        # a GPU computes meanwhile; a CPU does not
-        before = action if machine.device == "cpu" else 0.0
-        host_f = sum(f for f, _ in called) + action
-        host_b = sum(b for _, b in called) * (SPLIT_HOST if in_two else 1.0) + (1 + in_two) * action
-        forward.append(max(f + before, host_f))
-        backward.append(
-            max(b + again * f + (1 + in_two) * before, host_b + again * (host_f - action))
-        )
-        # what is recomputed is not divided
-        weight.append((0.5 if in_two else 1.0) * backward[-1] if layout.splits_backwards else 0.0)
-        host.append(host_f + host_b + again * (host_f - action))
-        recompute.append(again * f)
-    cuts = list(accumulate(counts))[:-1]
-    transfer = [
-        _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
-        for border, cut in enumerate(cuts)
-    ]
-    return StageTimes(*map(tuple, (forward, backward, weight, transfer, host, recompute)))
-
-
 def price(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable,
+    machine: Machine,
+    job: Job,
+    layout: Layout,
+    counts: Sequence[int],
+    order: Schedule | None = None,
 ) -> Price:
     """Returns what `layout` takes if its stages have `counts` layers each.
+
+    A searched schedule has the price of the order that a run with this plan has: the one that is
+    found for the durations in its plan.
 
     Args:
         table: the costs of the layers.
@@ -139,10 +90,18 @@ def price(
         job: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
+        order: what a run has, if its schedule is searched; None: it is searched here.
     """
+    if layout.schedule in SEARCHES and order is None:
+        durations = planned_durations(table, machine, job, layout, counts)
+        if is_too_long(layout.stages, layout.chunks):
+            named = replace(layout, schedule=shortest_named(layout, durations))
+            return replace(price(table, machine, job, named, counts), layout=layout)
+        order = searched_order(
+            layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device, durations
+        )
     times = stage_times(table, machine, job, layout, counts)
-    shape = layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device
-    spread = _simulated(*shape, times)
+    spread = spread_of(layout, times.durations, order)
     host = _host_bound_ms(layout, times)
     busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * spread.length or 1.0)
     contention = table.contention_at(layout.samples(job))
@@ -152,13 +111,15 @@ def price(
     pipeline = one_batch * job.accumulate
     # what the schedule would take without transfers
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
-    transfer = (spread.length - _simulated(*shape, apart).length) if any(times.transfer) else 0.0
+    transfer = 0.0
+    if any(times.transfer):
+        transfer = spread.length - spread_of(layout, apart.durations, order).length
     reduce = _exchange_ms(table.sizes, machine, layout, counts, spread)
     optimizer = optimizer_ms(table.sizes, machine, job, layout, counts)
     busy = max(_by_device(layout, _sums(times)))
     data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
-    memory = device_memory(table, job, layout, counts)
+    memory = device_memory(table, job, layout, counts, order)
     parts = {
         "compute": busy * layout.chunks * job.accumulate,
         "bubble": (spread.length - transfer - busy * layout.chunks) * job.accumulate,
@@ -189,7 +150,9 @@ def price(
         data_ms=data,
         bubble=max(0.0, 1.0 - busy_share),  # rounded
         memory=tuple(memory),
+        in_flight=most_in_flight(layout, order),
         binds=binds,
+        order=order,
     )
 
 
@@ -236,59 +199,12 @@ def optimizer_ms(
     return tensors * most / shares / machine.sustained_bandwidth * 1e3
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """The end of one batch, and of each stage's last backward with its begin; milliseconds."""
-
-    length: float
-    last_backward: tuple[tuple[float, float], ...]
-
-
-@lru_cache(maxsize=1024)
-def _simulated(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int, times: StageTimes
-) -> _Spread:
-    """Returns when the last actions of a batch run."""
-    stages = nb_part * stages_per_device
-    run = partial(_run, schedule, nb_part, stages_per_device, times)
-    # after some groups of `nb_part` the schedule repeats itself
-    groups = min(max(2, MOST_ACTIONS // (2 * stages * nb_part)), _MOST_GROUPS)
-    less = groups * nb_part + chunks % nb_part
-    if chunks <= less + nb_part:
-        return run(chunks)
-    short, longer = run(less), run(less + nb_part)
-    more = (longer.length - short.length) / nb_part * (chunks - less)
-    return _Spread(short.length + more, tuple((a + more, b + more) for a, b in short.last_backward))
-
-
-def simulated(
-    name: str, nb_part: int, chunks: int, stages_per_device: int, times: StageTimes
-) -> Spans:
-    """Returns when the actions of so many micro-batches run, in milliseconds."""
-    durations = Durations(times.forward, times.backward, times.weight, times.transfer)
-    searched = durations if name == SEARCH else None
-    schedule = make_schedule(name, nb_part, chunks, stages_per_device, None, searched)
-    return simulate(schedule, times.forward, times.backward, times.transfer, times.weight)
-
-
-def _run(
-    name: str, nb_part: int, stages_per_device: int, times: StageTimes, chunks: int
-) -> _Spread:
-    spans = simulated(name, nb_part, chunks, stages_per_device, times)
-    last = [(0.0, 0.0)] * nb_part * stages_per_device
-    for lane in spans:
-        for action, start, end in lane:
-            if action.ends_microbatch and action.microbatch == chunks - 1:
-                last[action.stage] = start, end
-    return _Spread(max(end for _, end in last), tuple(last))
-
-
 def _exchange_ms(
     sizes: Sequence[LayerSize],
     machine: Machine,
     layout: Layout,
     counts: Sequence[int],
-    spread: _Spread,
+    spread: Spread,
 ) -> float:
     """Returns how much longer the replicas' exchange makes a step.
 
@@ -315,27 +231,6 @@ def _exchange_ms(
     return max(0.0, max(done) - end) + max(gather)
 
 
-def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
-    """Returns the host's time for a forward or backward of `stage`, beside its operators.
-
-    With a process for each device, what comes from another stage is received and what goes to
-    another is sent.
-    """
-    messages = (stage > 0) + (stage < layout.stages - 1)
-    if layout.engine == "local" or layout.nb_part == 1:
-        messages = 0
-    return (machine.action_s + messages * machine.message_s) * 1e3
-
-
-def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
-    """Returns the time of a message from stage `border` to the next one."""
-    device, to = layout.device_of(border), layout.device_of(border + 1)
-    in_node = machine.devices_per_node
-    if device == to or (layout.engine == "local" and machine.device == "cpu"):
-        return 0.0
-    return machine.transfer_s(nbytes, device // in_node != to // in_node) * 1e3
-
-
 def _host_bound_ms(layout: Layout, times: StageTimes) -> float:
     """Returns the time of the process that calls most operators.
 
@@ -355,12 +250,12 @@ def _time_shared(nb_part: int, busy_share: float) -> float:
     return max(0.0, (nb_part * busy_share - 1) / (nb_part - 1)) if nb_part > 1 else 0.0
 
 
-def _sums(times: StageTimes) -> list[float]:
-    return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
-
-
 def _by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
     return [sum(values[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+def _sums(times: StageTimes) -> list[float]:
+    return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
 
 
 def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:

@@ -16,12 +16,12 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
-from hybridtrain.planning.device_memory import most_in_flight
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price, simulated, stage_times
-from hybridtrain.schedule import Span, Spans, placement_of
+from hybridtrain.planning.price import Price
+from hybridtrain.planning.stage_times import planned_costs, planned_durations, stage_times
+from hybridtrain.schedule import Span, Spans, as_lines, make_schedule, placement_of
 from hybridtrain.text_table import text_table
 
 COSTS = ("estimated", "calibrated", "measured")
@@ -48,15 +48,16 @@ class PricedPlans:
 
     def plan(self, number: int = 0) -> Plan:
         """Returns the plan of the layout `number`; 0 is the fastest."""
-        return plan_of(self.table, self.job, self.prices[number])
+        return plan_of(self.table, self.machine, self.job, self.prices[number])
 
     def timeline(self, chunks: int, number: int = 0) -> Spans:
         """Returns when the actions of `chunks` micro-batches run in the layout `number`, in s."""
         found = self.prices[number]
-        layout = found.layout
-        times = stage_times(self.table, self.machine, self.job, layout, found.counts)
+        layout, given = found.layout, (self.table, self.machine, self.job)
+        durations = planned_durations(*given, layout, found.counts)
         shape = layout.schedule, layout.nb_part, chunks, layout.stages_per_device
-        spans = simulated(*shape, times)
+        schedule = make_schedule(*shape, None, durations)
+        spans = stage_times(*given, layout, found.counts).durations.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
         ]
@@ -145,10 +146,10 @@ def model_costs(
     return replace(table, model=type(net).__name__)
 
 
-def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
+def plan_of(table: CostTable, machine: Machine, job: Job, price: Price) -> Plan:
     """Returns the plan of a priced layout, which a run takes as its `split`."""
     layout = price.layout
-    costs = table.costs_at(layout.samples(job))
+    costs = planned_costs(table, machine, job, layout, price.counts)
     processes = layout.nb_part if layout.engine == "distributed" else 1
     cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
         placement_of(layout.schedule)
@@ -169,12 +170,11 @@ def plan_of(table: CostTable, job: Job, price: Price) -> Plan:
                 device=f"device {layout.device_of(stage)}",
                 process=cluster.process_of(stage),
                 in_flight=alive,
-                layers=list(costs[start:end]),
+                layers=costs[start:end],
             )
-            for stage, (alive, (start, end)) in enumerate(
-                zip(most_in_flight(layout), bounds, strict=True)
-            )
+            for stage, (alive, (start, end)) in enumerate(zip(price.in_flight, bounds, strict=True))
         ],
+        order=as_lines(price.order) if price.order is not None else [],
     )
 
 

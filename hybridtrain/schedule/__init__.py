@@ -3,7 +3,9 @@
     table        actions, spans, and the proof that an engine can execute a schedule
     named        the schedules that have a name: gpipe, 1f1b, zb-h1, zb-v
     make         any of them by its name, as the options give it
-    search       a schedule for the costs of a model's own stages
+    search       a schedule for the costs of a model's own stages, by list_scheduling
+    durations    these costs
+    lines        a schedule as text, in a plan
     simulation   when each action runs, for given costs
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
@@ -11,7 +13,15 @@ Everything reads the one table: an engine executes it, `validate` proves that it
 everything runs. Nothing here needs torch.
 """
 
-from hybridtrain.schedule.make import NAMED, SCHEDULES, SEARCH, make_schedule, splits_backwards
+from hybridtrain.schedule.durations import Durations
+from hybridtrain.schedule.lines import as_lines, from_lines
+from hybridtrain.schedule.make import (
+    NAMED,
+    SCHEDULES,
+    make_schedule,
+    read_schedule,
+    splits_backwards,
+)
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -26,7 +36,7 @@ from hybridtrain.schedule.placement import (
     placement_of,
     stages_at,
 )
-from hybridtrain.schedule.search import Durations, most_held, search
+from hybridtrain.schedule.search import SEARCHES, is_too_long, most_held, search
 from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
 from hybridtrain.schedule.table import (
     WORDS,
@@ -42,7 +52,7 @@ from hybridtrain.schedule.table import (
 __all__ = [
     "NAMED",
     "SCHEDULES",
-    "SEARCH",
+    "SEARCHES",
     "STAGES_PER_DEVICE",
     "WORDS",
     "Action",
@@ -51,9 +61,12 @@ __all__ = [
     "Schedule",
     "Span",
     "Spans",
+    "as_lines",
     "bubble_fraction",
     "forward_only",
+    "from_lines",
     "gpipe",
+    "is_too_long",
     "make_schedule",
     "mean_costs",
     "most_held",
@@ -63,6 +76,7 @@ __all__ = [
     "place_of",
     "placement_of",
     "predict",
+    "read_schedule",
     "search",
     "simulate",
     "splits_backwards",

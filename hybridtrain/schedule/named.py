@@ -77,7 +77,7 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
     Raises:
         ScheduleError: there are several stages per device.
     """
-    _check_stages_per_device("zb-h1", stages_per_device)
+    check_stages_per_device("zb-h1", stages_per_device)
     lanes = []
     for d in range(devices):
         warm_up = min(devices - d, chunks)
@@ -104,7 +104,7 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
     Raises:
         ScheduleError: there are not two stages per device.
     """
-    _check_stages_per_device("zb-v", stages_per_device)
+    check_stages_per_device("zb-v", stages_per_device)
     lanes = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
@@ -164,8 +164,13 @@ def whole_backwards_on_first_stage(
     )
 
 
-def _check_stages_per_device(name: str, given: int) -> None:
-    needed = STAGES_PER_DEVICE[name]
+def check_stages_per_device(name: str, given: int) -> None:
+    """Checks that the schedule of this name is for `given` stages on each device.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    needed = STAGES_PER_DEVICE.get(name, given)
     if given != needed:
         raise ScheduleError(
             f"schedule={name} has {needed} stage{'s' * (needed > 1)} on each device: set "

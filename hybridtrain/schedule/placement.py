@@ -11,10 +11,10 @@ from typing import Literal
 
 Placement = Literal["loop", "v"]
 
-_IN_A_V = ("zb-v",)
+_IN_A_V = ("zb-v", "search-v")
 
 # The schedules that are for one number of stages per device.
-STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2}
+STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2, "search-v": 2}
 
 
 def placement_of(schedule: str) -> Placement:

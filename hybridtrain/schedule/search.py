@@ -1,28 +1,31 @@
 """A schedule for the durations of a model's own stages, under a bound on what devices hold.
 
-List scheduling: time goes on from action to action, and the device that can begin first takes the
-best of the actions whose inputs are there. That depends on a few preferences (`_Preferences`), of
-which all are tried. The shortest of these tables and of the named schedules that keep to the bound
-is the result, so it is never longer than any of them.
+Tables are made by list scheduling, with every combination of a few preferences, also along the
+named schedules with backwards in two parts. The shortest of these and of the named schedules that
+keep to the bound is the result, so it is never longer than any of them.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule.durations import Durations
+from hybridtrain.schedule.list_scheduling import ListScheduling, Preferences, Stuck, places_in
 from hybridtrain.schedule.named import (
+    check_stages_per_device,
     gpipe,
     one_forward_one_backward,
     whole_backwards_on_first_stage,
     zero_bubble_h1,
+    zero_bubble_v,
 )
-from hybridtrain.schedule.placement import stages_at
-from hybridtrain.schedule.simulation import simulate
+from hybridtrain.schedule.placement import Placement, placement_of, stages_at
 from hybridtrain.schedule.table import Action, Schedule, validate
+
+SEARCHES = ("search", "search-v")
+"""The schedules that are searched: with stages that go round the devices, and in a V."""
 
 # Two lengths that differ by less are the same, but for rounding.
 _ROUNDING = 1e-9
@@ -32,47 +35,8 @@ _ROUNDING = 1e-9
 _MANY_ACTIONS = 4_000
 _TOO_MANY_ACTIONS = 20_000
 
-
-@dataclass(frozen=True)
-class Durations:
-    """The time that each stage takes for one micro-batch, in any unit.
-
-    Attributes:
-        forward: of each stage.
-        backward: both parts of it.
-        weight: of the backward's second part, to the weights.
-        transfer: from each stage to the next, and back.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    transfer: tuple[float, ...]
-
-    @classmethod
-    def of(
-        cls,
-        forward: Sequence[float],
-        backward: Sequence[float],
-        transfer: Sequence[float] | None = None,
-    ) -> Durations:
-        """Returns durations in which a backward has two equal parts.
-
-        But for the first stage, whose input needs no gradient: all of it is to the weights.
-        """
-        weight = [b if stage == 0 else b / 2 for stage, b in enumerate(backward)]
-        ways = transfer or [0.0] * (len(forward) - 1)
-        return cls(tuple(forward), tuple(backward), tuple(weight), tuple(ways))
-
-    @classmethod
-    def equal(cls, stages: int) -> Durations:
-        """Returns those of stages that take 1 for a forward and 2 for a backward."""
-        return cls.of([1.0] * stages, [2.0] * stages)
-
-    def length(self, schedule: Schedule) -> float:
-        """Returns when the last action of `schedule` ends."""
-        spans = simulate(schedule, self.forward, self.backward, self.transfer, self.weight)
-        return max(lane[-1].end for lane in spans)
+# Along a schedule a gap is filled if it is as long as these parts of what is put into it.
+_PARTS_ALONG = (0.75, 0.5)
 
 
 def search(
@@ -81,42 +45,69 @@ def search(
     chunks: int,
     stages_per_device: int = 1,
     limit: int | None = None,
+    name: str = "search",
 ) -> Schedule:
     """Returns the shortest schedule that was found for `durations`.
 
     Args:
         durations: of the stages.
-        devices: how many; stages go round them.
+        devices: how many.
         chunks: micro-batches.
         stages_per_device: how many stages each device runs.
         limit: micro-batches that a device may hold at one time, each of its stages counted; None:
-            as many as 1F1B's first device, which holds most.
+            as many as in `most_of_a_search`.
+        name: one of `SEARCHES`.
+
+    Raises:
+        ScheduleError: no schedule keeps to the limit, or `name` has another number of stages per
+            device.
     """
-    named = list(_named(devices, chunks, stages_per_device))
+    check_stages_per_device(name, stages_per_device)
+    placement = placement_of(name)
+    named = list(_named(devices, chunks, stages_per_device, placement))
     if limit is None:
-        limit = most_held(one_forward_one_backward(devices, chunks, stages_per_device))
+        limit = most_of_a_search(devices, chunks, stages_per_device, placement)
     fitting = [schedule for schedule in named if most_held(schedule) <= limit]
-    own = [stages_at(device, devices, stages_per_device) for device in range(devices)]
-    actions = 3 * chunks * len(durations.forward)
-    for preferences in _preferences(limit, actions, needed=not fitting):
-        try:
-            lanes = _ListScheduling(durations, own, chunks, preferences).lanes()
-        except _Stuck:
-            continue
-        whole = whole_backwards_on_first_stage(lanes)
-        fitting.append(Schedule("search", devices * stages_per_device, chunks, whole))
+    own = [stages_at(device, devices, stages_per_device, placement) for device in range(devices)]
+    actions = _actions(len(durations.forward), chunks)
+    if actions <= _TOO_MANY_ACTIONS or not fitting:
+        for preferences in _preferences(limit, actions, named):
+            try:
+                lanes = ListScheduling(durations, own, chunks, preferences).lanes()
+            except Stuck:
+                continue
+            whole = whole_backwards_on_first_stage(lanes)
+            fitting.append(Schedule(name, devices * stages_per_device, chunks, whole))
     if not fitting:
         raise ScheduleError(
-            f"search: no schedule was found in which a device holds at most {limit} micro-batches "
+            f"{name}: no schedule was found in which a device holds at most {limit} micro-batches "
             f"of its {stages_per_device} stages"
         )
     best = min(fitting, key=durations.length)
-    if best in named:
-        best = Schedule("search", best.stages, best.chunks, best.lanes)
+    best = Schedule(name, best.stages, best.chunks, best.lanes)
     if actions <= _MANY_ACTIONS:
         best = _with_whole_backwards(best, durations)
     validate(best)
     return best
+
+
+def is_too_long(stages: int, chunks: int) -> bool:
+    """Returns whether the table of so many stages is so long that only named ones are compared."""
+    return _actions(stages, chunks) > _TOO_MANY_ACTIONS
+
+
+def _actions(stages: int, chunks: int) -> int:
+    return 3 * chunks * stages
+
+
+def most_of_a_search(
+    devices: int, chunks: int, stages_per_device: int = 1, placement: Placement = "loop"
+) -> int:
+    """Returns the most micro-batches that a device may hold in a search, each stage's counted.
+
+    As many as 1F1B's first device, which holds most; in a V as many as with ZB-V.
+    """
+    return most_held(next(_named(devices, chunks, stages_per_device, placement)))
 
 
 def most_held(schedule: Schedule) -> int:
@@ -130,156 +121,31 @@ def most_held(schedule: Schedule) -> int:
     return most
 
 
-def _named(devices: int, chunks: int, stages_per_device: int) -> Iterator[Schedule]:
+def _named(
+    devices: int, chunks: int, stages_per_device: int, placement: Placement
+) -> Iterator[Schedule]:
+    """Yields the named schedules of this placement; the first one is the bound."""
+    if placement == "v":
+        yield zero_bubble_v(devices, chunks)
+        return
     yield one_forward_one_backward(devices, chunks, stages_per_device)
     yield gpipe(devices, chunks, stages_per_device)
     if stages_per_device == 1:
         yield zero_bubble_h1(devices, chunks)
 
 
-@dataclass(frozen=True)
-class _Preferences:
-    """The preferences of a device.
-
-    Attributes:
-        held: micro-batches that it holds at most.
-        fits: the part of a backward to the weights that a gap must be long enough for, to be
-            filled with it.
-        forward_first: take a forward before a backward if both can begin.
-    """
-
-    held: int
-    fits: float
-    forward_first: bool
-
-
-def _preferences(limit: int, actions: int, needed: bool) -> Iterator[_Preferences]:
-    """Yields the preferences to try for a table of so many actions; some, if that is needed."""
-    if actions > _TOO_MANY_ACTIONS and not needed:
-        return
+def _preferences(limit: int, actions: int, named: Sequence[Schedule]) -> Iterator[Preferences]:
+    """Yields the preferences to try for a table of so many actions."""
     few = actions > _MANY_ACTIONS
     helds = [limit] if few else list(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
     parts = [1.0] if few else [1.0, 0.5, 0.0]
     for held, fits, forward_first in product(helds, parts, (False, True)):
-        yield _Preferences(held, fits, forward_first)
-
-
-class _Stuck(Exception):
-    """No device can go on without holding more than it may."""
-
-
-class _ListScheduling:
-    """One pass of list scheduling.
-
-    The device with the earliest next action comes first, so whatever arrives before that action is
-    known when it is chosen. A choice is made anew when something arrives at its device.
-
-    Args:
-        times: of the stages.
-        own: the stages of each device.
-        chunks: micro-batches.
-        preferences: of all devices.
-    """
-
-    def __init__(
-        self,
-        times: Durations,
-        own: Sequence[Sequence[int]],
-        chunks: int,
-        preferences: _Preferences,
-    ) -> None:
-        self._own = own
-        self._chunks = chunks
-        self._preferences = preferences
-        self._transfer = times.transfer
-        stages = len(times.forward)
-        self._cost = {
-            "F": times.forward,
-            "I": [b - w for b, w in zip(times.backward, times.weight, strict=True)],
-            "W": times.weight,
-        }
-        self._device = {stage: device for device, each in enumerate(own) for stage in each}
-        # when the input of each micro-batch's forward and backward is there
-        self._inputs: list[list[float]] = [[0.0] * chunks if s == 0 else [] for s in range(stages)]
-        self._gradients: list[list[float]] = [[] for _ in range(stages)]
-        self._done = {kind: [0] * stages for kind in "FIW"}
-        self._clock = [0.0] * len(own)
-        self._held = [0] * len(own)
-        self._lanes: list[list[Action]] = [[] for _ in own]
-
-    def lanes(self) -> list[list[Action]]:
-        """Returns the actions of each device."""
-        version = [0] * len(self._own)
-        queue: list[tuple[float, int, int, Action]] = []
-
-        def choose(device: int) -> None:
-            version[device] += 1
-            choice = self._choice(device)
-            if choice is not None:
-                heapq.heappush(queue, (choice[0], device, version[device], choice[1]))
-
-        for device in range(len(self._own)):
-            choose(device)
-        while queue:
-            start, device, number, action = heapq.heappop(queue)
-            if number != version[device]:
-                continue
-            for other in {device, *self._run(device, start, action)}:
-                choose(other)
-        if any(done < self._chunks for done in self._done["W"]):
-            raise _Stuck
-        return self._lanes
-
-    def _run(self, device: int, start: float, action: Action) -> list[int]:
-        """Adds an action to its lane; returns the devices that wait for what it makes."""
-        kind, stage, _ = action
-        end = start + self._cost[kind][stage]
-        self._clock[device] = end
-        self._lanes[device].append(action)
-        self._done[kind][stage] += 1
-        transfer, last = self._transfer, len(self._inputs) - 1
-        if kind == "F":
-            self._held[device] += 1
-            if stage == last:
-                self._gradients[stage].append(end)
-                return []
-            self._inputs[stage + 1].append(end + transfer[stage])
-            return [self._device[stage + 1]]
-        if kind == "I" and stage:
-            self._gradients[stage - 1].append(end + transfer[stage - 1])
-            return [self._device[stage - 1]]
-        if kind == "W":
-            self._held[device] -= 1
-        return []
-
-    def _choice(self, device: int) -> tuple[float, Action] | None:
-        """Returns the next action of a device, and when it begins; None if nothing is there."""
-        clock, own = self._clock[device], self._own[device]
-        ready: list[tuple[float, int, Action]] = []
-        for place, stage in enumerate(own):
-            forwards, backwards = self._done["F"][stage], self._done["I"][stage]
-            forward_first = self._preferences.forward_first
-            if backwards < min(len(self._gradients[stage]), forwards):
-                at = max(clock, self._gradients[stage][backwards])
-                ready.append((at, int(forward_first), Action("I", stage, backwards)))
-            # each later stage of the device keeps space for a micro-batch, or none would get on
-            most = self._preferences.held - (len(own) - 1 - place)
-            if forwards < len(self._inputs[stage]) and self._held[device] < most:
-                at = max(clock, self._inputs[stage][forwards])
-                ready.append((at, int(not forward_first), Action("F", stage, forwards)))
-        weights = [
-            Action("W", stage, self._done["W"][stage])
-            for stage in own
-            if self._done["W"][stage] < self._done["I"][stage]
-        ]
-        # later stages first: more waits for their forwards, and their weights are due first
-        best = min(ready, key=lambda one: (one[0], one[1], -one[2].stage), default=None)
-        if weights:
-            fill = weights[-1]
-            fits = self._preferences.fits * self._cost["W"][fill.stage]
-            if best is None or best[0] - clock > max(fits, _ROUNDING) - _ROUNDING:
-                return clock, fill
-        return None if best is None else (best[0], best[2])
+        yield Preferences(held, fits, forward_first)
+    for schedule in named:
+        if any(action.kind == "I" for lane in schedule.lanes for action in lane):
+            guide = places_in(schedule)
+            for fits in _PARTS_ALONG[: 1 if few else None]:
+                yield Preferences(limit, fits, guide=guide)
 
 
 def _with_whole_backwards(schedule: Schedule, durations: Durations) -> Schedule:

@@ -545,6 +545,19 @@ def test_a_searched_schedule_measures_the_layers_that_a_split_has_only_counted()
 
 def test_what_is_recomputed_is_searched_as_a_whole_backward():
     costs = [LayerCost(f"{i}", 1, 1.0, 2.0) for i in range(4)]
-    assert durations_of(costs, [2, 2], "always").backward == (6.0, 6.0)
-    assert durations_of(costs, [2, 2], "always").weight == (0.0, 0.0)
-    assert durations_of([LayerCost("a"), LayerCost("b")], [1, 1], "never") is None
+    assert durations_of(costs, [2, 2], "always", 2).backward == (6.0, 6.0)
+    assert durations_of(costs, [2, 2], "always", 2).weight == (0.0, 0.0)
+    assert durations_of([LayerCost("a"), LayerCost("b")], [1, 1], "never", 2) is None
+
+
+def test_nothing_is_sent_between_two_stages_of_a_device():
+    costs = [LayerCost(f"{i}", 1, 1.0, 2.0, crossing_ms=0.5) for i in range(4)]
+    assert durations_of(costs, [1] * 4, "never", 2).transfer == (0.5, 0.5, 0.5)
+    assert durations_of(costs, [1] * 4, "never", 2, "v").transfer == (0.5, 0.0, 0.5)
+    assert durations_of(costs, [1] * 4, "never", 1).transfer == (0.0, 0.0, 0.0)
+    options = PipelineOptions(schedule="search-v", stages_per_device=2, chunks=4)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in costs))
+    cpus = Cluster.of_cpus(2)
+    made = plan(net, options, torch.rand(8, 4), cpus, costs=lambda layers, inputs: costs)
+    assert made.durations().transfer == (0.5, 0.0, 0.5)
+    assert made.searched_schedule() == make_schedule("search-v", 2, 4, 2, None, made.durations())
