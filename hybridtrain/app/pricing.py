@@ -19,19 +19,19 @@ from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_prices import machine_of, model_of_run, with_limit
 from hybridtrain.app.settings import Settings
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch.environment import detect
 from hybridtrain.monitor.plan_picture import NodesPoint, draw_plan, in_ms
 from hybridtrain.planning.layout import Choices, Job, Layout
-from hybridtrain.planning.layout_search import find_layouts
+from hybridtrain.planning.layout_search import fastest_layout
 from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
 # Of the picture: numbers of nodes, and micro-batches of the timeline.
-_MOST_BARS = 10
+_MOST_BARS = 5
 _MOST_SHOWN = 24
 
 
@@ -123,9 +123,8 @@ def _shown_chunks(layout: Layout) -> int:
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     machine = replace(plans.machine, nodes=nodes)
-    try:
-        found = find_layouts(plans.table, machine, plans.job, choices, best=1)[0]
-    except (ConfigError, SplitError):  # no layout uses all of them, or it does not fit
+    found = fastest_layout(plans.table, machine, plans.job, choices)
+    if found is None:
         return NodesPoint(nodes, None)
     layout = found.layout
     return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")

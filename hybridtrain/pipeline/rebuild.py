@@ -17,6 +17,7 @@ from hybridtrain.pipeline.model_watch import Change, Kind
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.planning import Plan, PlannedLayers, Planner
+from hybridtrain.schedule import BOUND_OF
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -79,15 +80,18 @@ def _planned(
 ) -> tuple[Plan, PlannedLayers]:
     """Returns the plan for the layers of now: the same, or with stages that begin where they did.
 
-    Nothing is measured again, so that all processes come to the same.
+    Nothing is measured again, so that all processes come to the same; an order that was searched
+    stays, since the stages have the same places.
     """
     begins = [names[0] for names in plan.layer_names[1:]]
-    planner = Planner(net, replace(options, split=begins), example_inputs, world.cluster)
+    schedule = BOUND_OF.get(options.schedule, options.schedule)  # is not searched
+    settings = replace(options, split=begins, schedule=schedule)
+    planner = Planner(net, settings, example_inputs, world.cluster)
     with suppress(SplitError):
         return plan, planner.layers_of(plan)
     try:
-        plan = planner.plan()
-        return plan, planner.layers_of(plan)
+        found = replace(planner.plan(), schedule=plan.schedule, order=plan.order)
+        return found, planner.layers_of(found)
     except SplitError as error:
         raise ConfigError(
             f"the model was changed after HybridModel was made ({change.text}), and its stages "

@@ -24,7 +24,7 @@ from itertools import count as counter
 from math import comb
 from typing import NamedTuple
 
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.machine import GIB, Machine
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
@@ -87,33 +87,30 @@ def find_layouts(
     search = _Search(table, machine, job)
     choices = choices or Choices()
     every = list(layouts(machine, job, len(table.sizes), choices))
-    numbers = counter()
-    queue = [_Entry(search.bound(layout), next(numbers), layout) for layout in every]
-    heapq.heapify(queue)
-    found: dict[Layout, Price] = {}
-    while queue and len(found) < best:
-        entry = heapq.heappop(queue)
-        layout, counts = entry.layout, entry.counts
-        if layout in found:  # with a better cut
-            continue
-        if entry.priced is not None:
-            found[layout] = entry.priced
-        elif counts is not None:
-            priced = price(table, machine, job, layout, counts)
-            if priced.peak_bytes > machine.usable_bytes:  # by the order that was searched
-                continue
-            bound = max(entry.bound_ms, priced.step_ms)
-            heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
-        else:
-            for counts in search.cuts(layout):
-                bound = max(entry.bound_ms, search.bound_of_cut(layout, counts))
-                heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
+    found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    # bounds differ from prices by rounding
-    by_time = sorted(found.values(), key=lambda one: one.step_ms)
-    better = search.searched(by_time, choices.schedule)
-    return sorted([*better, *by_time], key=lambda one: one.step_ms)[:best]
+    better = search.searched(found, choices.schedule)
+    return sorted([*better, *found], key=lambda one: one.step_ms)[:best]
+
+
+def fastest_layout(
+    table: CostTable, machine: Machine, job: Job, choices: Choices | None = None
+) -> Price | None:
+    """Returns the price of the fastest layout; None if none fits. No schedule is searched.
+
+    Args:
+        table: as of `find_layouts`, and so are the others.
+        machine: see there.
+        job: see there.
+        choices: see there.
+    """
+    search = _Search(table, machine, job)
+    try:
+        every = list(layouts(machine, job, len(table.sizes), choices or Choices()))
+    except ConfigError:  # none uses all devices
+        return None
+    return next(iter(search.fastest(every, 1)), None)
 
 
 class _Search:
@@ -126,6 +123,33 @@ class _Search:
         self._cut = cache(self._cut_by_time)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
+
+    def fastest(self, every: Sequence[Layout], best: int) -> list[Price]:
+        """Returns the prices of the `best` fastest layouts that fit into memory, by time."""
+        numbers = counter()
+        queue = [_Entry(self.bound(layout), next(numbers), layout) for layout in every]
+        heapq.heapify(queue)
+        found: dict[Layout, Price] = {}
+        while queue and len(found) < best:
+            entry = heapq.heappop(queue)
+            layout, counts = entry.layout, entry.counts
+            if layout in found:  # with a better cut
+                continue
+            if entry.priced is not None:
+                found[layout] = entry.priced
+            elif counts is not None:
+                priced = price(self._table, self._machine, self._job, layout, counts)
+                # by the order that was searched
+                if priced.peak_bytes > self._machine.usable_bytes:
+                    continue
+                bound = max(entry.bound_ms, priced.step_ms)
+                heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
+            else:
+                for counts in self.cuts(layout):
+                    bound = max(entry.bound_ms, self.bound_of_cut(layout, counts))
+                    heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
+        # bounds differ from prices by rounding
+        return sorted(found.values(), key=lambda one: one.step_ms)
 
     def searched(self, found: Sequence[Price], names: Sequence[str]) -> list[Price]:
         """Returns layouts that are faster with a searched schedule.
@@ -155,9 +179,11 @@ class _Search:
     def bound(self, layout: Layout) -> float:
         """Returns what no cut of the model is faster than, in milliseconds."""
         whole, largest = self._times(layout.samples(self._job), layout.checkpoint)
-        busy = max(whole / layout.nb_part, largest) * layout.chunks * self._job.accumulate
+        busy = max(whole / layout.nb_part, largest) * layout.chunks
+        if layout.stages_per_device == 1 and not layout.splits_backwards:
+            busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
         load = self._job.data_ms_per_sample * self._job.samples / layout.replicas
-        return max(busy, load * self._job.accumulate)
+        return max(busy, load) * self._job.accumulate
 
     def bound_of_cut(self, layout: Layout, counts: Sequence[int]) -> float:
         """Returns what no schedule of these stages is faster than, in milliseconds."""
@@ -320,3 +346,14 @@ class _Search:
             for cost in self._table.costs_at(samples)
         ]
         return sum(times), max(times)
+
+
+def _least_with_idle_time(whole: float, stages: int, chunks: int) -> float:
+    """Returns the least time of a batch, with one stage per device and whole backwards.
+
+    Stage `s` takes `t[s]` for a micro-batch. It begins when the first one has passed the stages
+    before it, and after its last backward come theirs. So the batch, of `m` micro-batches, takes at
+    least `t[0] + ... + t[s-1] + m t[s]`. The largest of these is the smallest, M, if all are equal:
+    `t[s] = M / m * (1 - 1 / m) ** s`, whose sum is `whole`.
+    """
+    return whole / (1 - (1 - 1 / chunks) ** stages)

@@ -32,7 +32,14 @@ from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
 from hybridtrain.planning.search import Decision, find_best_cut
 from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCHES, Schedule, as_lines, make_schedule, peak_in_flight
+from hybridtrain.schedule import (
+    BOUND_OF,
+    SEARCHES,
+    Schedule,
+    as_lines,
+    make_schedule,
+    peak_in_flight,
+)
 
 log = logging.getLogger("hybridtrain")
 
@@ -132,7 +139,7 @@ class Planner:
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
         # a searched schedule needs the stages first, and holds about as much as this one
-        first = {"search": "1f1b", "search-v": "zb-v"}.get(options.schedule, options.schedule)
+        first = BOUND_OF.get(options.schedule, options.schedule)
         in_flight = peak_in_flight(make_schedule(first, *shape[1:]))
         decision = self._decide(in_flight)
         order: list[str] = []

@@ -36,7 +36,7 @@ from hybridtrain.schedule.placement import (
     placement_of,
     stages_at,
 )
-from hybridtrain.schedule.search import SEARCHES, is_too_long, most_held, search
+from hybridtrain.schedule.search import BOUND_OF, SEARCHES, is_too_long, most_held, search
 from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
 from hybridtrain.schedule.table import (
     WORDS,
@@ -50,6 +50,7 @@ from hybridtrain.schedule.table import (
 )
 
 __all__ = [
+    "BOUND_OF",
     "NAMED",
     "SCHEDULES",
     "SEARCHES",

@@ -24,8 +24,11 @@ from hybridtrain.schedule.named import (
 from hybridtrain.schedule.placement import Placement, placement_of, stages_at
 from hybridtrain.schedule.table import Action, Schedule, validate
 
-SEARCHES = ("search", "search-v")
-"""The schedules that are searched: with stages that go round the devices, and in a V."""
+BOUND_OF = {"search": "1f1b", "search-v": "zb-v"}
+"""The named schedule that holds as much as each search may, with its stages on the same devices."""
+
+SEARCHES = tuple(BOUND_OF)
+"""The schedules that are searched."""
 
 # Two lengths that differ by less are the same, but for rounding.
 _ROUNDING = 1e-9

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridtrain.schedule.table import (
-    Need,
-    Schedule,
-    Span,
-    Spans,
-    as_needs_allow,
-    made_by,
-    needs_of,
-)
+from hybridtrain.schedule.table import Schedule, Span, Spans
 
 
 def simulate(
@@ -40,19 +32,25 @@ def simulate(
         "I": [b - w for b, w in zip(backward, weights, strict=True)],
         "W": weights,
     }
-    made: dict[Need, float] = {}
+    ways = transfer or [0.0] * (schedule.stages - 1)
+    # what an action needs of the same stage has run before it on the same device
+    forward_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
+    gradient_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
     spans: list[list[Span]] = [[] for _ in schedule.lanes]
     clock = [0.0] * len(schedule.lanes)
-    for device, action in as_needs_allow(schedule):
+    for device, action in schedule.in_one_order:
+        kind, stage, microbatch = action
         start = clock[device]
-        for need in needs_of(action, schedule.stages):
-            border = min(need[1], action.stage)
-            way = transfer[border] if transfer and need[1] != action.stage else 0.0
-            start = max(start, made[need] + way)
-        clock[device] = start + costs[action.kind][action.stage]
-        for one in made_by(action):
-            made[one] = clock[device]
-        spans[device].append(Span(action, start, clock[device]))
+        if kind == "F" and stage > 0:
+            start = max(start, forward_ends[stage - 1][microbatch] + ways[stage - 1])
+        elif kind in "BI" and stage + 1 < schedule.stages:
+            start = max(start, gradient_ends[stage + 1][microbatch] + ways[stage])
+        end = clock[device] = start + costs[kind][stage]
+        if kind == "F":
+            forward_ends[stage][microbatch] = end
+        elif kind in "BI":
+            gradient_ends[stage][microbatch] = end
+        spans[device].append(Span(action, start, end))
     return tuple(map(tuple, spans))
 
 

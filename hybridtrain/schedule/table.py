@@ -69,8 +69,12 @@ class Schedule:
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:
-        """The device and the action of each, in an order in which one thread can take them all."""
-        return tuple(as_needs_allow(self))
+        """The device and the action of each, after all that it needs.
+
+        Raises:
+            ScheduleError: the actions wait for one another in a circle; names them.
+        """
+        return tuple(_as_needs_allow(self))
 
 
 class Span(NamedTuple):
@@ -140,11 +144,10 @@ def validate(schedule: Schedule) -> None:
         for made, word in (("F", "an F"), ("I", "a B or I"), ("W", "a B or W")):
             if seen.get((made, stage), 0) != schedule.chunks:
                 raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
-    for _ in as_needs_allow(schedule):
-        pass
+    _ = schedule.in_one_order
 
 
-def as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def _as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yields the device and the action of each, after all that it needs.
 
     Raises:

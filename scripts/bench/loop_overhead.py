@@ -300,7 +300,7 @@ def main() -> None:
         best = min(values, default=0.0) - min(base)
         cells = [f"{statistics.median(added):+.0f}", f"{best:+.0f}"] if added else ["", ""]
         table.append([name, shown(values, "{:.0f}", min), *cells])
-    print_table(["", "us a step", "added", "added, best to best"], table)
+    print_table(["", "us per step", "added", "added, best to best"], table)
     print_footer(
         f"MLP of three layers of {WIDTH}, {ROWS} samples, SGD, {options.steps} steps; median of "
         f"{options.repeats} runs, in brackets the best; `added` is the median of the differences "

@@ -21,6 +21,7 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.pipeline.model_watch import Kind, ModelWatch
+from hybridtrain.planning import Planner
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -193,6 +194,23 @@ def test_layers_that_come_and_go_belong_to_the_stage_around_them():
     net.insert(0, nn.Identity())
     assert_follows(model, net, (x, x[:, :4]))
     assert [len(stage.layers) for stage in model.stages] == [2, 4]
+
+
+def test_a_searched_order_stays_and_nothing_is_measured_again(monkeypatch):
+    net = chain()
+    x, _ = regression(8)
+    model = hybrid(net, 2, schedule="search", example_inputs=x)
+    order = model.schedule(4)
+    assert model.plan.order
+
+    def measured(*_, **__):
+        raise AssertionError("the processes would measure different times")
+
+    monkeypatch.setattr(Planner, "_with_times", measured)
+    net.append(nn.Linear(4, 4))
+    assert_follows(model, net, (x, x[:, :4]))
+    assert model.plan.layer_names == [["0", "1"], ["2", "3", "4"]]
+    assert model.schedule(4) == order
 
 
 def test_a_stage_that_cannot_begin_where_it_did_is_one_line_that_names_the_change():
