@@ -258,7 +258,7 @@ def _context() -> InterceptedDraws | None:
 
 
 class ThreadDraws(AbstractContextManager[Any]):
-    """A context in which `InterceptedDraws` of this thread take less time.
+    """A context in which to enter and leave `InterceptedDraws` takes less time in this thread.
 
     Attributes:
         context: the innermost of them; None: random operations run as ever.
@@ -270,18 +270,13 @@ class ThreadDraws(AbstractContextManager[Any]):
     def __enter__(self) -> None:
         if not _libraries:
             find_random_operations()
-        self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
-        self._outer, _own.draws = _own.draws, self
-        _active[threading.get_ident()] = self
-        _set_draws_key(_DRAWS_KEY, True)
+        if _own.draws is None:
+            _own.draws = _active[threading.get_ident()] = self
 
     def __exit__(self, *error: object) -> None:
-        _set_draws_key(_DRAWS_KEY, self._was_on)
-        _own.draws = self._outer
-        if self._outer is None:
+        if _own.draws is self:
+            _own.draws = None
             del _active[threading.get_ident()]
-        else:
-            _active[threading.get_ident()] = self._outer
 
 
 class InterceptedDraws(AbstractContextManager[Any]):
@@ -306,9 +301,14 @@ class InterceptedDraws(AbstractContextManager[Any]):
             thread.__enter__()
         self._thread, self._outer = thread, thread.context
         thread.context = self
+        if self._outer is None:  # the key may be on: another thread's, which has started this one
+            self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
+            _set_draws_key(_DRAWS_KEY, True)
 
     def __exit__(self, *error: object) -> None:
         self._thread.context = self._outer
+        if self._outer is None:
+            _set_draws_key(_DRAWS_KEY, self._was_on)
         if self._own_thread is not None:
             self._own_thread.__exit__()
 

@@ -80,8 +80,9 @@ def _planned(
 ) -> tuple[Plan, PlannedLayers]:
     """Returns the plan for the layers of now: the same, or with stages that begin where they did.
 
-    Nothing is measured again, so that all processes come to the same; an order that was searched
-    stays, since the stages have the same places.
+    Nothing is measured again, so that all processes come to the same. An order that was searched
+    stays, since the stages have the same places; one for fewer micro-batches is searched as if the
+    stages were equal.
     """
     begins = [names[0] for names in plan.layer_names[1:]]
     schedule = BOUND_OF.get(options.schedule, options.schedule)  # is not searched
@@ -90,7 +91,12 @@ def _planned(
     with suppress(SplitError):
         return plan, planner.layers_of(plan)
     try:
-        found = replace(planner.plan(), schedule=plan.schedule, order=plan.order)
+        found = planner.plan()
+        stages = [
+            replace(stage, in_flight=alive)
+            for stage, alive in zip(found.stages, plan.in_flight, strict=True)
+        ]
+        found = replace(found, schedule=plan.schedule, order=plan.order, stages=stages)
         return found, planner.layers_of(found)
     except SplitError as error:
         raise ConfigError(

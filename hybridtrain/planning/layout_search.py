@@ -297,6 +297,11 @@ class _Search:
             )
         nbytes, device, layout = min(found, key=lambda entry: entry[0])
         usable = self._machine.usable_bytes
+        if nbytes <= usable:  # by other cuts, and what was searched for those holds more
+            return (
+                f"no plan was found that fits with schedule={layout.schedule}, whose order is "
+                f"searched: let pipeline.schedule= be chosen too"
+            )
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "

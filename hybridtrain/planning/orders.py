@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
 from hybridtrain.planning.layout import Layout
 from hybridtrain.schedule import Durations, Schedule, make_schedule, search
@@ -12,6 +13,8 @@ from hybridtrain.schedule import Durations, Schedule, make_schedule, search
 # long as the one before.
 MOST_ACTIONS = 8_000
 _MOST_GROUPS = 50
+# With more devices the micro-batches after which all of them repeat themselves are too many.
+_FEW_DEVICES = 6
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,14 @@ def _simulated(
     def run(chunks: int) -> Spread:
         return _last_actions(make_schedule(schedule, nb_part, chunks, stages_per_device), durations)
 
-    # after some groups of `nb_part` the schedule repeats itself
-    groups = min(max(2, MOST_ACTIONS // (2 * stages * nb_part)), _MOST_GROUPS)
-    less = groups * nb_part + chunks % nb_part
-    if chunks <= less + nb_part:
+    # after some groups the schedule repeats itself: a device that holds n micro-batches every n
+    group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
+    groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
+    less = groups * group + chunks % group
+    if chunks <= less + group:
         return run(chunks)
-    short, longer = run(less), run(less + nb_part)
-    more = (longer.length - short.length) / nb_part * (chunks - less)
+    short, longer = run(less), run(less + group)
+    more = (longer.length - short.length) / group * (chunks - less)
     return Spread(short.length + more, tuple((a + more, b + more) for a, b in short.last_backward))
 
 

@@ -108,6 +108,8 @@ def price(
     shared = _time_shared(layout.nb_part, busy_share)
     crowded = spread.length * (1 + (contention - 1) * shared)
     one_batch = max(crowded, host)
+    # a long schedule of many devices is continued, by less than they may take
+    one_batch = max(one_batch, least_batch_ms(layout, times))
     pipeline = one_batch * job.accumulate
     # what the schedule would take without transfers
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
@@ -157,6 +159,12 @@ def price(
 
 
 def least_step_ms(job: Job, layout: Layout, times: StageTimes, optimizer: float) -> float:
+    """Returns what no step is faster than, whatever its schedule."""
+    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
+    return max(least_batch_ms(layout, times) * job.accumulate + optimizer, data)
+
+
+def least_batch_ms(layout: Layout, times: StageTimes) -> float:
     """Returns what no schedule of these stages is faster than.
 
     Device d cannot begin before the first micro-batch has come through the devices before it, then
@@ -177,9 +185,7 @@ def least_step_ms(job: Job, layout: Layout, times: StageTimes, optimizer: float)
         through += times.forward[device] + whole * times.backward[device]
         if device < len(times.transfer):
             through += (1 + whole) * times.transfer[device]
-    least = max(least, _host_bound_ms(layout, times))
-    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
-    return max(least * job.accumulate + optimizer, data)
+    return max(least, _host_bound_ms(layout, times))
 
 
 def optimizer_ms(

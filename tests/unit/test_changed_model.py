@@ -200,7 +200,7 @@ def test_a_searched_order_stays_and_nothing_is_measured_again(monkeypatch):
     net = chain()
     x, _ = regression(8)
     model = hybrid(net, 2, schedule="search", example_inputs=x)
-    order = model.schedule(4)
+    order, in_flight = model.schedule(4), model.plan.in_flight
     assert model.plan.order
 
     def measured(*_, **__):
@@ -211,6 +211,7 @@ def test_a_searched_order_stays_and_nothing_is_measured_again(monkeypatch):
     assert_follows(model, net, (x, x[:, :4]))
     assert model.plan.layer_names == [["0", "1"], ["2", "3", "4"]]
     assert model.schedule(4) == order
+    assert model.plan.in_flight == in_flight
 
 
 def test_a_stage_that_cannot_begin_where_it_did_is_one_line_that_names_the_change():

@@ -19,6 +19,8 @@ from support.nets import floats
 from support.thread_choice import OneThread, threads_of
 from torch import nn
 
+from hybridtrain.pipeline.engines.actions import ActionRunner
+
 NB_PARTS = [1, 2, 4]
 
 
@@ -77,12 +79,12 @@ class Layer(nn.Module):
         return x, number
 
 
-def make(nb_part, schedule="1f1b", checkpoint="never"):
+def make(nb_part, schedule="1f1b", checkpoint="never", stages_per_device=1):
     torch.manual_seed(0)
     switch = Switch()
     net = nn.Sequential(*[Layer(i, switch) for i in range(4)])
     spare = copy.deepcopy(net)
-    model = hybrid(net, nb_part, schedule=schedule, checkpoint=checkpoint)
+    model = hybrid(net, nb_part, stages_per_device, schedule=schedule, checkpoint=checkpoint)
     return model, spare, switch
 
 
@@ -290,6 +292,45 @@ def test_an_interrupt_while_a_step_is_handed_out_lets_the_next_step_run(handed_o
     finally:
         sys.setprofile(None)
     assert_trains_as_a_copy(model, inputs, targets)
+
+
+def test_a_second_interrupt_while_the_first_is_noted_lets_the_next_step_run(monkeypatch):
+    model, spare, switch = make(1, "gpipe", stages_per_device=2)
+    inputs, targets = batch()
+
+    def interrupted(self, error, action):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActionRunner, "add_note", interrupted)
+        switch.on(3, "backward", 1, KeyboardInterrupt())
+        outcome = in_time(lambda: model.train_step(inputs, targets, loss_of(switch)))
+        assert isinstance(outcome.get("error"), KeyboardInterrupt)
+    assert_next_step_is_right(model, spare, switch)
+
+
+def test_a_failed_step_leaves_no_messages_in_memory():
+    sent = threading.Event()
+
+    class Sends(nn.Linear):
+        def forward(self, x):
+            if x[0, 0] == 3:  # of the last micro-batch
+                sent.set()
+            return super().forward(x)
+
+    class Fails(nn.Linear):
+        def forward(self, x):
+            assert sent.wait(PATIENCE_S)
+            raise Boom
+
+    width = 37  # as nothing else has
+    model = hybrid(nn.Sequential(Sends(4, width), Fails(width, 4)), 2, schedule="gpipe")
+    x = torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 4)
+    outcome = in_time(lambda: model.train_step(x, None, lambda y, _: y.mean()))
+    assert isinstance(outcome.pop("error"), Boom)
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    assert [each.shape for each in tensors if each.shape == (2, width)] == []
 
 
 def assert_trains_as_a_copy(model, inputs, targets):

@@ -1,9 +1,11 @@
 """The random numbers of layers depend on seed, step, layer, micro-batch and replica alone."""
 
 import itertools
+import threading
 
 import pytest
 import torch
+from support.compare import hybrid
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,6 +80,84 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
             draws.at(0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
+
+
+@torch.jit.script
+def dropped_in_a_thread(x: torch.Tensor):
+    later = torch.jit.fork(F.dropout, x, 0.5, True)
+    return torch.jit.wait(later)
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_evaluations_and_losses_may_draw_in_threads_that_torchscript_starts(nb_part):
+    class Forks(nn.Module):
+        def forward(self, x):
+            return dropped_in_a_thread(x)
+
+    model = hybrid(nn.Sequential(nn.Linear(4, 4), Forks(), nn.Linear(4, 4)), nb_part, chunks=2)
+    model.eval()
+    assert model(torch.ones(4, 4)).shape == (4, 4)
+    model = hybrid(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nb_part, chunks=2)
+    model.train_step(torch.ones(4, 4), None, lambda y, _: dropped_in_a_thread(y).mean())
+
+
+def test_draws_of_a_loss_in_a_thread_are_not_those_of_a_layer_that_runs_meanwhile():
+    class Draws(nn.Module):
+        def __init__(self, waits):
+            super().__init__()
+            self.linear, self.waits, self.masks = nn.Linear(4, 4), waits, []
+
+        def forward(self, x):
+            if self.waits and len(self.masks) == 1:  # inside the layer while the loss draws
+                inside.set()
+                assert drawn.wait(20)
+            self.masks.append(F.dropout(torch.ones(64), 0.5))
+            return self.linear(x)
+
+    def loss(output, _):
+        if first.waits:
+            assert inside.wait(20)
+        try:
+            return dropped_in_a_thread(output).mean()
+        finally:
+            drawn.set()
+
+    masks = []
+    for waits in (False, True):
+        inside, drawn = threading.Event(), threading.Event()
+        first = Draws(waits)
+        model = hybrid(nn.Sequential(first, nn.Linear(4, 4)), 2, chunks=2, schedule="gpipe")
+        model.train_step(torch.ones(4, 4), None, loss)
+        masks.append(torch.stack(first.masks))
+    assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_a_pipeline_that_a_layer_evaluates_draws_as_a_part_of_that_layer(nb_part):
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.randn(x.shape)
+
+    class WithTeacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            teacher = hybrid(nn.Sequential(nn.Linear(4, 4), Noise()), 1, chunks=1)
+            teacher.eval()
+            self.__dict__["teacher"] = teacher  # no part of the model
+
+        def forward(self, x):
+            return self.linear(x) + self.teacher(x)
+
+    found = []
+    for seed in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), WithTeacher(), nn.Linear(4, 4))
+        model = hybrid(net, nb_part, chunks=2)
+        torch.manual_seed(seed)
+        model.train_step(torch.ones(4, 4), None, lambda y, _: y.square().mean())
+        found.append(net[0].weight.grad)
+    assert torch.equal(*found)
 
 
 def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a_generator():

@@ -23,6 +23,7 @@ from hybridtrain.planning.device_memory import device_memory, most_in_flight
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.layout_search import _Search, find_layouts
+from hybridtrain.planning.orders import spread_of
 from hybridtrain.planning.price import (
     least_step_ms,
     price,
@@ -32,6 +33,7 @@ from hybridtrain.planning.stage_times import stage_times
 from hybridtrain.schedule import (
     NAMED,
     SEARCHES,
+    Durations,
     make_schedule,
     peak_in_flight,
     simulate,
@@ -396,6 +398,18 @@ def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
     spans = simulate(schedule, stages.forward, stages.backward, stages.transfer)
     whole = max(lane[-1].end for lane in spans)
     assert price(table, machine, job, one, cut).pipeline_ms == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(("devices", "chunks"), [(3, 601), (4, 1001)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_long_schedule_with_slow_messages_takes_as_long_as_the_whole(schedule, devices, chunks):
+    times = [1.0, 1.2, 0.9, 1.1][:devices]
+    # the last device but one, which holds two micro-batches, waits longest
+    messages = [0.1] * (devices - 2) + [12.5]
+    durations = Durations.of(times, [2 * one for one in times], messages)
+    found = spread_of(Layout(devices, chunks=chunks, schedule=schedule), durations, None)
+    whole = durations.length(make_schedule(schedule, devices, chunks))
+    assert found.length == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_message_delays_its_receiver_alone():

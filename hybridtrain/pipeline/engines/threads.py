@@ -70,7 +70,8 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - {stage.index for stage in stages}:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
-        self._ports = _Ports(stages, links)
+        # None while they are in use, and after a step that has failed, whose messages are in them
+        self._ports: _Ports | None = None
         self._inboxes: list[Inbox] = []
         self._trial = None
         if len(devices) == 1:
@@ -101,9 +102,8 @@ class ThreadEngine:
         trial = self._trial if step.schedule.trains else None
         one_thread = trial is not None and trial.one_thread_for(recorded=step.timeline is not None)
         work = _work_of(step.schedule, one_thread)
-        if self._ports.stop.requested:  # messages of a step that has failed may be left in them
-            self._ports = _Ports(self._stages, self._links)
-        run = _StepRun(step, self._stages, self._ports, work)
+        ports, self._ports = self._ports or _Ports(self._stages, self._links), None
+        run = _StepRun(step, self._stages, ports, work)
         begun = time.perf_counter()
         if self._inboxes:
             if self._gpus:
@@ -123,6 +123,7 @@ class ThreadEngine:
             run.run_actions(0)
         failure, run.failure = run.failure, None
         if failure is None:
+            self._ports = ports
             if trial is not None and step.timeline is None:
                 trial.took(time.perf_counter() - begun, step.schedule)
             return run.values
