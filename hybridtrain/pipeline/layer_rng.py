@@ -187,8 +187,6 @@ _NOT_SEEDED = _NotSeeded()
 class _SeededDraws(InterceptedDraws):
     """Seeds the random operations of layers that run on one micro-batch; a `LayerDraws`.
 
-    Few layers draw: what only those need is made then.
-
     Args:
         rng: is told of them.
         microbatch: that the layers run on.
