@@ -19,10 +19,17 @@ _FEW_DEVICES = 6
 
 @dataclass(frozen=True)
 class Spread:
-    """The end of one batch, and of each stage's last backward with its begin; milliseconds."""
+    """The simulated times of one batch, in milliseconds.
+
+    Attributes:
+        length: when its last action ends.
+        last_backward: when the last backward of each stage begins and ends.
+        divided: how many backwards of each stage are in two parts.
+    """
 
     length: float
     last_backward: tuple[tuple[float, float], ...]
+    divided: tuple[float, ...]
 
 
 def spread_of(layout: Layout, durations: Durations, order: Schedule | None) -> Spread:
@@ -50,17 +57,24 @@ def _simulated(
     if chunks <= less + group:
         return run(chunks)
     short, longer = run(less), run(less + group)
-    more = (longer.length - short.length) / group * (chunks - less)
-    return Spread(short.length + more, tuple((a + more, b + more) for a, b in short.last_backward))
+    rounds = (chunks - less) / group
+    more = (longer.length - short.length) * rounds
+    return Spread(
+        short.length + more,
+        tuple((a + more, b + more) for a, b in short.last_backward),
+        tuple(a + (b - a) * rounds for a, b in zip(short.divided, longer.divided, strict=True)),
+    )
 
 
 def _last_actions(schedule: Schedule, durations: Durations) -> Spread:
     last = [(0.0, 0.0)] * schedule.stages
+    divided = [0] * schedule.stages
     for lane in durations.spans(schedule):
         for action, start, end in lane:
+            divided[action.stage] += action.kind == "I"
             if action.ends_microbatch and action.microbatch == schedule.chunks - 1:
                 last[action.stage] = start, end
-    return Spread(max(end for _, end in last), tuple(last))
+    return Spread(max(end for _, end in last), tuple(last), tuple(divided))
 
 
 @lru_cache(maxsize=16)  # layouts that differ in their shards have the same

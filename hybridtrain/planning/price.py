@@ -102,8 +102,9 @@ def price(
         )
     times = stage_times(table, machine, job, layout, counts)
     spread = spread_of(layout, times.durations, order)
-    host = _host_bound_ms(layout, times)
-    busy_share = sum(_sums(times)) * layout.chunks / (layout.nb_part * spread.length or 1.0)
+    host = _host_bound_ms(layout, times, spread)
+    by_device = _by_device(layout, _batch_ms(layout, times, spread))
+    busy_share = sum(by_device) / (layout.nb_part * spread.length or 1.0)
     contention = table.contention_at(layout.samples(job))
     shared = _time_shared(layout.nb_part, busy_share)
     crowded = spread.length * (1 + (contention - 1) * shared)
@@ -118,13 +119,13 @@ def price(
         transfer = spread.length - spread_of(layout, apart.durations, order).length
     reduce = _exchange_ms(table.sizes, machine, layout, counts, spread)
     optimizer = optimizer_ms(table.sizes, machine, job, layout, counts)
-    busy = max(_by_device(layout, _sums(times)))
+    busy = max(by_device)
     data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
     memory = device_memory(table, job, layout, counts, order)
     parts = {
-        "compute": busy * layout.chunks * job.accumulate,
-        "bubble": (spread.length - transfer - busy * layout.chunks) * job.accumulate,
+        "compute": busy * job.accumulate,
+        "bubble": (spread.length - transfer - busy) * job.accumulate,
         "transfers": transfer * job.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
@@ -237,14 +238,28 @@ def _exchange_ms(
     return max(0.0, max(done) - end) + max(gather)
 
 
-def _host_bound_ms(layout: Layout, times: StageTimes) -> float:
+def _host_bound_ms(layout: Layout, times: StageTimes, spread: Spread | None = None) -> float:
     """Returns the time of the process that calls most operators.
 
-    The threads of `engine=local` take turns in one interpreter.
+    The threads of `engine=local` take turns in one interpreter. Without the times of a schedule all
+    backwards are whole.
     """
-    by_device = _by_device(layout, times.host)
-    called = sum(by_device) if layout.engine == "local" else max(by_device)
-    return called * layout.chunks
+    called = [host * layout.chunks for host in times.host]
+    if spread is not None:
+        more = zip(called, times.host_in_parts, spread.divided, strict=True)
+        called = [host + extra * number for host, extra, number in more]
+    by_device = _by_device(layout, called)
+    return sum(by_device) if layout.engine == "local" else max(by_device)
+
+
+def _batch_ms(layout: Layout, times: StageTimes, spread: Spread) -> list[float]:
+    """Returns how long each stage computes for a batch."""
+    return [
+        one * layout.chunks + (parts - whole) * number
+        for one, parts, whole, number in zip(
+            _sums(times), times.in_parts, times.backward, spread.divided, strict=True
+        )
+    ]
 
 
 def _time_shared(nb_part: int, busy_share: float) -> float:
@@ -261,6 +276,7 @@ def _by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def _sums(times: StageTimes) -> list[float]:
+    """Returns how long each stage takes for a forward and a whole backward."""
     return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
 
 

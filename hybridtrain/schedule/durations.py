@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridtrain.schedule.simulation import simulate
-from hybridtrain.schedule.table import Schedule, Span
+from hybridtrain.schedule.simulation import action_times, spans_for
+from hybridtrain.schedule.table import ActionKind, Schedule, Span
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,17 @@ class Durations:
 
     Attributes:
         forward: of each stage.
-        backward: both parts of it.
-        weight: of the backward's second part, to the weights.
+        backward: a whole one.
+        weight: of a backward's second part, to the weights.
         transfer: from each stage to the next, and back.
+        in_parts: both parts of a backward together; None: as long as a whole one.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
     transfer: tuple[float, ...]
+    in_parts: tuple[float, ...] | None = None
 
     @classmethod
     def of(
@@ -45,9 +47,14 @@ class Durations:
         """Returns those of stages that take 1 for a forward and 2 for a backward."""
         return cls.of([1.0] * stages, [2.0] * stages)
 
+    @property
+    def of_actions(self) -> dict[ActionKind, Sequence[float]]:
+        """The durations of each stage, by the kind of action."""
+        return action_times(self.forward, self.backward, self.weight, self.in_parts)
+
     def spans(self, schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
         """Returns when each action of `schedule` runs."""
-        return simulate(schedule, self.forward, self.backward, self.transfer, self.weight)
+        return spans_for(schedule, self.of_actions, self.transfer)
 
     def length(self, schedule: Schedule) -> float:
         """Returns when the last action of `schedule` ends."""

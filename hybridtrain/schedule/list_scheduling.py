@@ -79,11 +79,7 @@ class ListScheduling:
         self._preferences = preferences
         self._transfer = times.transfer
         stages = len(times.forward)
-        self._cost = {
-            "F": times.forward,
-            "I": [b - w for b, w in zip(times.backward, times.weight, strict=True)],
-            "W": times.weight,
-        }
+        self._cost = times.of_actions
         self._device = {stage: device for device, each in enumerate(own) for stage in each}
         # when the input of each micro-batch's forward and backward is there
         self._inputs: list[list[float]] = [[0.0] * chunks if s == 0 else [] for s in range(stages)]

@@ -19,12 +19,13 @@ stage 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count, pairwise
 
 from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule.durations import Durations
 from hybridtrain.schedule.placement import STAGES_PER_DEVICE, Placement, stages_at
 from hybridtrain.schedule.table import Action, ActionKind, Schedule
+from hybridtrain.schedule.whole_backwards import where_nobody_waits, whole_on_first_stage
 
 
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
@@ -90,7 +91,7 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
                 lane.append(Action("F", d, warm_up + k))
         lane += [Action("W", d, i) for i in range(max(0, chunks - d), chunks)]
         lanes.append(lane)
-    return Schedule("zb-h1", devices, chunks, whole_backwards_on_first_stage(lanes))
+    return Schedule("zb-h1", devices, chunks, whole_on_first_stage(lanes))
 
 
 def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:
@@ -99,7 +100,18 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
     Device `d` has the stages `d` and `2 P - 1 - d`, so the last stage is on the first device, whose
     backwards begin at once. If a forward and both parts of a backward take a unit each and there
     are 2 P - 1 micro-batches or more, no device waits between its first and its last action. Each
-    holds at most `2 P` micro-batches of its stages, of half the size of 1F1B's.
+    holds at most `2 P` micro-batches of its stages, of half the size of 1F1B's. A backward is whole
+    where no device would wait for its end: with many micro-batches most are.
+
+    Raises:
+        ScheduleError: there are not two stages per device.
+    """
+    schedule = zero_bubble_v_in_parts(devices, chunks, stages_per_device)
+    return where_nobody_waits(schedule, Durations.equal(2 * devices))
+
+
+def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:
+    """Returns ZB-V as it was published: all backwards but the first stage's are in two parts.
 
     Raises:
         ScheduleError: there are not two stages per device.
@@ -128,7 +140,7 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
         lane.add(whole - lane.begun("W", up), ("W", up))
         lane.add(whole - lane.begun("W", down), ("W", down))
         lanes.append([action for action in lane.actions if action.microbatch < chunks])
-    return Schedule("zb-v", 2 * devices, chunks, whole_backwards_on_first_stage(lanes))
+    return Schedule("zb-v", 2 * devices, chunks, whole_on_first_stage(lanes))
 
 
 class _Lane:
@@ -148,20 +160,6 @@ class _Lane:
     def begun(self, kind: ActionKind, stage: int) -> int:
         """Returns how many micro-batches the actions of this kind have taken."""
         return sum(action[:2] == (kind, stage) for action in self.actions)
-
-
-def whole_backwards_on_first_stage(
-    lanes: Sequence[Sequence[Action]],
-) -> tuple[tuple[Action, ...], ...]:
-    """Returns `lanes` with whole backwards on stage 0, which sends no gradient to anybody."""
-    return tuple(
-        tuple(
-            action._replace(kind="B") if action[:2] == ("W", 0) else action
-            for action in lane
-            if action[:2] != ("I", 0)
-        )
-        for lane in lanes
-    )
 
 
 def check_stages_per_device(name: str, given: int) -> None:

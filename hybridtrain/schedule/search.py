@@ -17,21 +17,19 @@ from hybridtrain.schedule.named import (
     check_stages_per_device,
     gpipe,
     one_forward_one_backward,
-    whole_backwards_on_first_stage,
     zero_bubble_h1,
     zero_bubble_v,
+    zero_bubble_v_in_parts,
 )
 from hybridtrain.schedule.placement import Placement, placement_of, stages_at
-from hybridtrain.schedule.table import Action, Schedule, validate
+from hybridtrain.schedule.table import Schedule, validate
+from hybridtrain.schedule.whole_backwards import where_nobody_waits, whole_on_first_stage
 
 BOUND_OF = {"search": "1f1b", "search-v": "zb-v"}
 """The named schedule that holds as much as each search may, with its stages on the same devices."""
 
 SEARCHES = tuple(BOUND_OF)
 """The schedules that are searched."""
-
-# Two lengths that differ by less are the same, but for rounding.
-_ROUNDING = 1e-9
 
 # A table of more actions is searched with two preferences alone, and one of too many not at all:
 # all processes search, at the start of a run and once more for a short last batch.
@@ -79,7 +77,7 @@ def search(
                 lanes = ListScheduling(durations, own, chunks, preferences).lanes()
             except Stuck:
                 continue
-            whole = whole_backwards_on_first_stage(lanes)
+            whole = whole_on_first_stage(lanes)
             fitting.append(Schedule(name, devices * stages_per_device, chunks, whole))
     if not fitting:
         raise ScheduleError(
@@ -88,8 +86,7 @@ def search(
         )
     best = min(fitting, key=durations.length)
     best = Schedule(name, best.stages, best.chunks, best.lanes)
-    if actions <= _MANY_ACTIONS:
-        best = _with_whole_backwards(best, durations)
+    best = where_nobody_waits(best, durations)
     validate(best)
     return best
 
@@ -127,9 +124,13 @@ def most_held(schedule: Schedule) -> int:
 def _named(
     devices: int, chunks: int, stages_per_device: int, placement: Placement
 ) -> Iterator[Schedule]:
-    """Yields the named schedules of this placement; the first one is the bound."""
+    """Yields the named schedules of this placement.
+
+    The first one is the bound. The last one has its backwards in two parts, if one has.
+    """
     if placement == "v":
         yield zero_bubble_v(devices, chunks)
+        yield zero_bubble_v_in_parts(devices, chunks)
         return
     yield one_forward_one_backward(devices, chunks, stages_per_device)
     yield gpipe(devices, chunks, stages_per_device)
@@ -144,41 +145,8 @@ def _preferences(limit: int, actions: int, named: Sequence[Schedule]) -> Iterato
     parts = [1.0] if few else [1.0, 0.5, 0.0]
     for held, fits, forward_first in product(helds, parts, (False, True)):
         yield Preferences(held, fits, forward_first)
-    for schedule in named:
-        if any(action.kind == "I" for lane in schedule.lanes for action in lane):
-            guide = places_in(schedule)
-            for fits in _PARTS_ALONG[: 1 if few else None]:
-                yield Preferences(limit, fits, guide=guide)
-
-
-def _with_whole_backwards(schedule: Schedule, durations: Durations) -> Schedule:
-    """Returns `schedule` with whole backwards where that makes it no longer.
-
-    A backward in two parts costs a little more of the host's time.
-    """
-    length = durations.length(schedule)
-    for stage in range(schedule.stages):
-        lanes = tuple(tuple(_joined(lane, stage)) for lane in schedule.lanes)
-        joined = Schedule(schedule.name, schedule.stages, schedule.chunks, lanes)
-        if durations.length(joined) <= length * (1 + _ROUNDING):
-            schedule = joined
-    return schedule
-
-
-def _joined(lane: Sequence[Action], stage: int) -> Iterator[Action]:
-    """Yields the actions of a lane, in which an I and its W, one after the other, are a B."""
-    held: Action | None = None
-    for action in lane:
-        if held is not None:
-            if action == held._replace(kind="W"):
-                yield held._replace(kind="B")
-                held = None
-                continue
-            yield held
-            held = None
-        if action.kind == "I" and action.stage == stage:
-            held = action
-        else:
-            yield action
-    if held is not None:
-        yield held
+    along = named[-1]
+    if any(action.kind == "I" for lane in along.lanes for action in lane):
+        guide = places_in(along)
+        for fits in _PARTS_ALONG[: 1 if few else None]:
+            yield Preferences(limit, fits, guide=guide)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hybridtrain.schedule.table import Schedule, Span, Spans
+from hybridtrain.schedule.table import ActionKind, Schedule, Span, Spans
 
 
 def simulate(
@@ -26,12 +26,27 @@ def simulate(
         ScheduleError: the actions wait for one another in a circle.
     """
     weights = [0.5 * b for b in backward] if weight is None else weight
-    costs: dict[str, Sequence[float]] = {
-        "F": forward,
-        "B": backward,
-        "I": [b - w for b, w in zip(backward, weights, strict=True)],
-        "W": weights,
-    }
+    return spans_for(schedule, action_times(forward, backward, weights), transfer)
+
+
+def action_times(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    in_parts: Sequence[float] | None = None,
+) -> dict[ActionKind, Sequence[float]]:
+    """Returns the times of each stage by kind of action; see `Durations` for the arguments."""
+    both = backward if in_parts is None else in_parts
+    to_input = [b - w for b, w in zip(both, weight, strict=True)]
+    return {"F": forward, "B": backward, "I": to_input, "W": weight}
+
+
+def spans_for(
+    schedule: Schedule,
+    times: Mapping[ActionKind, Sequence[float]],
+    transfer: Sequence[float] | None = None,
+) -> tuple[tuple[Span, ...], ...]:
+    """Returns when each action runs, for the times of each stage by kind; see `simulate`."""
     ways = transfer or [0.0] * (schedule.stages - 1)
     # what an action needs of the same stage has run before it on the same device
     forward_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
@@ -45,7 +60,7 @@ def simulate(
             start = max(start, forward_ends[stage - 1][microbatch] + ways[stage - 1])
         elif kind in "BI" and stage + 1 < schedule.stages:
             start = max(start, gradient_ends[stage + 1][microbatch] + ways[stage])
-        end = clock[device] = start + costs[kind][stage]
+        end = clock[device] = start + times[kind][stage]
         if kind == "F":
             forward_ends[stage][microbatch] = end
         elif kind in "BI":

@@ -312,6 +312,22 @@ def test_a_searched_order_that_holds_less_than_it_may_is_a_plan_where_that_alone
     assert found.peak_bytes == least
 
 
+def test_a_search_whose_order_does_not_fit_names_the_schedule_as_what_to_change():
+    def costs_at(samples):
+        times, kept = [3.0, 3.0, 2.0, 3.0, 1.0, 3.0], [4, 16, 1, 4, 4, 4]
+        return [
+            LayerCost(f"{i}", 1, ms * samples, 2 * ms * samples, 0,
+                      activation_bytes=128 * MIB * k * samples, crossing_bytes=128 * MIB * samples)
+            for i, (ms, k) in enumerate(zip(times, kept, strict=True))
+        ]  # fmt: skip
+
+    table = given_costs(costs_at, [LayerSize(512 * MIB, 512 * MIB)] * 6)
+    machine = Machine(devices_per_node=3, memory_gib=14.9, reserved_gib=0.0)
+    fixed = Choices([3], ["local"], schedule=["search-v"], checkpoint=["never"])
+    with pytest.raises(SplitError, match="schedule=search-v, whose order is searched: let"):
+        find_layouts(table, machine, Job(4), fixed)
+
+
 def test_a_table_that_is_too_long_to_be_searched_is_priced_as_the_shortest_named_one():
     table, machine = table_of(UNEVEN), Machine(devices_per_node=8, node_bytes_per_s=1e15)
     one = Layout(8, 1, "local", 1000, "search")
@@ -376,6 +392,27 @@ def test_what_is_recomputed_is_priced_as_a_whole_backward():
     assert steps[0] == pytest.approx(steps[1])
     never = replace(one, checkpoint="never")
     assert price(table, machine, Job(8), never, [2] * 4).step_ms < 0.75 * steps[0]
+
+
+@pytest.mark.parametrize("chunks", [8, 16, 400])
+def test_only_the_backwards_that_a_schedule_divides_are_priced_as_divided(chunks):
+    table, cut = replace(table_of([0.01] * 8), host_ms=[(1.0, 1.0)] * 8), [1] * 8
+    machine = Machine(devices_per_node=4, node_bytes_per_s=1e15, action_s=0.0)
+    layout = Layout(4, 1, "local", chunks, "zb-v", 2, "never")
+    divided = sum(action.kind == "I" for lane in make_schedule("zb-v", 4, chunks, 2).lanes
+                  for action in lane)  # fmt: skip
+    # the host is the limit: 8 layers of 2 ms for each micro-batch, and 1.5 ms for each divided one
+    found = price(table, machine, Job(chunks), layout, cut)
+    assert found.pipeline_ms == pytest.approx(16 * chunks + 1.5 * divided, rel=1e-6)
+
+
+def test_a_backward_in_two_parts_takes_longer_on_a_cpu():
+    table, job, layout = table_of([4.0] * 4), Job(8), Layout(4, chunks=8, schedule="zb-h1")
+    cpu, gpu = (stage_times(table, Machine(devices_per_node=4, device=device, action_s=0.0), job,
+                            layout, [1] * 4) for device in ("cpu", "cuda"))  # fmt: skip
+    assert gpu.in_parts == gpu.backward == cpu.backward
+    # the first stage's is whole
+    assert cpu.in_parts == pytest.approx([8.0, 8.8, 8.8, 8.8])
 
 
 def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():

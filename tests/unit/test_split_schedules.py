@@ -1,6 +1,8 @@
 """Schedules with backwards in two parts, and those that are searched for."""
 
+from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from hybridtrain.schedule import (
     Durations,
     Schedule,
     bubble_fraction,
+    from_lines,
     gpipe,
     make_schedule,
     mean_costs,
@@ -26,10 +29,13 @@ from hybridtrain.schedule import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from hybridtrain.schedule.named import zero_bubble_v_in_parts
 from hybridtrain.schedule.search import most_of_a_search
+from hybridtrain.schedule.whole_backwards import where_nobody_waits
 
 DEVICES = st.integers(1, 8)
 CHUNKS = st.integers(1, 30)
+TIMES = st.lists(st.integers(1, 20), min_size=6, max_size=6)
 
 
 def spans_of(schedule, forward, backward, weight):
@@ -106,6 +112,56 @@ def test_a_schedule_for_another_number_of_stages_says_what_to_set(name, v, way_o
         make_schedule(name, 2, 4, v)
 
 
+@given(DEVICES, CHUNKS)
+def test_zb_v_divides_only_backwards_that_somebody_waits_for(devices, chunks):
+    schedule, in_parts = zero_bubble_v(devices, chunks), zero_bubble_v_in_parts(devices, chunks)
+    equal = Durations.equal(2 * devices)
+    assert equal.length(schedule) == equal.length(in_parts)
+    begins = {span.action[1:]: span.start for lane in equal.spans(schedule) for span in lane
+              if span.action.kind in "BI"}  # fmt: skip
+    for lane in equal.spans(schedule):
+        for one, following in pairwise(lane):
+            if one.action.kind == "I" and following.action == one.action._replace(kind="W"):
+                _, stage, microbatch = one.action
+                assert begins[stage - 1, microbatch] < following.end
+
+
+def test_most_backwards_of_zb_v_are_whole_with_many_micro_batches():
+    divided = [sum(action.kind == "I" for lane in zero_bubble_v(4, chunks).lanes for action in lane)
+               for chunks in (8, 32)]  # fmt: skip
+    assert divided[0] == divided[1] < 32  # of 7 x 8, and of 7 x 32
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 12), TIMES, TIMES,
+       st.lists(st.integers(0, 5), min_size=9, max_size=9), st.floats(1.0, 2.0))  # fmt: skip
+def test_no_action_comes_later_by_a_whole_backward_that_nobody_waits_for(
+    devices, chunks, forward, backward, transfer, dearer
+):
+    stages = 2 * devices
+    whole = Durations.of((forward * 2)[:stages], (backward * 2)[:stages], transfer[: stages - 1])
+    durations = replace(whole, in_parts=tuple(dearer * b for b in whole.backward),
+                        weight=tuple(dearer * w for w in whole.weight))  # fmt: skip
+    before = zero_bubble_v_in_parts(devices, chunks)
+    after = where_nobody_waits(before, durations)
+    validate(after)
+
+    def ends(schedule):
+        return {span.action[1:]: span.end for lane in durations.spans(schedule) for span in lane
+                if span.action.ends_microbatch}  # fmt: skip
+
+    was = ends(before)
+    assert all(end <= was[of] + 1e-6 for of, end in ends(after).items())
+
+
+def test_a_whole_backward_takes_its_own_time_and_not_that_of_its_parts():
+    durations = Durations((1.0,) * 2, (2.0,) * 2, (2.0, 1.5), (0.0,), in_parts=(2.0, 3.0))
+    whole, parts = (from_lines("by hand", ["F0 B0", f"F0 {last}"], 2, 1)
+                    for last in ("B0", "I0 W0"))  # fmt: skip
+    assert durations.length(whole) == 6.0
+    assert durations.length(parts) == 5.5  # the first stage begins after an I of 1.5
+
+
 WRONG = {
     "weights before the input": "F0 W0 I0",
     "a whole backward after its first part": "F0 I0 B0",
@@ -132,9 +188,6 @@ def test_whole_backwards_and_backwards_in_parts_may_be_mixed_in_one_stage():
     )
     validate(schedule)
     assert peak_in_flight(schedule) == (3,)
-
-
-TIMES = st.lists(st.integers(1, 20), min_size=6, max_size=6)
 
 
 @settings(deadline=None)
