@@ -21,8 +21,7 @@ the same way back. Both functions also work in the plain `nn.Sequential`, withou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -77,18 +76,25 @@ def take(name: str) -> Any:
     return value
 
 
-@contextmanager
-def skip_scope(values: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Lets layers in this thread pop `values`; yields these and what the layers stash.
+class skip_scope:  # noqa: N801  # is called like the functions here
+    """A context in which layers in this thread pop `values`, and what they stash is kept apart.
 
-    With None, stashing is an error: no layer declares a name.
+    Entering it gives `values` and what the layers stash. With None, stashing is an error: no layer
+    declares a name.
     """
-    before = _scope.values
-    _scope.values = _NoValues() if values is None else _Values(values)
-    try:
-        yield _scope.values
-    finally:
-        _scope.values = before
+
+    __slots__ = ("_before", "_values")
+
+    def __init__(self, values: Mapping[str, Any] | None) -> None:
+        self._values = _NoValues() if values is None else _Values(values)
+
+    def __enter__(self) -> dict[str, Any]:
+        self._before = _scope.values
+        _scope.values = self._values
+        return self._values
+
+    def __exit__(self, *error: object) -> None:
+        _scope.values = self._before
 
 
 def stashed_by(module: nn.Module) -> tuple[str, ...]:

@@ -296,7 +296,7 @@ class Trainer:
             norm = self._take_step(batches, timeline=log_due or timeline_due)
             if log_due:
                 self._log(lr, norm)
-            if timeline_due:
+            if timeline_due and self._stats.recorded:
                 self._tell("on_timeline", *self._stats.timelines())
             wanted = self._interruptions.end_step()
             if "stop" in wanted:

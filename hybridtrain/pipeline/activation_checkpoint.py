@@ -39,8 +39,9 @@ class CheckpointPolicy:
 
     def whole_stages(self, chunks: int) -> frozenset[int]:
         """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
-        count = {"never": 0, "except_last": chunks - 1, "always": chunks}[self.mode]
-        return frozenset(range(count))
+        if self.mode == "never":
+            return frozenset()  # always the same one
+        return frozenset(range(chunks if self.mode == "always" else chunks - 1))
 
     @property
     def is_active(self) -> bool:

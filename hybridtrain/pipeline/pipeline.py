@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -27,13 +27,14 @@ from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
-from hybridtrain.pipeline.engines import ENGINES
+from hybridtrain.pipeline.engines import ENGINES, make_engine
 from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator, no_generator
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import Change, ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
+from hybridtrain.pipeline.reducer import Reducer
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
@@ -139,7 +140,7 @@ class Pipeline:
         for stage in self.stages:
             self._of_others -= {id(p) for p in stage.module.parameters()}
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
-        self._engine = ENGINES[world.engine](self.stages, links, world)
+        self._engine = make_engine(self.stages, links, world)
 
     def run_train_step(
         self,
@@ -252,9 +253,13 @@ class Pipeline:
         with self._step(trains=False):
             yield
 
-    @contextmanager
-    def _step(self, trains: bool) -> Iterator[None]:
+    def _step(self, trains: bool) -> AbstractContextManager[None]:
+        """Returns a context for a step, which tells the reducers of it."""
         reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
+        return self._reducing(reducers, trains) if reducers else nullcontext()
+
+    @contextmanager
+    def _reducing(self, reducers: Sequence[Reducer], trains: bool) -> Iterator[None]:
         try:
             for reducer in reducers:
                 reducer.begin_step(trains)

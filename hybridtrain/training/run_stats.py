@@ -49,6 +49,11 @@ class RunStats:
         """Keeps the timeline of the last batch, if it was recorded."""
         self._timeline = timeline
 
+    @property
+    def recorded(self) -> bool:
+        """True if the last batch was recorded: a `training_step` of a user may not do so."""
+        return self._timeline is not None
+
     def _fold(self) -> None:
         """Replaces what was added by its sums."""
         if not self._losses:

@@ -25,6 +25,7 @@ from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.losses import cross_entropy
+from hybridtrain.model import TrainStepResult
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -293,6 +294,20 @@ def test_a_step_of_the_users_own_that_returns_too_little_is_named():
 
     with pytest.raises(ConfigError, match="training_step has returned 1 results for 2 batches"):
         trainer(training_step=step, accumulate=2).fit()
+
+
+def test_a_step_of_the_users_own_need_not_record_a_timeline(tmp_path):
+    def step(trainer, batches, weights, timeline):
+        (batch,) = batches
+        loss = trainer.loss_fn(trainer.model.net(batch.inputs), batch.targets)
+        loss.backward()
+        return [TrainStepResult(loss.detach(), batch.samples, None, weights[0].count)]
+
+    ours = trainer(training_step=step, nb_part=1, chunks=1, timeline_every=2)
+    theirs = trainer(nb_part=1, chunks=1, timeline_every=2)
+    for each in (ours, theirs):
+        each.fit()
+    assert_same_run(ours, theirs)
 
 
 def test_a_loss_of_a_subclass_is_that_of_the_function():

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import threading
 import traceback
+import weakref
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,47 @@ def test_a_world_is_its_own_copy_and_does_not_pickle():
 def test_an_unknown_engine_is_refused_with_what_there_is():
     with pytest.raises(ConfigError, match="engine=locale is unknown; did you mean 'local'"):
         HybridModel(chain(), World.from_env(devices="cpu", engine="locale"))
+
+
+def test_a_model_that_is_not_cut_runs_in_the_callers_thread():
+    threads = []
+
+    class Noted(nn.Linear):
+        def forward(self, x):
+            threads.append(threading.current_thread())
+            return super().forward(x)
+
+    model = HybridModel(nn.Sequential(Noted(4, 4)), World.from_env(devices="cpu"), chunks=2)
+    model.train_step(torch.randn(4, 4), None, lambda output, _: output.square().mean())
+    model(torch.randn(4, 4))
+    assert set(threads) == {threading.main_thread()}
+
+
+def test_a_step_that_fails_in_a_model_that_is_not_cut_says_where_and_leaves_nothing_behind():
+    kept = []
+
+    class Fails(nn.Linear):
+        fails = True
+
+        def forward(self, x):
+            if self.fails and len(kept) == 3:
+                raise ValueError("three")
+            kept.append(weakref.ref(x))
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(1, 1), Fails(1, 1))
+    # all forwards come before the first backward
+    model = HybridModel(net, World.from_env(devices="cpu"), chunks=4, schedule="gpipe")
+    batch = torch.arange(4.0).reshape(4, 1), None, lambda output, _: output.square().mean()
+    try:
+        model.train_step(*batch)
+    except ValueError as error:
+        notes = error.__notes__
+    assert "in layer '1'" in notes[0]
+    assert notes[1] == "in the forward of micro-batch 3 on stage 0 (0 to 1)"
+    assert [one() for one in kept] == [None] * 3  # autograd's graphs are gone, too
+    net[1].fails = False
+    assert model.train_step(*batch).loss.isfinite()
 
 
 def test_the_local_engine_refuses_a_pipeline_whose_other_stages_are_elsewhere():

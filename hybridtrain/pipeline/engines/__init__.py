@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from hybridtrain.pipeline.engines.one_stage import OneStageEngine
 from hybridtrain.pipeline.engines.processes import ProcessEngine
 from hybridtrain.pipeline.engines.threads import ThreadEngine
 from hybridtrain.pipeline.links import Link
@@ -9,11 +10,23 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Engine
 from hybridtrain.world import World
 
-__all__ = ["ENGINES", "ProcessEngine", "ThreadEngine"]
+__all__ = ["ENGINES", "OneStageEngine", "ProcessEngine", "ThreadEngine", "make_engine"]
 
-# An engine is made from the stages that this process owns, the links of the whole pipeline, and the
-# processes.
 ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[Link], World], Engine]] = {
     "local": ThreadEngine,
     "distributed": ProcessEngine,
 }
+"""What executes the stages of a model that is cut, by the name of the engine."""
+
+
+def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) -> Engine:
+    """Returns the engine for a pipeline.
+
+    Args:
+        stages: those that this process owns.
+        links: between all stages of the pipeline; none where the model is not cut.
+        world: the processes.
+    """
+    if not links:
+        return OneStageEngine(*stages)
+    return ENGINES[world.engine](stages, links, world)
