@@ -79,8 +79,8 @@ def take(name: str) -> Any:
 class skip_scope:  # noqa: N801  # is called like the functions here
     """A context in which layers in this thread pop `values`, and what they stash is kept apart.
 
-    Entering it gives `values` and what the layers stash. With None, stashing is an error: no layer
-    declares a name.
+    It is entered once, which gives `values` and what the layers stash. With None, stashing is an
+    error: no layer declares a name.
     """
 
     __slots__ = ("_before", "_values")

@@ -40,7 +40,7 @@ class CheckpointPolicy:
     def whole_stages(self, chunks: int) -> frozenset[int]:
         """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
         if self.mode == "never":
-            return frozenset()  # always the same one
+            return frozenset()
         return frozenset(range(chunks if self.mode == "always" else chunks - 1))
 
     @property

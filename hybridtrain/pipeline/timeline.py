@@ -10,7 +10,7 @@ import torch
 
 from hybridtrain.accelerator import Event, accelerator_of
 from hybridtrain.pipeline.clocks import clock_name, now
-from hybridtrain.schedule import Action, Schedule, Span, mean_costs
+from hybridtrain.schedule import Action, Schedule, Span, mean_backwards, mean_costs
 
 
 class Timeline:
@@ -155,5 +155,6 @@ def stage_times(
     spans: Sequence[Sequence[Span]], stages: int, reduced: bool = False
 ) -> list[StageTimes]:
     """Returns the means of the spans of each stage; see `mean_costs` for `reduced`."""
-    costs = mean_costs(spans, stages, reduced)
-    return [StageTimes(f * 1e3, b * 1e3) for f, b in zip(costs["F"], costs["B"], strict=True)]
+    forward = mean_costs(spans, stages, reduced)["F"]
+    backward = mean_backwards(spans, stages, reduced)
+    return [StageTimes(f * 1e3, b * 1e3) for f, b in zip(forward, backward, strict=True)]

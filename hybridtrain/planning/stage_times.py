@@ -11,16 +11,12 @@ from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.plan import durations_of
+from hybridtrain.planning.plan import SPLIT_OPERATORS, durations_of
 from hybridtrain.schedule import Durations, placement_of
 
 # The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
 # and each node with weights is called by itself.
 SPLIT_HOST = 2.5
-
-# On a CPU the operators take longer too: what both parts read has left the caches. Of whole
-# backwards; from 1.0 (layers of width 1024) to 1.2 (256) were measured.
-SPLIT_CPU = 1.1
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def _stage_ms(
     # the first stage's input needs no gradient: its backward is to the weights alone
     if layout.splits_backwards and stage > 0:
         more = (SPLIT_HOST - 1) * call_b + action
-        on_cpu = SPLIT_CPU * b + before + more
+        on_cpu = SPLIT_OPERATORS * b + before + more
         in_parts = on_cpu if machine.device == "cpu" else max(b, call_b + action + more)
     # what is recomputed is not divided
     weight = (0.5 if stage else 1.0) * in_parts if layout.splits_backwards else 0.0

@@ -37,7 +37,13 @@ from hybridtrain.schedule.placement import (
     stages_at,
 )
 from hybridtrain.schedule.search import BOUND_OF, SEARCHES, is_too_long, most_held, search
-from hybridtrain.schedule.simulation import bubble_fraction, mean_costs, predict, simulate
+from hybridtrain.schedule.simulation import (
+    bubble_fraction,
+    mean_backwards,
+    mean_costs,
+    predict,
+    simulate,
+)
 from hybridtrain.schedule.table import (
     WORDS,
     Action,
@@ -69,6 +75,7 @@ __all__ = [
     "gpipe",
     "is_too_long",
     "make_schedule",
+    "mean_backwards",
     "mean_costs",
     "most_held",
     "one_forward_one_backward",

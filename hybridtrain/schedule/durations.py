@@ -18,7 +18,7 @@ class Durations:
         backward: a whole one.
         weight: of a backward's second part, to the weights.
         transfer: from each stage to the next, and back.
-        in_parts: both parts of a backward together; None: as long as a whole one.
+        in_parts: both parts of a backward together, no shorter than a whole one; None: as long.
     """
 
     forward: tuple[float, ...]
@@ -33,14 +33,23 @@ class Durations:
         forward: Sequence[float],
         backward: Sequence[float],
         transfer: Sequence[float] | None = None,
+        split: float = 1.0,
     ) -> Durations:
         """Returns durations in which a backward has two equal parts.
 
         But for the first stage, whose input needs no gradient: all of it is to the weights.
+
+        Args:
+            forward: of each stage.
+            backward: a whole one of each stage.
+            transfer: of each border; None: no time.
+            split: how long both parts of a backward take, over a whole one.
         """
-        weight = [b if stage == 0 else b / 2 for stage, b in enumerate(backward)]
+        in_parts = [b if stage == 0 else split * b for stage, b in enumerate(backward)]
+        weight = [b if stage == 0 else b / 2 for stage, b in enumerate(in_parts)]
         ways = transfer or [0.0] * (len(forward) - 1)
-        return cls(tuple(forward), tuple(backward), tuple(weight), tuple(ways))
+        times = map(tuple, (forward, backward, weight, ways, in_parts))
+        return cls(*times)
 
     @classmethod
     def equal(cls, stages: int) -> Durations:

@@ -101,7 +101,8 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
     backwards begin at once. If a forward and both parts of a backward take a unit each and there
     are 2 P - 1 micro-batches or more, no device waits between its first and its last action. Each
     holds at most `2 P` micro-batches of its stages, of half the size of 1F1B's. A backward is whole
-    where no device would wait for its end: with many micro-batches most are.
+    where no device would wait for its end, if each part takes as long as a forward: with many
+    micro-batches most are.
 
     Raises:
         ScheduleError: there are not two stages per device.

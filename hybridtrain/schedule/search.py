@@ -7,7 +7,8 @@ keep to the bound is the result, so it is never longer than any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 
 from hybridtrain.errors import ScheduleError
@@ -31,6 +32,9 @@ BOUND_OF = {"search": "1f1b", "search-v": "zb-v"}
 SEARCHES = tuple(BOUND_OF)
 """The schedules that are searched."""
 
+# Two lengths that differ by less are the same, but for rounding.
+_ROUNDING = 1e-9
+
 # A table of more actions is searched with two preferences alone, and one of too many not at all:
 # all processes search, at the start of a run and once more for a short last batch.
 _MANY_ACTIONS = 4_000
@@ -50,6 +54,8 @@ def search(
 ) -> Schedule:
     """Returns the shortest schedule that was found for `durations`.
 
+    Of equally short ones it is one that divides fewest backwards.
+
     Args:
         durations: of the stages.
         devices: how many.
@@ -65,30 +71,50 @@ def search(
     """
     check_stages_per_device(name, stages_per_device)
     placement = placement_of(name)
-    named = list(_named(devices, chunks, stages_per_device, placement))
+    shape = devices, chunks, stages_per_device, placement
     if limit is None:
-        limit = most_of_a_search(devices, chunks, stages_per_device, placement)
-    fitting = [schedule for schedule in named if most_held(schedule) <= limit]
-    own = [stages_at(device, devices, stages_per_device, placement) for device in range(devices)]
-    actions = _actions(len(durations.forward), chunks)
-    if actions <= _TOO_MANY_ACTIONS or not fitting:
-        for preferences in _preferences(limit, actions, named):
-            try:
-                lanes = ListScheduling(durations, own, chunks, preferences).lanes()
-            except Stuck:
-                continue
-            whole = whole_on_first_stage(lanes)
-            fitting.append(Schedule(name, devices * stages_per_device, chunks, whole))
-    if not fitting:
+        limit = most_of_a_search(*shape)
+    found = [schedule for schedule in _named(*shape) if most_held(schedule) <= limit]
+    if not found or not is_too_long(len(durations.forward), chunks):
+        searched = _searched(durations, *shape, limit)
+        found += [where_nobody_waits(schedule, durations) for schedule in searched]
+    if not found:
         raise ScheduleError(
             f"{name}: no schedule was found in which a device holds at most {limit} micro-batches "
             f"of its {stages_per_device} stages"
         )
-    best = min(fitting, key=durations.length)
+    lengths = [durations.length(schedule) for schedule in found]
+    least = min(lengths) * (1 + _ROUNDING)
+    shortest = [one for one, length in zip(found, lengths, strict=True) if length <= least]
+    best = min(shortest, key=_divided)
     best = Schedule(name, best.stages, best.chunks, best.lanes)
-    best = where_nobody_waits(best, durations)
     validate(best)
     return best
+
+
+def _searched(
+    durations: Durations,
+    devices: int,
+    chunks: int,
+    stages_per_device: int,
+    placement: Placement,
+    limit: int,
+) -> Iterator[Schedule]:
+    """Yields schedules by list scheduling, and the one along which some of them are made."""
+    along = _along(devices, chunks, stages_per_device, placement)
+    if along is not None and most_held(along) <= limit:
+        yield along
+    own = [stages_at(device, devices, stages_per_device, placement) for device in range(devices)]
+    for preferences in _preferences(limit, _actions(devices * stages_per_device, chunks), along):
+        with suppress(Stuck):
+            lanes = ListScheduling(durations, own, chunks, preferences).lanes()
+            whole = whole_on_first_stage(lanes)
+            yield Schedule("searched", devices * stages_per_device, chunks, whole)
+
+
+def _divided(schedule: Schedule) -> int:
+    """Returns how many backwards of `schedule` are in two parts."""
+    return sum(action.kind == "I" for lane in schedule.lanes for action in lane)
 
 
 def is_too_long(stages: int, chunks: int) -> bool:
@@ -124,13 +150,9 @@ def most_held(schedule: Schedule) -> int:
 def _named(
     devices: int, chunks: int, stages_per_device: int, placement: Placement
 ) -> Iterator[Schedule]:
-    """Yields the named schedules of this placement.
-
-    The first one is the bound. The last one has its backwards in two parts, if one has.
-    """
+    """Yields the named schedules of this placement; the first one is the bound."""
     if placement == "v":
         yield zero_bubble_v(devices, chunks)
-        yield zero_bubble_v_in_parts(devices, chunks)
         return
     yield one_forward_one_backward(devices, chunks, stages_per_device)
     yield gpipe(devices, chunks, stages_per_device)
@@ -138,15 +160,23 @@ def _named(
         yield zero_bubble_h1(devices, chunks)
 
 
-def _preferences(limit: int, actions: int, named: Sequence[Schedule]) -> Iterator[Preferences]:
+def _along(
+    devices: int, chunks: int, stages_per_device: int, placement: Placement
+) -> Schedule | None:
+    """Returns a schedule of this placement with backwards in two parts; None: there is none."""
+    if placement == "v":
+        return zero_bubble_v_in_parts(devices, chunks)
+    return zero_bubble_h1(devices, chunks) if stages_per_device == 1 else None
+
+
+def _preferences(limit: int, actions: int, along: Schedule | None) -> Iterator[Preferences]:
     """Yields the preferences to try for a table of so many actions."""
     few = actions > _MANY_ACTIONS
     helds = [limit] if few else list(dict.fromkeys((limit, max(1, limit - 1), -(-limit // 2))))
     parts = [1.0] if few else [1.0, 0.5, 0.0]
     for held, fits, forward_first in product(helds, parts, (False, True)):
         yield Preferences(held, fits, forward_first)
-    along = named[-1]
-    if any(action.kind == "I" for lane in along.lanes for action in lane):
+    if along is not None:
         guide = places_in(along)
         for fits in _PARTS_ALONG[: 1 if few else None]:
             yield Preferences(limit, fits, guide=guide)

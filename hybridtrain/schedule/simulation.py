@@ -74,14 +74,15 @@ def predict(schedule: Schedule, measured: Spans, reduced: bool = False) -> Spans
 
     See `mean_costs` for `reduced`.
     """
-    costs = mean_costs(measured, schedule.stages, reduced)
-    return simulate(schedule, costs["F"], costs["B"], weight=costs["W"])
+    return spans_for(schedule, mean_costs(measured, schedule.stages, reduced))
 
 
-def mean_costs(measured: Spans, stages: int, reduced: bool = False) -> dict[str, list[float]]:
+def mean_costs(
+    measured: Spans, stages: int, reduced: bool = False
+) -> dict[ActionKind, list[float]]:
     """Returns the mean duration of a micro-batch, by kind of action and stage.
 
-    The two parts of a backward are given as `I` and `W`, and their sum as `B`.
+    `B` is that of whole backwards; of a stage without any, the sum of `I` and `W`.
 
     Args:
         measured: the spans of a step.
@@ -89,18 +90,45 @@ def mean_costs(measured: Spans, stages: int, reduced: bool = False) -> dict[str,
         reduced: the last gradients of the weights of each stage wait for those of other replicas
             too, so they are left out of the mean where there are others.
     """
-    times: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in "FBIW"}
+    kinds: tuple[ActionKind, ...] = ("F", "B", "I", "W")
+    times: dict[ActionKind, list[dict[int, float]]]
+    times = {kind: [{} for _ in range(stages)] for kind in kinds}
     for lane in measured:
-        for action, start, end in lane:
-            times[action.kind][action.stage].append(end - start)
-    if reduced:  # a stage takes its micro-batches in order, so the last one is the last measured
-        for kind in "BW":
-            times[kind] = [each[:-1] or each for each in times[kind]]
-    costs = {kind: [sum(x) / max(len(x), 1) for x in each] for kind, each in times.items()}
+        for (kind, stage, microbatch), start, end in lane:
+            times[kind][stage][microbatch] = end - start
+    if reduced:
+        last = max(times["F"][0])
+        for kind in ("B", "W"):
+            times[kind] = [_without(each, last) for each in times[kind]]
+    costs = {kind: [_mean(each) for each in times[kind]] for kind in kinds}
     for stage in range(stages):
         if not times["B"][stage]:
             costs["B"][stage] = costs["I"][stage] + costs["W"][stage]
     return costs
+
+
+def mean_backwards(measured: Spans, stages: int, reduced: bool = False) -> list[float]:
+    """Returns the mean duration of each stage's backward of a micro-batch, whole or in two parts.
+
+    See `mean_costs` for the arguments.
+    """
+    times: list[dict[int, float]] = [{} for _ in range(stages)]
+    for lane in measured:
+        for (kind, stage, microbatch), start, end in lane:
+            if kind != "F":
+                times[stage][microbatch] = times[stage].get(microbatch, 0.0) + end - start
+    if reduced:
+        times = [_without(each, max(each)) for each in times]
+    return list(map(_mean, times))
+
+
+def _without(times: dict[int, float], last: int) -> dict[int, float]:
+    """Returns the times without that of the last micro-batch, if there are others."""
+    return {microbatch: time for microbatch, time in times.items() if microbatch != last} or times
+
+
+def _mean(times: dict[int, float]) -> float:
+    return sum(times.values()) / max(len(times), 1)
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:

@@ -51,7 +51,7 @@ class RunStats:
 
     @property
     def recorded(self) -> bool:
-        """True if the last batch was recorded: a `training_step` of a user may not do so."""
+        """True if the last batch was recorded: a user's own `training_step` need not do so."""
         return self._timeline is not None
 
     def _fold(self) -> None:

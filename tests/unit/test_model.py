@@ -14,7 +14,7 @@ from torch import nn
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
 from hybridtrain.errors import BatchError, ConfigError, UserError
-from hybridtrain.pipeline.engines import ThreadEngine
+from hybridtrain.pipeline.engines import OneStageEngine, ThreadEngine
 from hybridtrain.planning.plan import table
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)
@@ -233,7 +233,8 @@ def test_an_unknown_engine_is_refused_with_what_there_is():
         HybridModel(chain(), World.from_env(devices="cpu", engine="locale"))
 
 
-def test_a_model_that_is_not_cut_runs_in_the_callers_thread():
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_a_model_that_is_not_cut_runs_in_the_callers_thread_by_an_engine_of_its_own(engine):
     threads = []
 
     class Noted(nn.Linear):
@@ -241,7 +242,9 @@ def test_a_model_that_is_not_cut_runs_in_the_callers_thread():
             threads.append(threading.current_thread())
             return super().forward(x)
 
-    model = HybridModel(nn.Sequential(Noted(4, 4)), World.from_env(devices="cpu"), chunks=2)
+    world = World.from_env(devices="cpu", engine=engine)
+    model = HybridModel(nn.Sequential(Noted(4, 4)), world, chunks=2)
+    assert isinstance(model.pipeline._engine, OneStageEngine)
     model.train_step(torch.randn(4, 4), None, lambda output, _: output.square().mean())
     model(torch.randn(4, 4))
     assert set(threads) == {threading.main_thread()}

@@ -13,10 +13,12 @@ from hybridtrain.schedule import (
     Action,
     Durations,
     Schedule,
+    Span,
     bubble_fraction,
     from_lines,
     gpipe,
     make_schedule,
+    mean_backwards,
     mean_costs,
     most_held,
     one_forward_one_backward,
@@ -268,6 +270,36 @@ def test_a_search_beats_every_named_schedule_where_stages_are_uneven():
     found = durations.length(make_schedule("search", 4, 8, 2, None, durations))
     named = [durations.length(make_schedule(name, 4, 8, 2)) for name in ("1f1b", "gpipe")]
     assert found < 0.9 * min(named)
+
+
+@pytest.mark.parametrize("split", [1.0, 1.3, 1.8])
+def test_measured_spans_of_whole_and_divided_backwards_predict_the_same_times_again(split):
+    # all stages but the first have both kinds
+    durations = Durations.of([1.0] * 8, [2.0] * 8, split=split)
+    schedule = make_schedule("zb-v", 4, 8, 2)
+    measured = durations.spans(schedule)
+    predicted = predict(schedule, measured)
+    for ours, theirs in zip(predicted, measured, strict=True):
+        assert [span.end for span in ours] == pytest.approx([span.end for span in theirs])
+    taken = [0.0] * 8
+    for lane in measured:
+        for (kind, stage, _), start, end in lane:
+            taken[stage] += (kind != "F") * (end - start) / 8
+    assert mean_backwards(measured, 8) == pytest.approx(taken)
+
+
+@pytest.mark.parametrize("last", ["B2", "I2 W2"])
+def test_the_last_gradients_of_the_weights_are_left_out_where_there_are_other_replicas(last):
+    schedule = from_lines("by hand", [f"F0 F1 F2 I0 W0 B1 {last}"], 1, 3)
+    ends = {"F": 1.0, "B": 3.0, "I": 1.0, "W": 2.0}
+    spans, clock = [], 0.0
+    for action in schedule.lanes[0]:
+        # the last one waits for the other replicas for 100
+        waits = 100.0 * (action.ends_microbatch and action.microbatch == 2)
+        spans.append(Span(action, clock, clock := clock + ends[action.kind] + waits))
+    costs = mean_costs([spans], 1, reduced=True)
+    assert {kind: cost[0] for kind, cost in costs.items()} == pytest.approx(ends)
+    assert mean_backwards([spans], 1, reduced=True) == pytest.approx([3.0])
 
 
 def test_both_parts_of_measured_backwards_predict_the_same_times_again():
