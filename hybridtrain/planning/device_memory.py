@@ -66,7 +66,7 @@ def device_memory(
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        device = layout.device_of(stage)
+        device = layout.devices[stage]
         own[device] += table.sizes[start:end]
         alive = 1 if layout.recomputed else in_flight[stage]
         kept = sum(cost.activation_bytes for cost in costs[start:end])
@@ -114,8 +114,10 @@ def _most_in_flight(
         return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
     if schedule == "zb-h1":
         return (min(chunks, nb_part),) * nb_part
-    # groups of `nb_part`, of which a device holds at most three
-    chunks = min(chunks, 4 * nb_part) if chunks % nb_part == 0 else chunks
+    if schedule == "zb-v":
+        chunks = min(chunks, 2 * nb_part)
+    elif chunks % nb_part == 0:  # groups of `nb_part`, of which a device holds at most three
+        chunks = min(chunks, 4 * nb_part)
     return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
 
 
@@ -123,7 +125,7 @@ def _most_in_flight(
 def _waiting_of(
     schedule: str, nb_part: int, chunks: int, stages_per_device: int
 ) -> tuple[int, ...]:
-    few = min(chunks, 4 * nb_part)
+    few = min(chunks, 2 * nb_part)
     return peak_waiting(make_schedule(schedule, nb_part, few, stages_per_device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
@@ -13,6 +14,7 @@ from hybridtrain.schedule import (
     SCHEDULES,
     SEARCHES,
     STAGES_PER_DEVICE,
+    Placement,
     place_of,
     placement_of,
     splits_backwards,
@@ -76,9 +78,10 @@ class Layout:
             return ("zb-v",)
         return ("1f1b", "zb-h1") if self.stages_per_device == 1 else ("1f1b",)
 
-    def device_of(self, stage: int) -> int:
-        """Returns the number of the device that runs `stage`, among those of the pipeline."""
-        return place_of(stage, self.nb_part, placement_of(self.schedule))
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The number of each stage's device, among those of the pipeline."""
+        return _devices(self.stages, self.nb_part, placement_of(self.schedule))
 
     @property
     def recomputed(self) -> float:
@@ -91,6 +94,11 @@ class Layout:
         """Returns the samples of the largest micro-batch."""
         of_replica = -(-job.samples // self.replicas)
         return -(-of_replica // min(self.chunks, of_replica))
+
+
+@lru_cache(maxsize=256)
+def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]:
+    return tuple(place_of(stage, nb_part, placement) for stage in range(stages))
 
 
 @dataclass(frozen=True)

@@ -166,15 +166,21 @@ class _Search:
             if one.layout.schedule in SEARCHES or name not in names or layout in tried:
                 continue
             tried.add(layout)
-            least = _GAIN * one.step_ms
             if layout.nb_part == 1 or is_too_long(layout.stages, layout.chunks):
                 continue
-            if not layout.splits_backwards or self.bound_of_cut(layout, one.counts) > least:
+            if not layout.splits_backwards:
+                continue
+            least = _GAIN * min(self._step_ms(layout, one.counts, each) for each in layout.named)
+            if self.bound_of_cut(layout, one.counts) > least:
                 continue
             priced = price(self._table, self._machine, self._job, layout, one.counts)
             if priced.step_ms < least and priced.peak_bytes <= self._machine.usable_bytes:
                 gains.append(priced)
         return gains
+
+    def _step_ms(self, layout: Layout, counts: Sequence[int], schedule: str) -> float:
+        named = replace(layout, schedule=schedule)
+        return price(self._table, self._machine, self._job, named, counts).step_ms
 
     def bound(self, layout: Layout) -> float:
         """Returns what no cut of the model is faster than, in milliseconds."""

@@ -227,7 +227,7 @@ def _exchange_ms(
     order = sorted(range(layout.stages), key=lambda stage: spread.last_backward[stage])
     for stage in order:
         begin, finish = spread.last_backward[stage]
-        device = layout.device_of(stage)
+        device = layout.devices[stage]
         one_way = machine.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
         # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
         reduce = 2 * one_way
@@ -282,6 +282,6 @@ def _sums(times: StageTimes) -> list[float]:
 
 def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:
     sums = [0.0] * layout.nb_part
-    for stage, value in enumerate(values):
-        sums[layout.device_of(stage)] += value
+    for device, value in zip(layout.devices, values, strict=True):
+        sums[device] += value
     return sums

@@ -167,7 +167,7 @@ def plan_of(table: CostTable, machine: Machine, job: Job, price: Price) -> Plan:
         costs_from=table.costs_from,
         stages=[
             StagePlan(
-                device=f"device {layout.device_of(stage)}",
+                device=f"device {layout.devices[stage]}",
                 process=cluster.process_of(stage),
                 in_flight=alive,
                 layers=costs[start:end],

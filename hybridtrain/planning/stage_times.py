@@ -89,8 +89,8 @@ def _stage_ms(
 ) -> _OneStage:
     """Returns the times of a stage, for its layers and the host's times to call them."""
     again = layout.recomputed
-    f, b = sum(c.forward_ms for c in costs), sum(c.backward_ms for c in costs)
-    call_f, call_b = sum(f for f, _ in calls), sum(b for _, b in calls)
+    f, b = sum([c.forward_ms for c in costs]), sum([c.backward_ms for c in costs])
+    call_f, call_b = sum([f for f, _ in calls]), sum([b for _, b in calls])
     action = _action_ms(machine, layout, stage)
     # a GPU computes meanwhile; a CPU does not
     before = action if machine.device == "cpu" else 0.0
@@ -143,7 +143,7 @@ def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
 
 def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
     """Returns the time of a message from stage `border` to the next one."""
-    device, to = layout.device_of(border), layout.device_of(border + 1)
+    device, to = layout.devices[border : border + 2]
     in_node = machine.devices_per_node
     if device == to or (layout.engine == "local" and machine.device == "cpu"):
         return 0.0

@@ -161,7 +161,7 @@ def _as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for device, lane in enumerate(schedule.lanes):
             while position[device] < len(lane):
                 action = lane[position[device]]
-                if not all(need in made for need in needs_of(action, schedule.stages)):
+                if not made.issuperset(needs_of(action, schedule.stages)):
                     break
                 yield device, action
                 made.update(made_by(action))

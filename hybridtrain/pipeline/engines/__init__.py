@@ -16,7 +16,7 @@ ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[Link], World], Engine]] =
     "local": ThreadEngine,
     "distributed": ProcessEngine,
 }
-"""What executes the stages of a model that is cut, by the name of the engine."""
+"""The engines of models that are cut, by name."""
 
 
 def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) -> Engine:
