@@ -256,7 +256,7 @@ class Pipeline:
     def _step(self, trains: bool) -> AbstractContextManager[None]:
         """Returns a context for a step, which tells the reducers of it.
 
-        Without them, all replicas being this one, weights are whole anyway: nothing is to be done.
+        Without any there is one replica, and its weights are whole anyway.
         """
         reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
         return self._reducing(reducers, trains) if reducers else nullcontext()

@@ -259,3 +259,11 @@ def test_a_change_is_named():
     del net[1].linear.bias
     what = f"1.linear.bias is gone (a parameter of shape [{WIDTH}])"
     assert watch.change() == (Kind.REPLACED, what)
+
+
+def test_a_module_that_is_replaced_inside_whole_weights_is_followed_where_there_is_one_replica():
+    model, x = hybrid(chain()), torch.randn(6, WIDTH)
+    with model.whole_weights():
+        model(x)
+        model.net[3] = nn.Linear(4, 4)
+        torch.testing.assert_close(model(x), model.net(x).detach())
