@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import lcm
 
 from hybridtrain.planning.layout import Layout
-from hybridtrain.schedule import Durations, Schedule, make_schedule, search
+from hybridtrain.schedule import Durations, Schedule, divided_backwards, make_schedule, search
 
 # A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
 # long as the one before.
@@ -68,13 +68,11 @@ def _simulated(
 
 def _last_actions(schedule: Schedule, durations: Durations) -> Spread:
     last = [(0.0, 0.0)] * schedule.stages
-    divided = [0] * schedule.stages
     for lane in durations.spans(schedule):
         for action, start, end in lane:
-            divided[action.stage] += action.kind == "I"
             if action.ends_microbatch and action.microbatch == schedule.chunks - 1:
                 last[action.stage] = start, end
-    return Spread(max(end for _, end in last), tuple(last), tuple(divided))
+    return Spread(max(end for _, end in last), tuple(last), divided_backwards(schedule))
 
 
 @lru_cache(maxsize=16)  # layouts that differ in their shards have the same

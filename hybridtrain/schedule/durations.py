@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from hybridtrain.schedule.simulation import action_times, spans_for
 from hybridtrain.schedule.table import ActionKind, Schedule, Span
 
+ROUNDING = 1e-9
+"""Two times that differ by less are the same."""
+
 
 @dataclass(frozen=True)
 class Durations:

@@ -10,11 +10,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridtrain.schedule.durations import Durations
+from hybridtrain.schedule.durations import ROUNDING, Durations
 from hybridtrain.schedule.table import Action, Schedule
-
-# Two times that differ by less are the same, but for rounding.
-_ROUNDING = 1e-9
 
 _Choice = tuple[float, Action]
 """An action and when it can begin."""
@@ -194,4 +191,4 @@ class ListScheduling:
     def _delays(self, action: Action, gap: float) -> bool:
         """Returns whether `action` is too long to be put into a gap of so much time."""
         fits = self._preferences.fits * self._cost[action.kind][action.stage]
-        return gap <= max(fits, _ROUNDING) - _ROUNDING
+        return gap <= max(fits, ROUNDING) - ROUNDING

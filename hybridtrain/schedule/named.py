@@ -25,7 +25,7 @@ from hybridtrain.errors import ScheduleError
 from hybridtrain.schedule.durations import Durations
 from hybridtrain.schedule.placement import STAGES_PER_DEVICE, Placement, stages_at
 from hybridtrain.schedule.table import Action, ActionKind, Schedule
-from hybridtrain.schedule.whole_backwards import where_nobody_waits, whole_on_first_stage
+from hybridtrain.schedule.whole_backwards import merge_backwards, whole_on_first_stage
 
 
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
@@ -108,7 +108,7 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
         ScheduleError: there are not two stages per device.
     """
     schedule = zero_bubble_v_in_parts(devices, chunks, stages_per_device)
-    return where_nobody_waits(schedule, Durations.equal(2 * devices))
+    return merge_backwards(schedule, Durations.equal(2 * devices))
 
 
 def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:

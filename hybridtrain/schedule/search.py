@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import product
 
 from hybridtrain.errors import ScheduleError
-from hybridtrain.schedule.durations import Durations
+from hybridtrain.schedule.durations import ROUNDING, Durations
 from hybridtrain.schedule.list_scheduling import ListScheduling, Preferences, Stuck, places_in
 from hybridtrain.schedule.named import (
     check_stages_per_device,
@@ -23,17 +23,14 @@ from hybridtrain.schedule.named import (
     zero_bubble_v_in_parts,
 )
 from hybridtrain.schedule.placement import Placement, placement_of, stages_at
-from hybridtrain.schedule.table import Schedule, validate
-from hybridtrain.schedule.whole_backwards import where_nobody_waits, whole_on_first_stage
+from hybridtrain.schedule.table import Schedule, divided_backwards, validate
+from hybridtrain.schedule.whole_backwards import merge_backwards, whole_on_first_stage
 
 BOUND_OF = {"search": "1f1b", "search-v": "zb-v"}
 """The named schedule that holds as much as each search may, with its stages on the same devices."""
 
 SEARCHES = tuple(BOUND_OF)
 """The schedules that are searched."""
-
-# Two lengths that differ by less are the same, but for rounding.
-_ROUNDING = 1e-9
 
 # A table of more actions is searched with two preferences alone, and one of too many not at all:
 # all processes search, at the start of a run and once more for a short last batch.
@@ -77,16 +74,16 @@ def search(
     found = [schedule for schedule in _named(*shape) if most_held(schedule) <= limit]
     if not found or not is_too_long(len(durations.forward), chunks):
         searched = _searched(durations, *shape, limit)
-        found += [where_nobody_waits(schedule, durations) for schedule in searched]
+        found += [merge_backwards(schedule, durations) for schedule in searched]
     if not found:
         raise ScheduleError(
             f"{name}: no schedule was found in which a device holds at most {limit} micro-batches "
             f"of its {stages_per_device} stages"
         )
     lengths = [durations.length(schedule) for schedule in found]
-    least = min(lengths) * (1 + _ROUNDING)
+    least = min(lengths) * (1 + ROUNDING)
     shortest = [one for one, length in zip(found, lengths, strict=True) if length <= least]
-    best = min(shortest, key=_divided)
+    best = min(shortest, key=lambda schedule: sum(divided_backwards(schedule)))
     best = Schedule(name, best.stages, best.chunks, best.lanes)
     validate(best)
     return best
@@ -110,11 +107,6 @@ def _searched(
             lanes = ListScheduling(durations, own, chunks, preferences).lanes()
             whole = whole_on_first_stage(lanes)
             yield Schedule("searched", devices * stages_per_device, chunks, whole)
-
-
-def _divided(schedule: Schedule) -> int:
-    """Returns how many backwards of `schedule` are in two parts."""
-    return sum(action.kind == "I" for lane in schedule.lanes for action in lane)
 
 
 def is_too_long(stages: int, chunks: int) -> bool:

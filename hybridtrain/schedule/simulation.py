@@ -97,7 +97,7 @@ def mean_costs(
         for (kind, stage, microbatch), start, end in lane:
             times[kind][stage][microbatch] = end - start
     if reduced:
-        last = max(times["F"][0])
+        last = _last_microbatch(measured)
         for kind in ("B", "W"):
             times[kind] = [_without(each, last) for each in times[kind]]
     costs = {kind: [_mean(each) for each in times[kind]] for kind in kinds}
@@ -118,8 +118,13 @@ def mean_backwards(measured: Spans, stages: int, reduced: bool = False) -> list[
             if kind != "F":
                 times[stage][microbatch] = times[stage].get(microbatch, 0.0) + end - start
     if reduced:
-        times = [_without(each, max(each)) for each in times]
+        last = _last_microbatch(measured)
+        times = [_without(each, last) for each in times]
     return list(map(_mean, times))
+
+
+def _last_microbatch(measured: Spans) -> int:
+    return max(span.action.microbatch for lane in measured for span in lane)
 
 
 def _without(times: dict[int, float], last: int) -> dict[int, float]:

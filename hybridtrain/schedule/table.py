@@ -189,6 +189,15 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peak)
 
 
+def divided_backwards(schedule: Schedule) -> tuple[int, ...]:
+    """Returns how many backwards of each stage are in two parts."""
+    divided = [0] * schedule.stages
+    for lane in schedule.lanes:
+        for kind, stage, _ in lane:
+            divided[stage] += kind == "I"
+    return tuple(divided)
+
+
 def peak_waiting(schedule: Schedule) -> tuple[int, ...]:
     """Returns the most micro-batches of each stage that are between the parts of their backward."""
     waiting = [0] * schedule.stages

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridtrain.schedule.durations import Durations
+from hybridtrain.schedule.durations import ROUNDING, Durations
 from hybridtrain.schedule.table import Action, Schedule
-
-# Two times that differ by less are the same, but for rounding.
-_ROUNDING = 1e-9
 
 
 def whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -27,7 +24,7 @@ def whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Actio
     )
 
 
-def where_nobody_waits(schedule: Schedule, durations: Durations) -> Schedule:
+def merge_backwards(schedule: Schedule, durations: Durations) -> Schedule:
     """Returns `schedule` with one backward for each I with its W right after it, if none waits.
 
     That is where the stage before begins its own backward no sooner than the whole one ends. So for
@@ -49,7 +46,7 @@ def where_nobody_waits(schedule: Schedule, durations: Durations) -> Schedule:
                 end = begins[stage, microbatch] + durations.backward[stage]
                 if stage:
                     end += durations.transfer[stage - 1]
-                if not stage or begins[stage - 1, microbatch] >= end - _ROUNDING:
+                if not stage or begins[stage - 1, microbatch] >= end - ROUNDING:
                     lane[-1] = action._replace(kind="B")
                     continue
             lane.append(action)

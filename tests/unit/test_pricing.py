@@ -34,6 +34,7 @@ from hybridtrain.schedule import (
     NAMED,
     SEARCHES,
     Durations,
+    divided_backwards,
     make_schedule,
     peak_in_flight,
     simulate,
@@ -420,8 +421,7 @@ def test_only_the_backwards_that_a_schedule_divides_are_priced_as_divided(chunks
     table, cut = replace(table_of([0.01] * 8), host_ms=[(1.0, 1.0)] * 8), [1] * 8
     machine = Machine(devices_per_node=4, node_bytes_per_s=1e15, action_s=0.0)
     layout = Layout(4, 1, "local", chunks, "zb-v", 2, "never")
-    divided = sum(action.kind == "I" for lane in make_schedule("zb-v", 4, chunks, 2).lanes
-                  for action in lane)  # fmt: skip
+    divided = sum(divided_backwards(make_schedule("zb-v", 4, chunks, 2)))
     # the host is the limit: 8 layers of 2 ms for each micro-batch, and 1.5 ms for each divided one
     found = price(table, machine, Job(chunks), layout, cut)
     assert found.pipeline_ms == pytest.approx(16 * chunks + 1.5 * divided, rel=1e-6)
