@@ -5,7 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from support.launch import logging_as_before
+
+# An example may take any time: no verdict depends on how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # Files that take half a minute and more. They begin first, so that none is left over at the end for
 # one process alone.
@@ -23,6 +28,7 @@ LONG = (
     "test_examples",
     "test_readme",
     "test_matrix",
+    "test_targets",
 )
 
 

@@ -47,7 +47,9 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
         try:
             OverridesParser.create().parse_override(override)
         except HydraException as grammar:
-            return f"cannot read the override {override!r}: {_first_line(grammar)}"
+            return (
+                f"cannot read the override {override!r}: {_first_line(grammar)}{_quoted(override)}"
+            )
         key, _, value = override.partition("=")
         if not key:
             return f"cannot read the override {override!r}: there is no key before the ="
@@ -57,6 +59,15 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
         if type(error) is ValueError and options and value not in options:  # a number, say
             return f"{override} is unknown: {did_you_mean(value, options)}"
     return None
+
+
+def _quoted(override: str) -> str:
+    """Returns how a list of texts with signs that mean something to Hydra is written."""
+    listed = re.fullmatch(r"([\w.]+)=\[([^\[\]\"']+)\]", override)
+    if listed is None:
+        return ""
+    texts = ", ".join(f'"{text.strip()}"' for text in listed[2].split(","))
+    return f"; texts with spaces or signs need quotes: '{listed[1]}=[{texts}]'"
 
 
 def _unknown_group(error: Exception) -> str | None:

@@ -1,33 +1,92 @@
-"""Calls the object that a `_target_` in a config names, if an allow-list has its package.
+"""Calls the object that a `_target_` in a config names, if it is one of those that may be called.
 
 Hydra's own `instantiate` calls whatever a config names; its documentation says that its blocklist
-is not a security boundary. Here a target must fit its key (an optimizer, a schedule, ...), and the
-object it resolves to must come from a listed package: a name that only passes through such a
-package (`torch.optim.os.system`) is refused.
+is not a security boundary. Here a list says for each key what it may name: classes of one kind, and
+functions one by one. Whole packages would not do, since most have something that loads a pickle or
+imports a module by its name.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.keys import OTHER_NAMES, errors_with_config_keys
 from hybridtrain.errors import ConfigError, UserError, closest
 
 T = TypeVar("T")
 
-# The packages that each key may name without the user's `allow_targets`.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "model": ("hybridtrain.models", "torchvision.models", "torch.nn"),
-    "data": ("hybridtrain.data",),
-    "optim": ("torch.optim",),
-    "lr_schedule": ("torch.optim.lr_scheduler",),
-    "trainer.metrics": ("torchmetrics",),
-    "trainer.loss": ("torch.nn", "hybridtrain.losses"),
-    "callbacks": ("hybridtrain.callbacks", "hybridtrain.monitor"),
-    "data.tokenizer": ("torchtext.data",),
+
+@dataclass(frozen=True)
+class Targets:
+    """The classes and functions that a key may name without the user's `allow_targets`.
+
+    Attributes:
+        words: the same for messages.
+        modules: where the classes and functions are; a class counts if the module exports it.
+        kind: the base of the classes, as `module:name`; None: no classes.
+    """
+
+    words: str
+    modules: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+# Modules of torchmetrics without a metric that loads a network by a name or a path.
+_METRICS = (
+    *("aggregation", "classification", "clustering", "detection", "nominal", "regression"),
+    *("retrieval", "segmentation", "shape", "audio.sdr", "audio.snr", "text.perplexity"),
+    *(f"image.{name}" for name in ("psnr", "psnrb", "ssim", "sam", "scc", "tv", "uqi", "vif")),
+)
+
+TARGETS: dict[str, Targets] = {
+    "model": Targets(
+        "an nn.Module of torch.nn, a model of torchvision.models, or a function of "
+        "hybridtrain.models",
+        ("torch.nn", "torchvision.models", "hybridtrain.models"),
+        "torch.nn:Module",
+    ),
+    "data": Targets("a data set of hybridtrain.data", ("hybridtrain.data",)),
+    "optim": Targets("an optimizer of torch.optim", ("torch.optim",), "torch.optim:Optimizer"),
+    "lr_schedule": Targets(
+        "a schedule of torch.optim.lr_scheduler",
+        ("torch.optim.lr_scheduler",),
+        "torch.optim.lr_scheduler:LRScheduler",
+    ),
+    "trainer.metrics": Targets(
+        "a metric of torchmetrics that loads no network",
+        ("torchmetrics", *(f"torchmetrics.{name}" for name in _METRICS)),
+        "torchmetrics:Metric",
+    ),
+    "trainer.loss": Targets(
+        "a loss of torch.nn, torch.nn.functional or hybridtrain.losses",
+        ("torch.nn", "torch.nn.functional", "hybridtrain.losses"),
+        "torch.nn.modules.loss:_Loss",
+    ),
+    "callbacks": Targets(
+        "a callback of hybridtrain.callbacks",
+        ("hybridtrain.callbacks",),
+        "hybridtrain.callbacks:Callback",
+    ),
+    "data.tokenizer": Targets("a tokenizer of torchtext by its name"),
+}
+
+# The functions of a module that a config may call.
+_FUNCTIONS: dict[str, Callable[[Any], Iterable[object]]] = {
+    "torchvision.models": lambda module: map(module.get_model_builder, module.list_models()),
+    "hybridtrain.models": lambda module: (getattr(module, name) for name in module.__all__),
+    "hybridtrain.data": lambda data: (data.digits, data.imdb, data.mnist, data.python_source),
+    "hybridtrain.losses": lambda losses: losses.LOSSES.values(),
+    "torch.nn.functional": lambda module: (
+        value
+        for name, value in vars(module).items()
+        if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div"))
+    ),
 }
 
 
@@ -38,21 +97,40 @@ VALUES_ONLY = ("torch.optim", "torchmetrics")
 def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., Any]:
     """Returns the class or function that `path`, the value of `<key>._target_`, names.
 
+    Args:
+        key: of the config.
+        path: a class or function of those in `TARGETS`, or anything of a package in `allow`.
+        allow: the user's own packages.
+
     Raises:
         ConfigError: it is not allowed under `key`, does not exist or is not callable.
     """
-    packages = (*_own_packages(key), *allow)
+    targets = _targets(key)
     where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
-    if not isinstance(path, str) or not _within(path, packages):
-        raise ConfigError(
-            f"{where} is not allowed: it must come from {', '.join(packages)}; to use your own "
-            f"package, set allow_targets=[its.name]"
-        )
-    target = _locate(where, path)
+    refusal = ConfigError(
+        f"{where} is not allowed: {key} may name {targets.words}; to use your own package, set "
+        f"allow_targets=[its.name], also in [tool.hybridtrain] of your pyproject.toml"
+    )
+    if not isinstance(path, str):
+        raise refusal
+    own = _within(path, allow)
+    # refused before anything is imported
+    if not own and (not _within(path, targets.modules) or "._" in path):
+        raise refusal
+    module, names = _imported(where, path)
+    if not own and len(names) > 1:  # an attribute of an object: a method, say
+        raise refusal
+    target = _attribute(where, module, names)
     if not callable(target) or inspect.ismodule(target):
         raise ConfigError(f"{where} is not callable")
-    if not _within(f"{getattr(target, '__module__', '')}.", packages):
-        raise ConfigError(f"{where} is not allowed: it comes from {target.__module__}")
+    if not _is_listed(targets, target):
+        if not own:
+            raise refusal
+        # What the user's module has only imported is not the user's. An object without a name, such
+        # as a loss that was made there, has its class's origin.
+        imported = hasattr(target, "__name__") or len(names) > 1
+        if imported and not _within(f"{getattr(target, '__module__', '')}.", allow):
+            raise ConfigError(f"{where} is not allowed: it comes from {target.__module__}")
     return cast(Callable[..., Any], target)
 
 
@@ -152,11 +230,27 @@ def not_taken(
     return [name for name in names if name not in (*parameters, "_target_")]
 
 
-def _own_packages(key: str) -> tuple[str, ...]:
-    """Returns the packages of `key`, or of the group that it is an entry of."""
-    while key not in PACKAGES:
+def _targets(key: str) -> Targets:
+    """Returns the targets of `key`, or of the group that it is an entry of."""
+    while key not in TARGETS:
         key = key.rpartition(".")[0]
-    return PACKAGES[key]
+    return TARGETS[key]
+
+
+def _is_listed(targets: Targets, target: Any) -> bool:
+    """Returns whether `target` is a class or function of `targets`."""
+    for name in targets.modules:
+        if not _within(f"{getattr(target, '__module__', '')}.", [name]):
+            continue
+        module = importlib.import_module(name)
+        listed: Iterable[object] = ()
+        if not isinstance(target, type):
+            listed = _FUNCTIONS[name](module) if name in _FUNCTIONS else ()
+        elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
+            listed = vars(module).values()
+        if any(target is one for one in listed):
+            return True
+    return False
 
 
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
@@ -195,7 +289,9 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     """Returns the message for a key that does not exist."""
     parent, _, leaf = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    meant = siblings.get(closest(leaf, siblings) or "")
+    meant = OTHER_NAMES.get(leaf)
+    if meant not in known:
+        meant = siblings.get(closest(leaf, siblings) or "")
     if meant is None:  # the right key in the wrong group, or a typo in the group
         elsewhere = (k for k in known if k.rpartition(".")[2] == leaf)
         meant = next(elsewhere, None) or closest(key, known, cutoff=0.8)
@@ -213,21 +309,25 @@ def _within(path: str, packages: Sequence[str]) -> bool:
     return any(path.startswith(f"{package}.") for package in packages)
 
 
-def _locate(where: str, path: str) -> Any:
+def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
+    """Returns the module that `path` begins with, and the names after it."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:cut])
+        name = ".".join(parts[:cut])
         try:
-            found: Any = importlib.import_module(module_name)
+            return importlib.import_module(name), parts[cut:]
         except ModuleNotFoundError as error:
-            if error.name is None or not module_name.startswith(error.name):
+            if error.name is None or not name.startswith(error.name):
                 raise ConfigError(f"{where} cannot be imported: {error}") from error
-            continue
-        for part in parts[cut:]:
-            if not hasattr(found, part):
-                close = closest(part, dir(found))
-                hint = f"; did you mean {close}?" if close else ""
-                raise ConfigError(f"{where}: {module_name} has no {part}{hint}")
-            found = getattr(found, part)
-        return found
     raise ConfigError(f"{where}: there is no package {parts[0]}; is it installed?")
+
+
+def _attribute(where: str, module: ModuleType, names: Sequence[str]) -> Any:
+    found: Any = module
+    for name in names:
+        if not hasattr(found, name):
+            close = closest(name, dir(found))
+            hint = f"; did you mean {close}?" if close else ""
+            raise ConfigError(f"{where}: {module.__name__} has no {name}{hint}")
+        found = getattr(found, name)
+    return found

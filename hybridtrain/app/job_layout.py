@@ -62,6 +62,11 @@ class JobLayout:
         """The number of copies of the model."""
         return self.processes // self.processes_per_replica
 
+    @property
+    def gpus_of_a_process(self) -> int:
+        """The number of GPUs that one process uses."""
+        return self.nb_part // self.processes_per_replica if self.gpus_per_node else 0
+
     def __str__(self) -> str:
         devices = "GPU" if self.gpus_per_node else "device"
         parts = [

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
 from hybridtrain.app.config import LOADER_KEYS, Config
-from hybridtrain.errors import UserError
+from hybridtrain.errors import DataError, UserError
 
 KEYS: dict[str, str] = {
     **{name: f"data.{name}" for name in LOADER_KEYS},
@@ -27,8 +27,31 @@ KEYS: dict[str, str] = {
         for setting in fields(schema)
     },
 }
-"""The config key of every argument. `timeout_s` is the world's; the loader's is named where its
-options are made."""
+"""The config key of every argument. `timeout_s` is the world's."""
+
+_KEYS_OF_DATA = {**KEYS, "timeout_s": "data.timeout_s"}
+"""The same for errors of the data, whose `timeout_s` is the loader's."""
+
+# Well-known names of other libraries, for settings that have another one here.
+OTHER_NAMES = {
+    **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
+    **dict.fromkeys(["per_device_train_batch_size", "train_batch_size"], "data.batch_size"),
+    **dict.fromkeys(["num_workers", "dataloader_num_workers"], "data.workers"),
+    **dict.fromkeys(["max_epochs", "num_epochs", "num_train_epochs"], "trainer.epochs"),
+    **dict.fromkeys(["max_steps", "num_steps", "num_train_steps"], "trainer.steps"),
+    "gradient_accumulation_steps": "trainer.accumulate",
+    "accumulate_grad_batches": "trainer.accumulate",
+    **dict.fromkeys(["max_grad_norm", "grad_clip", "gradient_clip_val"], "trainer.clip_norm"),
+    **dict.fromkeys(["logging_steps", "log_every_n_steps"], "trainer.log_every"),
+    **dict.fromkeys(["eval_steps", "val_check_interval"], "trainer.eval_every"),
+    **dict.fromkeys(["bf16", "fp16", "mixed_precision"], "trainer.precision"),
+    **dict.fromkeys(["save_steps", "save_every"], "checkpoint.every_steps"),
+    **dict.fromkeys(["save_total_limit", "max_to_keep"], "checkpoint.keep"),
+    **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
+    "gradient_checkpointing": "pipeline.checkpoint",
+    **dict.fromkeys(["microbatches", "num_microbatches"], "pipeline.chunks"),
+    **dict.fromkeys(["num_stages", "pipeline_parallel_size"], "pipeline.nb_part"),
+}
 
 # A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison.
 _QUOTE_OR_ARGUMENT = re.compile(
@@ -58,6 +81,8 @@ def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if keys is KEYS and isinstance(error, DataError):
+            keys = _KEYS_OF_DATA
         if isinstance(error, UserError):
             error.args = (with_config_keys(str(error), keys),)
         if hasattr(error, "__notes__"):

@@ -63,6 +63,8 @@ class Owner:
     key: str
 
     def __str__(self) -> str:
+        if not self.key:
+            return "an unknown process: the lock is damaged"
         job = f", {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
@@ -205,6 +207,11 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     def _refusal(self, holder: Owner) -> str:
+        if not holder.key:
+            return (
+                f"{self.path} is damaged, and does not say whether another run writes there: if "
+                f"none does, remove it, or wait {STALE_S:.0f} s; or set another run_name="
+            )
         elsewhere = holder.host != socket.gethostname()
         wait = f" (if that one is dead, wait {STALE_S:.0f} s, or remove {self.path})"
         return (

@@ -56,7 +56,7 @@ def smp_config(arguments: Sequence[str]) -> int:
     ]
     if launch.notes:
         table = [("key", "has no meaning here"), *launch.notes.items()]
-        lines += ["", *text_table(table, 2)]
+        lines += ["", *text_table(table, 0)]
     print("\n".join(line.rstrip() for line in lines))
     return 0
 

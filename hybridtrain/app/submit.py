@@ -76,6 +76,13 @@ def submit(
         print(make(run, config, layout), end="", flush=True)
         return 0
     script = batch_script(run, config, layout)
+    gpus = layout.gpus_of_a_process
+    if config.cpus_per_task is None and gpus > 1:
+        print(
+            f"warning: a task has {gpus} GPUs, each with a thread, and most clusters give it one "
+            f"CPU: set submit.cpus_per_task={2 * gpus} or more",
+            file=sys.stderr,
+        )
     if dry_run:
         print(script, end="")
         if lines:

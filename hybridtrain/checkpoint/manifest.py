@@ -188,7 +188,8 @@ def _check_entries(file: Path, content: Mapping[str, Any]) -> None:
             check_file_name(name)
         except ValueError as error:
             raise CheckpointError(f"{file} is damaged: {error}") from None
-        if not isinstance(entry, dict) or {"size", "crc32"} - entry.keys():
+        of = entry if isinstance(entry, dict) else {}
+        if type(of.get("size")) is not int or type(of.get("crc32")) is not str:
             raise CheckpointError(f"{file} is damaged: {name} has no size and crc32")
 
 

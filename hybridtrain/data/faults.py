@@ -20,6 +20,10 @@ from torch.utils.data import get_worker_info
 
 from hybridtrain.errors import DataError
 
+SHARED_MEMORY_IS_FULL = (
+    "shared memory is full: lower workers=, or give the container a larger /dev/shm"
+)
+
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
@@ -127,7 +131,7 @@ def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: st
         if -exitcode == signal.SIGKILL:
             why = "; if the machine ran out of memory, lower workers= or batch_size="
         elif -exitcode == signal.SIGBUS:
-            why = "; shared memory is full: lower workers=, or give the container a larger /dev/shm"
+            why = f"; {SHARED_MEMORY_IS_FULL}"
     else:
         how, why = f"exited with code {exitcode}", "; something in the data set ends the process"
     return DataError(f"worker process {number} (pid {pid}) {how} while it made {reading}{why}")

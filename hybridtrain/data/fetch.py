@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hybridtrain import _torch_private as private
 from hybridtrain.data.faults import (
+    SHARED_MEMORY_IS_FULL,
     Failure,
     check_pair,
     name_of,
@@ -188,11 +189,14 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
     try:
         batch = collate(items)
     except Exception as error:
-        return Failure.of(
-            f"no batch can be made of {what} (return tensors of equal shape and the same keys for "
-            f"every sample, or pass a collate= that pads)",
-            error,
+        advice = (
+            "return tensors of equal shape and the same keys for every sample, or pass a collate= "
+            "that pads"
         )
+        # a worker's batch is made in a file of PyTorch's in shared memory
+        if "torch_" in str(error) and "No space left on device" in str(error):
+            advice = SHARED_MEMORY_IS_FULL
+        return Failure.of(f"no batch can be made of {what} ({advice})", error)
     try:
         return check_pair(batch, dataset)
     except DataError as error:

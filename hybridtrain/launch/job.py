@@ -143,14 +143,19 @@ class Job:
         """Returns the failure that ends the run, if there is one."""
         return _failure(self._store.get("failure")) if self._store.check(["failure"]) else None
 
-    def ask_for_stacks(self) -> bool:
-        """Asks all processes for their stacks; returns whether this process is the first to ask."""
-        own = str(self.rank)
+    def ask_for_stacks(self, folder: str) -> bool:
+        """Asks all processes for their stacks; returns whether this process is the first to ask.
+
+        `folder` is for those without a run directory.
+        """
+        own = f"{self.rank} {folder}"
         return self._store.compare_set("stacks", "", own) == own.encode()
 
-    def stacks_are_asked_for(self) -> bool:
-        """Returns whether a process has asked for all stacks."""
-        return self._store.check(["stacks"])
+    def stacks_asked_for(self) -> str | None:
+        """Returns the folder that a process has asked for all stacks in, if one has."""
+        if not self._store.check(["stacks"]):
+            return None
+        return self._store.get("stacks").decode().partition(" ")[2]
 
     def say_stop(self, work: str, reason: str) -> None:
         """Says that this process wants all to leave a work."""

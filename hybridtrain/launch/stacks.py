@@ -37,7 +37,9 @@ _MAY_WAIT = (
 def write_stacks(path: Path) -> None:
     """Writes the stacks of all threads of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    # A new file: a link that is there is not followed, and one that comes in between is an error.
+    path.unlink(missing_ok=True)
+    with path.open("x") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import sys
 import tempfile
 import threading
@@ -61,7 +62,8 @@ class Watchdog:
 
     Attributes:
         job: what the processes share, for the main thread.
-        stacks: the folder that the stacks of a run that stands still are written to.
+        stacks: the folder that the stacks of a run that stands still are written to; None: a new
+            one in the temporary directory.
         exit_code: of this process, when another one's failure ends it.
         heard: the failure that ends the run, once this process knows it.
         tells: whether a process that another one's failure ends prints it.
@@ -203,9 +205,12 @@ class Watchdog:
 
         Returns None if another process does it.
         """
-        if not job.ask_for_stacks():
+        # A name that no other user of the machine can foresee, with a link in it.
+        folder = Path(tempfile.gettempdir()) / f"hybridtrain-stalls-{secrets.token_hex(8)}"
+        folder = self.stacks or folder
+        if not job.ask_for_stacks(str(folder)):
             return None
-        self._answer(job)
+        self._answer(job, folder)
         ranks = range(job.size)
         deadline = time.monotonic() + _WAIT_FOR_STACKS_S
         said = job.said("stands", ranks)
@@ -226,7 +231,7 @@ class Watchdog:
             line = f"{name} has stood still for {seconds:.0f} s {said[culprit].what}"
         return Failure(
             job.rank,
-            f"{line}; the stacks of all ranks are in {self.stacks_folder} (the limit, "
+            f"{line}; the stacks of all ranks are in {folder} (the limit, "
             f"stall_s, is {self._stall_s:g} s)",
             EXIT_STALLED,
             unresponsive=tuple(self._processes[rank] for rank in silent),
@@ -252,11 +257,6 @@ class Watchdog:
             return f", last seen {in_words(*read(memory))}"
         doing = job.said("doing", [rank]).get(rank)
         return f", last heard of {doing.what}" if doing else ""
-
-    @property
-    def stacks_folder(self) -> Path:
-        """The folder of the stacks; where none was named, one in the temporary directory."""
-        return self.stacks or Path(tempfile.gettempdir()) / f"hybridtrain-stalls-{os.getppid()}"
 
     def _watch(self) -> None:
         # Without the store there is nobody to tell: the launcher or rank 0 has died. The system
@@ -285,8 +285,8 @@ class Watchdog:
             if failure is not None:
                 self._follow(failure)
                 return
-            if self._job.stacks_are_asked_for():
-                self._answer(self._job)
+            if (folder := self._job.stacks_asked_for()) is not None:
+                self._answer(self._job, Path(folder))
             if phase is None:
                 continue
             if self._job.size > 1:
@@ -318,13 +318,13 @@ class Watchdog:
         first |= kind == "evaluate" and self._activity.evaluations <= 1
         return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
 
-    def _answer(self, job: Job) -> None:
-        """Says what this process is doing, and writes its stacks."""
+    def _answer(self, job: Job, folder: Path) -> None:
+        """Says what this process is doing, and writes its stacks, to `folder` if it has no own."""
         if not self._answered:
             self._answered = True
             job.say("stands", report(self._activity))
             with suppress(OSError):
-                write_stacks(self.stacks_folder / f"rank_{job.rank}.txt")
+                write_stacks((self.stacks or folder) / f"rank_{job.rank}.txt")
 
     def _end(self, failure: Failure) -> None:
         """Makes `failure` the run's, prints it unless there is an earlier one, and ends."""

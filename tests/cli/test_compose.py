@@ -153,6 +153,9 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
             "trainer.foo: unknown key; the choices are: trainer.steps, .*trainer.log_every",
         ),
         ("~optim.lrr", "optim.lrr: .* did you mean optim.lr?"),
+        ("trainer.gradient_accumulation_steps=4", ".* did you mean trainer.accumulate?"),
+        ("+trainer.max_epochs=4", "trainer.max_epochs: .* did you mean trainer.epochs?"),
+        ("learning_rate=1", "learning_rate: .* did you mean optim.lr?"),
         ("outputdir=x", "outputdir: .* did you mean output_dir?"),
         ("recipe=digit", "recipe=digit is unknown: did you mean 'digits'?"),
         ("recipe=zzz", "recipe=zzz is unknown: the choices are: digits, imdb_transformer"),
@@ -173,6 +176,7 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
         ("pipeline:\n  chunk: 4\n", "pipeline.chunk: .* did you mean pipeline.chunks?"),
         ("trainer:\n  stepps: 4\n", "trainer.stepps: .* did you mean trainer.steps?"),
         ("outputdir: x\n", "outputdir: .* did you mean output_dir?"),
+        ("trainer:\n  max_grad_norm: 1\n", "trainer.max_grad_norm: .* mean trainer.clip_norm?"),
         ("traner:\n  steps: 4\n", "traner: .* did you mean trainer?"),
         ("defaults:\n  - override /model: basicnt\n", "model=basicnt is unknown: .* 'basicnet'?"),
         ("defaults:\n  - override /modell: gpt\n", "recipe/mine: .*modell.* 'override /model'?"),
@@ -208,6 +212,7 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
         ("pipeline.chunks=[", r"cannot read the override 'pipeline.chunks=\['"),
         ("optim.betas=[0.9", "cannot read the override 'optim.betas="),
         ("a b", "cannot read the override 'a b'"),
+        ("submit.setup=[export A=1,b]", r""".*quotes: 'submit.setup=\["export A=1", "b"\]'$"""),
         ("=3", "cannot read the override '=3'"),
     ],
 )
@@ -266,7 +271,7 @@ def test_an_unknown_command_is_one_line_that_names_the_commands(
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "'trian'" in err
-    assert "train, plan, evaluate, export" in err
+    assert "train, plan, verify, evaluate, predict, export" in err
 
 
 def test_a_recipe_cannot_allow_packages_by_itself(tmp_path: Path) -> None:

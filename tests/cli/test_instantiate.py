@@ -1,12 +1,15 @@
 """The targets that a config may name, and the checks of their arguments."""
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 from support.launch import SMALL
 from torch import nn
 
@@ -22,10 +25,13 @@ from hybridtrain.errors import ConfigError
 
 # A user's package, which makes a file when it is imported.
 MY_NETS = """
+from functools import cache
 from pathlib import Path
+from shutil import which
 from torch import nn
 
 Path("imported").touch()
+which = cache(which)  # an object that is neither a class nor a function
 seen = {}
 
 def net(num_classes, image_size=None, channels=1, **more):
@@ -75,6 +81,19 @@ def refusal(call: Callable[[], object]) -> str:
         ("lr_schedule", "torch.optim.AdamW"),
         ("lr_schedule", "torch.optim.lr_scheduler.types.FunctionType"),
         ("trainer.metrics", "torch.nn.Linear"),
+        # callables of the packages themselves, which load a pickle or import a module by its name
+        ("model", "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict"),
+        ("model", "torchvision.models.feature_extraction.create_feature_extractor"),
+        ("model", "torch.nn.Embedding.from_pretrained"),
+        ("model", "torch.nn.attention._fa3._fa3_import_module"),
+        ("trainer.loss", "torch.nn.attention._fa3.register_flash_attention_fa3"),
+        ("trainer.loss", "torch.nn.Linear"),
+        ("trainer.loss", "hybridtrain.losses.importlib.import_module"),
+        ("trainer.metrics.fid", "torchmetrics.text.BERTScore"),
+        ("trainer.metrics.fid", "torchmetrics.text.bert.BERTScore"),
+        ("trainer.metrics.fid", "torchmetrics.functional.text.bert_score"),
+        ("callbacks.mine", "hybridtrain.monitor.MetricsFile"),
+        ("data", "hybridtrain.data.DataSplits"),
         ("model", None),
         ("model", 3),
         ("model", ["torch.nn.Linear"]),
@@ -82,6 +101,72 @@ def refusal(call: Callable[[], object]) -> str:
 )
 def test_a_target_that_does_not_fit_its_key_is_refused(key: str, path: object) -> None:
     assert f"{key}._target_={path}" in refusal(lambda: instantiate.resolve(key, path))
+
+
+@pytest.mark.parametrize("command", ["plan", "evaluate"])
+@pytest.mark.parametrize(
+    ("key", "target", "keys"),
+    [
+        (
+            "model",
+            "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
+            {"model_dir": ".", "file_name": "evil.pth"},
+        ),
+        (
+            "trainer.loss",
+            "torch.nn.attention._fa3._fa3_import_module",
+            {"module_path": "evil_module"},
+        ),
+    ],
+)
+def test_a_recipe_and_the_config_of_a_run_directory_run_no_code(
+    command: str,
+    key: str,
+    target: str,
+    keys: dict[str, str],
+    capfd: pytest.CaptureFixture[str],
+    copied: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Command:
+        def __reduce__(self) -> Any:
+            return Path.touch, (Path("ran").absolute(),)
+
+    torch.save(Command(), "evil.pth")
+    Path("evil_module.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    monkeypatch.syspath_prepend(".")
+    of_run = copied / "config.yaml"
+    config = OmegaConf.load(of_run) if command == "evaluate" else OmegaConf.create()
+    OmegaConf.update(config, key, {"_target_": target, **keys}, merge=False)
+    OmegaConf.save(config, of_run if command == "evaluate" else "evil.yaml")
+    words = ["run_name=digits" if command == "evaluate" else "recipe=evil.yaml"]
+    assert main([command, *words, "world.devices=cpu"]) == 2
+    assert f"error: {key}._target_={target} is not allowed" in capfd.readouterr().err
+    assert not Path("ran").exists()
+
+
+def test_the_help_of_a_recipe_calls_nothing_that_it_names(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    handler = {"class": "logging.FileHandler", "filename": "written"}
+    logging = {"handlers": {"evil": handler}, "root": {"handlers": ["evil"]}}
+    OmegaConf.save({"hydra": {"hydra_logging": logging}}, "evil.yaml")
+    with pytest.raises(SystemExit):
+        main(["plan", "recipe=evil.yaml", "--help"])
+    assert "Trains a model" in capfd.readouterr().out
+    assert not Path("written").exists()
+
+
+def test_what_an_allowed_module_has_only_imported_is_refused(
+    my_nets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    assert instantiate.resolve("model", f"{my_nets}.nn.Linear", [my_nets]) is nn.Linear
+    for imported in ("Path", "which", "nn.init.torch.load", "nn.Embedding.from_pretrained"):
+        path = f"{my_nets}.{imported}"
+        assert "is not allowed: it comes from" in refusal(
+            lambda path=path: instantiate.resolve("model", path, [my_nets])
+        )
 
 
 def test_a_refused_target_is_not_called() -> None:
@@ -109,8 +194,6 @@ def test_a_nested_target_is_passed_on_and_not_called(
 def test_optim_and_lr_schedule_refuse_targets_of_another_kind(
     my_nets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.syspath_prepend(".")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -201,3 +284,46 @@ def test_a_tokenizer_by_its_path_must_come_from_an_allowed_package(
     message = capfd.readouterr().err
     assert "data.tokenizer=subprocess.getoutput is not allowed" in message
     assert "allow_targets=[its.name]" in message
+
+
+def test_a_project_allows_its_package_once_for_all_commands(
+    my_nets: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("pyproject.toml").write_text('[tool.hybridtrain]\nallow_targets = ["my_nets"]\n')
+    overrides = [*SMALL, "model._target_=my_nets.net", "trainer.steps=2"]
+    assert main(overrides) == 0, capfd.readouterr()
+    assert "allow_targets=[my_nets], as pyproject.toml says\n" in capfd.readouterr().err
+    assert OmegaConf.load("outputs/digits/config.yaml").allow_targets == ["my_nets"]
+    assert main(["evaluate", "run_name=digits"]) == 0, capfd.readouterr()
+    assert main(["evaluate", "run_name=digits", "allow_targets=[]"]) == 2
+    assert "model._target_=my_nets.net is not allowed" in capfd.readouterr().err
+    # the file counts in the working directory, and in no directory of runs
+    line = "does not count in a directory of runs"
+    for folder, run in (("outputs", ["output_dir=."]), ("outputs/digits/checkpoints", [])):
+        shutil.copy("pyproject.toml", folder)
+        with monkeypatch.context() as there:
+            there.chdir(folder)
+            assert main(["evaluate", "run_name=digits", *run]) == 2
+            assert line in capfd.readouterr().err
+    Path("below").mkdir()
+    monkeypatch.chdir("below")
+    assert main(["evaluate", "run_name=digits", "output_dir=../outputs"]) == 2
+    assert "is a run with code of my_nets" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool", "pyproject.toml cannot be read: "),
+        ("[tool.hybridtrain]\nallow_target = []", "has allow_targets only, and not allow_target"),
+        ("[tool.hybridtrain]\nallow_targets = 'a'", "must be a list of packages"),
+        ("[tool.hybridtrain]\nallow_targets = ['a]', 'b']", "must be a list of packages"),
+        ("[tool]\nhybridtrain = 3", "must be a table"),
+    ],
+)
+def test_a_mistake_in_pyproject_is_one_line(
+    text: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("pyproject.toml").write_text(text)
+    assert main(["plan", *SMALL]) == 2
+    assert message in capfd.readouterr().err

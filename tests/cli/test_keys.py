@@ -1,12 +1,17 @@
 """Config keys in the place of the library's argument names, in error messages."""
 
 import dataclasses
+import logging
+from pathlib import Path
 
 import pytest
 
-from hybridtrain.app.config import LOADER_KEYS, Config
-from hybridtrain.app.keys import KEYS, errors_with_config_keys, with_config_keys
-from hybridtrain.errors import SplitError
+from hybridtrain.app.compose import compose_settings
+from hybridtrain.app.config import LOADER_KEYS, Config, flat_keys
+from hybridtrain.app.keys import KEYS, OTHER_NAMES, errors_with_config_keys, with_config_keys
+from hybridtrain.app.run_log import RunLog
+from hybridtrain.data.faults import worker_hangs
+from hybridtrain.errors import DataError, SplitError, WorldError
 from hybridtrain.options import PipelineOptions
 
 
@@ -56,6 +61,13 @@ def test_every_setting_of_a_pipeline_has_a_key_that_exists() -> None:
     assert settings - without_a_group <= set(KEYS)
 
 
+def test_the_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    known = list(flat_keys(compose_settings(["recipe=digits"]).tree))
+    for name, key in OTHER_NAMES.items():
+        assert key in known
+        assert name not in {other.rpartition(".")[2] for other in known}
+
+
 def test_the_type_of_an_error_stays_and_its_notes_are_translated_too() -> None:
     error = SplitError("split=x is unknown")
     error.add_note("lower chunks=")
@@ -68,3 +80,30 @@ def test_the_type_of_an_error_stays_and_its_notes_are_translated_too() -> None:
 def test_the_message_of_another_exception_stays() -> None:
     with pytest.raises(ValueError, match=r"^split=x$"), errors_with_config_keys():
         raise ValueError("split=x")
+
+
+def test_the_time_limit_of_a_loader_is_not_taken_for_that_of_the_processes() -> None:
+    with pytest.raises(DataError) as caught, errors_with_config_keys():
+        raise worker_hangs(0, 8.0, "samples 1, 2 of D")
+    assert "in data.timeout_s=8 seconds" in str(caught.value)
+    assert "raise data.timeout_s=, or use data.workers=0" in str(caught.value)
+    with pytest.raises(WorldError, match=r"within world\.timeout_s=8"), errors_with_config_keys():
+        raise WorldError("rank 1 did not come within timeout_s=8 s")
+
+
+def test_a_warning_of_the_library_names_config_keys_in_the_log_and_on_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(tmp_path / "logs", 0)
+    library = logging.getLogger("hybridtrain.checkpoint.saving")
+    library.warning("no checkpoint of step %d: lower keep=", 3)
+    (tmp_path / "logs").mkdir()
+    log.begin_file()
+    library.warning("no checkpoint of step %d: lower keep=", 4)
+    library.info("loss=0.3")
+    logging.getLogger("mine").warning("keep=3")
+    lines = ["no checkpoint of step 3: lower checkpoint.keep="]
+    lines += ["no checkpoint of step 4: lower checkpoint.keep=", "loss=0.3", "keep=3"]
+    assert capfd.readouterr().err.splitlines() == lines
+    written = (tmp_path / "logs" / "rank_000.log").read_text().splitlines()
+    assert [line.split(": ", 1)[1] for line in written] == lines

@@ -140,6 +140,27 @@ def test_a_run_of_an_older_version_has_the_defaults_for_what_its_config_lacks(be
     assert settle("evaluate", ["recipe=imdb_transformer"]).config.data["max_len"] == 256
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_a_config_of_a_run_that_was_emptied_or_cut_short_is_named(
+    share: float, begun: Path
+) -> None:
+    config = begun / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(lines[: int(share * len(lines))]))
+    with pytest.raises(ConfigError, match=r"imdb_transformer/config\.yaml has no [a-z_.]+: it was"):
+        settle("evaluate", ["run_name=imdb_transformer"])
+
+
+def test_a_run_name_that_no_file_system_takes_is_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("outputs").mkdir()
+    assert main([*SMALL, f"run_name={'a' * 300}"]) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: cannot read the run directory outputs/aaa")
+    assert message.endswith(": File name too long; set run_name= or output_dir=\n")
+
+
 def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path) -> None:
     with_code = [
         *("recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"),

@@ -104,6 +104,10 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
         (["monitor.timeline_every=0"], "monitor.timeline_every=0 must be"),
         (["seed=9223372036854775808"], "seed=9223372036854775808 must fit in 64 bits"),
         (["run_name=../x"], "run_name='../x' must be the name of a folder"),
+        (
+            ["run_name=a/b"],
+            "run_name='a/b' must be the name of a folder, in the one of output_dir=",
+        ),
         (["run_name=a/../../x"], "run_name='a/../../x' must be the name of a folder"),
     ],
 )

@@ -71,6 +71,20 @@ def submit(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
     return written.out, written.err
 
 
+def test_several_gpus_for_a_task_without_a_number_of_cpus_are_warned_of(
+    slurm: Calls, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["recipe=digits", "submit.gpus_per_node=4", "--dry-run"]
+    warning = "submit.cpus_per_task=4 or more"
+    assert warning in submit(capfd, *layout, "pipeline.nb_part=2")[1]
+    for enough in (
+        ["pipeline.nb_part=2", "submit.cpus_per_task=3"],
+        ["pipeline.nb_part=2", "world.engine=distributed"],
+        ["pipeline.nb_part=1"],
+    ):
+        assert "warning" not in submit(capfd, *layout, *enough)[1]
+
+
 def run_script(text: str, variables: Mapping[str, object]) -> int:
     """Runs a script as Slurm would, and returns its exit code."""
     # the stubs come after what the script puts first on PATH, where there is none of their names

@@ -115,6 +115,22 @@ def test_an_item_of_another_form_is_one_line_that_names_the_batch(item, message,
     assert "\n" not in str(caught.value)
 
 
+def test_a_full_shared_memory_is_not_blamed_on_the_form_of_the_samples():
+    def collate(items):  # what PyTorch says in a worker process, in a /dev/shm of 600 kB
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_28_43_0>: No space left on "
+            "device (28)"
+        )
+
+    batches = iter(
+        EvalLoader(
+            Items((torch.zeros(2), 0)), 3, world_of(0, 1), options=LoaderOptions(collate=collate)
+        )
+    )
+    with pytest.raises(DataError, match=r"\(shared memory is full: lower workers=, .*/dev/shm\)"):
+        next(batches)
+
+
 class Items(Dataset):
     def __init__(self, item):
         self.item = item

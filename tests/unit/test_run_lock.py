@@ -203,3 +203,15 @@ def test_a_lock_without_sense_is_nobodys_when_it_is_old(tmp_path: Path) -> None:
     os.utime(path, (0, 0))
     with RunLock(tmp_path):
         pass
+
+
+def test_a_lock_without_sense_says_that_it_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.lock"
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"run\.lock is damaged, .*: if none does, remove it"):
+        RunLock(tmp_path).acquire()
+    os.utime(path, (0, 0))
+    with RunLock(tmp_path):
+        assert "from an unknown process: the lock is damaged: it has given no sign" in caplog.text

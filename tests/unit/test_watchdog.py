@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from hybridtrain.launch.activity import Activity, activity
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job
 from hybridtrain.launch.processes import ProcessId, has_ended, is_stopped, kill, this_process
 from hybridtrain.launch.shared_activity import open_of, read
-from hybridtrain.launch.stacks import in_words
+from hybridtrain.launch.stacks import in_words, write_stacks
 from hybridtrain.launch.watchdog import Watchdog, end_process
 
 
@@ -193,3 +194,31 @@ def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_fo
     waiting.join(20)
     assert ended == [0]
     Job(HashStore(), 0, 2).end_together(0.1)  # the other one is gone
+
+
+def test_stacks_are_not_written_to_where_a_link_of_another_user_leads(tmp_path):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("mine")
+    (tmp_path / "rank_0.txt").symlink_to(victim)
+    write_stacks(tmp_path / "rank_0.txt")
+    assert victim.read_text() == "mine"
+    assert "write_stacks" in (tmp_path / "rank_0.txt").read_text()
+
+
+def test_the_stacks_of_each_run_without_a_directory_are_in_a_folder_of_a_new_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lines = []
+    for _ in range(2):
+        watches = [Watchdog(Job(None, 0, 1), 10, 600) for _ in range(2)]
+        store = HashStore()
+        for rank, watch in enumerate(watches):
+            watch.job._store, watch.job.rank = store, rank
+        lines += [stall.line for w in watches if (stall := w.explain_stall(w.job, 10.0))]
+        watches[1]._answer(watches[1].job, Path(watches[1].job.stacks_asked_for()))
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == len(lines) == 2
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {"rank_0.txt", "rank_1.txt"}
+        assert sum(f"are in {folder} (" in line for line in lines) == 1

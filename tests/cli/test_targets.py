@@ -1,0 +1,57 @@
+"""What a config may name without `allow_targets`, all of it called with hostile values."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import hostile_config
+from support.launch import environment
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(Path(hostile_config.__file__))],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=tmp_path_factory.mktemp("hostile"),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_nothing_that_a_config_may_name_opens_a_file_imports_a_module_or_starts_a_process(
+    tried: Any,
+) -> None:
+    controls = {(what, event) for what, event, *_ in tried["seen"] if what.startswith("control")}
+    assert controls >= {
+        ("control: pickle", "os.system"),
+        ("control: pickle", "open"),
+        ("control: import", "compile"),
+    }
+    assert [record for record in tried["seen"] if not record[0].startswith("control")] == []
+
+
+def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried: Any) -> None:
+    wanted = {
+        "model": [
+            *("torch.nn.Linear", "torch.nn.Sequential", "torch.nn.TransformerEncoderLayer"),
+            *("torchvision.models.resnet18", "torchvision.models.segmentation.fcn_resnet50"),
+            *("torchvision.models.VisionTransformer", "hybridtrain.models.gpt"),
+        ],
+        "data": ["hybridtrain.data.digits", "hybridtrain.data.imdb"],
+        "optim": ["torch.optim.AdamW", "torch.optim.Adafactor"],
+        "lr_schedule": ["torch.optim.lr_scheduler.OneCycleLR"],
+        "trainer.metrics": ["torchmetrics.F1Score", "torchmetrics.Perplexity"],
+        "trainer.loss": [
+            *("torch.nn.CrossEntropyLoss", "torch.nn.functional.l1_loss"),
+            "hybridtrain.losses.nll",
+        ],
+        "callbacks": ["hybridtrain.callbacks.EMA"],
+    }
+    for key, paths in wanted.items():
+        assert set(paths) - set(tried["called"][key]) == set(), key
