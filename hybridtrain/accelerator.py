@@ -119,7 +119,8 @@ class Cuda:
             yield
 
     def record_event(self, stream: Any, timing: bool = False) -> torch.cuda.Event:  # noqa: D102
-        event = torch.cuda.Event(enable_timing=timing)
+        # a host that waits for it sleeps: each stage's thread would keep a CPU core busy otherwise
+        event = torch.cuda.Event(enable_timing=timing, blocking=True)
         event.record(stream)
         return event
 

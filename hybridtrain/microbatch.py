@@ -71,19 +71,30 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts `batch` into micro-batches of the given sizes; views, no copies."""
+    """Cuts `batch` into micro-batches of the given sizes; no copies, see `cut`."""
     if len(sizes) == 1:
         return [batch]
     if isinstance(batch, Tensor) and batch.dim():
-        return list(batch.split(list(sizes)))
+        return cut(batch, sizes)
     leaves, spec = tree_flatten(batch)
     columns = [
-        leaf.split(list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
+        cut(leaf, sizes) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
         for leaf in leaves
     ]
     return [tree_unflatten(part, spec) for part in zip(*columns, strict=True)] or [batch] * len(
         sizes
     )
+
+
+def cut(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Returns the parts of a tensor, which share its memory.
+
+    Autograd counts the changes in place of a tensor and of its views together: a layer that changes
+    one micro-batch would make what is saved of another one invalid, though their memory is apart.
+    So each part of a tensor without a graph has its own count.
+    """
+    parts = tensor.split(list(sizes), dim=dim)
+    return list(parts) if tensor.requires_grad else [part.data for part in parts]
 
 
 def merge(outputs: Sequence[Any]) -> Any:
@@ -101,6 +112,39 @@ def merge(outputs: Sequence[Any]) -> Any:
             raise BatchError(f"micro-batches gave outputs of different structure: {spec}, {other}")
         columns.append(leaves)
     return tree_unflatten([_join(column) for column in zip(*columns, strict=True)], spec)
+
+
+def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Makes sure that the tensors of the outputs of micro-batches have the samples in dim 0.
+
+    Several for each sample are fine, such as the tokens of all samples one after the other.
+
+    Args:
+        outputs: pytrees of one structure; their 0-dim tensors are of a whole micro-batch.
+        sizes: the number of samples of each.
+
+    Raises:
+        BatchError: a tensor has not; names it.
+    """
+    # `merge` refuses other structures
+    for number, column in enumerate(zip(*map(leaves_of, outputs), strict=False)):
+        shapes = [tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor) and leaf.dim()]
+        if len(shapes) < len(column):
+            continue
+        # the states of an RNN, (layers, samples, width), may have a multiple in dim 0 by chance
+        second = all(
+            len(shape) > 2 and shape[1] == samples and shape[0] != samples
+            for shape, samples in zip(shapes, sizes, strict=True)
+        )
+        for shape, samples in zip(shapes, sizes, strict=True):
+            if second or shape[0] % samples:
+                path, _ = tree_flatten_with_path(outputs[0])[0][number]
+                raise BatchError(
+                    f"output{keystr(path)} of a micro-batch with {samples} samples has shape "
+                    f"{shape}, and outputs are joined along dim 0, where the samples must be: "
+                    f"return it with the samples first (.transpose(0, 1)), or take the outputs of "
+                    f"each micro-batch with map_outputs()"
+                )
 
 
 def _join(column: tuple[Any, ...]) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,17 @@ PEAK = {
 }
 
 
+COLUMNS = ["check", "setting", "result", "beside", "verdict"]
+
+
+def not_shown(gpus: int) -> list[str]:
+    """Returns what a machine with so many GPUs cannot show here."""
+    what = ["NCCL between two processes (see --processes)", "CPU time of the stages' threads"]
+    if gpus < 2:
+        what += ["copies between two GPUs", "the speed of a pipeline: its stages share a GPU"]
+    return what
+
+
 @dataclass
 class Check:
     """What all parts share.
@@ -64,6 +76,8 @@ class Check:
         rows: the table so far.
         failed: whether a split model differed, or a check raised.
         cut_off: the checks that were not run, or not to their end.
+        file: where the table is, from the first row on.
+        facts: what else is in it.
     """
 
     device: str
@@ -72,6 +86,8 @@ class Check:
     rows: list[list[str]] = field(default_factory=list)
     failed: bool = False
     cut_off: list[str] = field(default_factory=list)
+    file: Path = Path("gpu_check.json")
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -102,6 +118,17 @@ class Check:
         """Adds a row to the table: check, setting, result, beside, verdict, and says it."""
         self.rows.append([*cells, *[""] * (5 - len(cells))])
         print("   ".join(cells), file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the table so far for programs."""
+        found = {
+            **self.facts,
+            "failed": self.failed,
+            "cut_off": self.cut_off,
+            "rows": [dict(zip(COLUMNS, row, strict=True)) for row in self.rows],
+        }
+        self.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def exactness(check: Check, until: float) -> None:
@@ -303,43 +330,43 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; --device cpu --small tries the script without")
     start = time.monotonic()
-    check = Check(options.device, options.small, start + options.seconds)
-    gpus = "no GPU"
+    count, gpus = 0, "no GPU"
     if options.device == "cuda":
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        count = torch.cuda.device_count()
+        gpus = f"{count} x {torch.cuda.get_device_name(0)}"
     else:
         torch.set_num_threads(1)
-    # the parts that come later keep most of the time
-    exactness(check, until=options.seconds * 0.6)
-    failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - 150, check.add)
-    check.failed |= bool(failed)
-    check.cut_off += left_out
-    for part in (host_cost, memory, speed):
-        try:
-            part(check)
-        except Exception as error:  # one that fails is a line, not the end
-            check.failed = True
-            name = part.__name__.replace("_", " ")
-            check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
+    facts = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts |= {"not_shown": not_shown(count)}
+    check = Check(options.device, options.small, start + options.seconds)
+    check.file, check.facts = options.json, facts
+    try:
+        # the parts that come later keep most of the time
+        exactness(check, until=options.seconds * 0.6)
+        failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - 150, check.add)
+        check.failed |= bool(failed)
+        check.cut_off += left_out
+        for part in (host_cost, memory, speed):
+            try:
+                part(check)
+            except Exception as error:  # one that fails is a line, not the end
+                check.failed = True
+                name = part.__name__.replace("_", " ")
+                check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
+    except KeyboardInterrupt:  # the time of `gpu_check.sh` is over
+        check.failed = True
+        check.cut_off.append("all after the last row, where it was ended")
     print(
         f"\nGPU check: {gpus}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
         f"Python {platform.python_version()}, {time.monotonic() - start:.0f} s\n"
     )
-    print_table(["check", "setting", "result", "beside", "verdict"], check.rows)
+    print_table(COLUMNS, check.rows)
+    print(f"not shown: {'; '.join(not_shown(count))}")
     verdict = "FAILED" if check.failed else "ok"
     if check.cut_off:
         verdict += f"; not run to the end: {', '.join(check.cut_off)}"
     print(verdict)
-    columns = ["check", "setting", "result", "beside", "verdict"]
-    found = {
-        "gpus": gpus,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "failed": check.failed,
-        "cut_off": check.cut_off,
-        "rows": [dict(zip(columns, row, strict=True)) for row in check.rows],
-    }
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    check.write()
     return int(check.failed)
 
 

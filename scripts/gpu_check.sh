@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks this project on a machine with one or more GPUs: exactness, what only a GPU has, host cost,
 # memory, and the speed of a GPT of 350M parameters. Needs what README names, and prints one table
-# in 8 minutes, which is also in gpu_check.json.
+# in 8 minutes, which is also in gpu_check.json, as far as it has come.
 #
 #   scripts/gpu_check.sh                       on GPUs, all stages in one process
 #   scripts/gpu_check.sh --processes 4         a process for each stage (engine=distributed): by NCCL
@@ -24,9 +24,38 @@ while [ $# -gt 0 ]; do
     shift
 done
 python=${PYTHON:-python3}
+# what is missing or too old, in one line, and not by the import that fails first
+"$python" - "$root/pyproject.toml" <<'END'
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+problems = []
+if sys.version_info < (3, 11):
+    sys.exit(f"gpu_check: Python {sys.version.split()[0]} is older than 3.11: set PYTHON=")
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    dependencies = tomllib.load(file)["project"]["dependencies"]
+for name, least in (re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in dependencies):
+    if name == "torchvision":  # not for these checks
+        continue
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        problems.append(f"{name} is not installed")
+        continue
+    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (found, least)]
+    if numbers[0] < numbers[1]:
+        problems.append(f"{name} {found} is older than {least}")
+if problems:
+    sys.exit(f"gpu_check: {', '.join(problems)} ({sys.executable}): install it, or set PYTHON=")
+END
+# a check that hangs outside of Python does not hear the first signal; the rows are in the file
+limit=(timeout --signal=INT --kill-after=20 480)
 if [ -z "$processes" ]; then
-    exec timeout --signal=INT 480 "$python" "$root/scripts/gpu_check.py" "${arguments[@]}"
+    exec "${limit[@]}" "$python" "$root/scripts/gpu_check.py" "${arguments[@]}"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec timeout --signal=INT 480 "$python" -m torch.distributed.run --standalone \
+exec "${limit[@]}" "$python" -m torch.distributed.run --standalone \
     --nproc-per-node "$processes" "$root/scripts/gpu_processes.py" "${arguments[@]}"

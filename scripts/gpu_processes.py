@@ -145,6 +145,8 @@ def main() -> int:
         row, same = exactness(world, precision)
         rows.append(row)
         right &= same
+        if world.is_main:  # a run that is ended early has said it
+            print("   ".join(row), file=sys.stderr, flush=True)
     rows.append(speed(world, options.small, until))
     if world.is_main:
         gpus = f"{torch.cuda.device_count()} GPUs" if options.device == "cuda" else "no GPU"
@@ -153,6 +155,8 @@ def main() -> int:
             f"Python {platform.python_version()}\n"
         )
         print_table(["check", "setting", "result", "beside"], rows)
+        if world.backend != "nccl":
+            print("not shown: NCCL, which needs a GPU for each process, and any speed")
         print("exact" if right else "FAILED")
     world.close()
     return int(not right)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hybridtrain._torch_private import StopRecomputation
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.microbatch import map_tensors
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.pipeline.layer_state import Snapshot
 
@@ -85,15 +86,20 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
         copy: give `run` copies of the arguments: it may work in place, and they must be the same
             the second time.
         *args: a pytree of tensors and other values.
+
+    Raises:
+        UserError: `run` has changed an argument in place, of which it got no copy.
     """
     first = True
+    given = [] if copy else [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    versions = _versions(given)
     snapshots: dict[int, Snapshot] = {}
     failure: BaseException | None = None
 
     def run_again(*args: Any) -> Any:
         nonlocal first, failure
         if copy:
-            args = tree_map_only(Tensor, torch.clone, args)
+            args = map_tensors(torch.clone, args)
         if first:
             first = False
             try:
@@ -115,12 +121,23 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
             raise StopRecomputation from error
 
     result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
-    if failure is None:
-        return result
-    try:
-        raise failure
-    finally:
-        failure = None
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            failure = None
+    if _versions(given) != versions:
+        raise UserError(
+            "a layer that is recomputed changes what it is given in place, so that it would be "
+            "recomputed from something else: declare it with an attribute inplace = True on the "
+            "module that is given it, as nn.ReLU does, or recompute others (checkpoint=)"
+        )
+    return result
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns how often each tensor has been changed in place."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager

@@ -10,6 +10,8 @@ begin a graph of the stage's own, so that its backward is a separate call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -124,6 +126,7 @@ class OutputBoundary:
             change it in place before this one is used.
         clone: send copies, since a later stage may change them in place and this one recomputes.
         hold_edges: keep edges of the graph instead of the tensors, which other devices have.
+        changers: for each link see `refuse_overlaps`.
     """
 
     def __init__(
@@ -134,8 +137,10 @@ class OutputBoundary:
         *,
         clone: bool,
         hold_edges: bool,
+        changers: Sequence[str | None],
     ) -> None:
         self._links = links
+        self._changers = changers
         self._last_layer = last_layer
         self._module = module
         self._clone = clone
@@ -149,11 +154,12 @@ class OutputBoundary:
         """
         messages: list[Message] = []
         roots: list[list[Root]] = []
-        for link in self._links:
+        for link, changer in zip(self._links, self._changers, strict=True):
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
             self._check_sendable(message)
+            refuse_overlaps(message, changer)
             message = self._with_copies_of_buffers(message)
             if torch.is_grad_enabled():
                 tensors: list[Any] = requiring_grad(message)
@@ -216,6 +222,56 @@ def requiring_grad(value: Any) -> list[Tensor]:
         return [value] if value.requires_grad else []
     tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
+
+
+def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
+    """Makes sure that no two tensors have memory in common that are apart later.
+
+    The change of one would be no change of the other, in its gradient or in its values.
+
+    Args:
+        values: what crosses a cut, or is copied for a recomputation, pytrees.
+        changer: the layer that may change them in place; None if there is none.
+
+    Raises:
+        SplitError: two have.
+    """
+    if changer is None or (len(values) == 1 and type(values[0]) is Tensor):
+        return
+    by_memory: dict[int, dict[int, Tensor]] = {}
+    for leaf in tree_flatten(values)[0]:
+        if isinstance(leaf, Tensor):
+            by_memory.setdefault(_memory_of(leaf), {})[id(leaf)] = leaf
+    for tensors in by_memory.values():
+        for one, other in combinations(tensors.values(), 2):
+            if one.dtype != other.dtype or _overlap(_place_of(one), _place_of(other)):
+                raise SplitError(
+                    f"tensors of shapes {tuple(one.shape)} and {tuple(other.shape)} have memory in "
+                    f"common and are given to layer {changer!r}, which works in place, over a cut "
+                    f"or to be recomputed, where each has its own: return a copy of one of them "
+                    f"(.clone()), set inplace=False, or cut elsewhere"
+                )
+
+
+# Where the elements of a tensor lie: the number in its memory, its shape, strides and offset.
+_Place = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    # an expanded dimension has one element
+    shape = [
+        n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return size, tuple(shape), tensor.stride(), int(tensor.storage_offset())
+
+
+@lru_cache(maxsize=64)
+def _overlap(one: _Place, other: _Place) -> bool:
+    """Returns whether two tensors in one memory have elements in common; halves have none."""
+    memory = torch.zeros(one[0], dtype=torch.bool)
+    memory.as_strided(*one[1:]).fill_(True)
+    return bool(memory.as_strided(*other[1:]).any())
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -71,15 +71,19 @@ def norm_over_processes(
     """
     own = [i for i, p in enumerate(parameters) if p.grad is not None]
     dtype = reduce(torch.promote_types, [p.dtype for p in parameters], parameters[0].dtype)
-    # each position is written by one process, and added to zeros
-    norms = torch.zeros(len(parameters), dtype=dtype, device=wire_device)
-    there = torch.zeros(len(parameters))
+    # each place is written by one process, and added to zeros; put together from 0-dim tensors, as
+    # an index of places would be copied to the GPU, and the host would wait for it
+    zero = torch.zeros((), dtype=dtype, device=wire_device)
+    places, there = [zero] * len(parameters), torch.zeros(len(parameters))
     if own:
         found = norms_of([p.grad for p in parameters if p.grad is not None])
-        norms[own] = torch.stack(found).to(dtype).to(wire_device)
+        moved = torch.stack(found).to(dtype).to(wire_device)
+        for place, norm in zip(own, moved.unbind(), strict=True):
+            places[place] = norm
         there[own] = 1
+    norms = torch.stack(places)
     dist.all_reduce(norms, group=group)
     dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU
-    chosen = [i for i, one in enumerate(there.tolist()) if one]
-    norm: Tensor = torch.linalg.vector_norm(norms[chosen])
-    return norm.to(device)
+    flags = there.tolist()
+    chosen = [norm for norm, one in zip(norms.unbind(), flags, strict=True) if one] or [zero]
+    return put(torch.linalg.vector_norm(torch.stack(chosen)), device)

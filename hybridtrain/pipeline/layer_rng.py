@@ -29,7 +29,7 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -50,6 +50,8 @@ class LayerRNG:
         looks_apart: see there.
         own_generator: see there.
         pieces: the layers that were cut out of a unit.
+        counts: how often each (unit, piece, micro-batch) has drawn in the last step; filled by the
+            processes that have them.
 
     Args:
         seed: of the run.
@@ -80,7 +82,7 @@ class LayerRNG:
         self._unseen = set(range(len(units))) if looks_apart else set[int]()
         self._drawing: set[int] = set()
         self._seen: set[int] = set()  # to draw, in this step
-        self._counts: dict[tuple[int, int, int], int] = {}  # of (unit, piece, micro-batch)
+        self.counts: dict[tuple[int, int, int], int] = {}
         find_random_operations()
 
     def redetect(self) -> None:
@@ -120,7 +122,7 @@ class LayerRNG:
     def begin_piece(self, layer: int, microbatch: int) -> int:
         """Begins a run of `layer`; returns how often earlier pieces of its unit have drawn."""
         unit, piece = self._units[layer]
-        self._counts[unit, piece, microbatch] = 0
+        self.counts[unit, piece, microbatch] = 0
         return sum(self.draws_before(layer, microbatch))
 
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
@@ -137,19 +139,42 @@ class LayerRNG:
         if not self.active or layer >= len(self._units):
             return ()
         unit, piece = self._units[layer]
-        return tuple(self._counts.get((unit, one, microbatch), 0) for one in range(piece))
+        return tuple(self.counts.get((unit, one, microbatch), 0) for one in range(piece))
 
     def continue_draws(self, layer: int, microbatch: int, counts: Sequence[int]) -> None:
         """Takes over the result of `draws_before` of another process, which has those pieces."""
         unit = self._units[layer][0]
         for piece, count in enumerate(counts):
-            self._counts[unit, piece, microbatch] = count
+            self.counts[unit, piece, microbatch] = count
+
+    def begin_step(self, active: bool) -> None:
+        """Begins a step, in which layers draw by place if it is `active`."""
+        self.active = active
+        self.counts.clear()
+
+    def seeds_in_order(
+        self, counts: Mapping[tuple[int, int, int], int], microbatch: int, step: int
+    ) -> list[int]:
+        """Returns the seeds of all draws of a micro-batch, in the order of the layers.
+
+        Args:
+            counts: the `counts` of all processes of the pipeline after the step.
+            microbatch: its number.
+            step: the number of the step.
+        """
+        seeds: list[int] = []
+        for unit, piece in self._units:
+            before = sum(counts.get((unit, one, microbatch), 0) for one in range(piece))
+            for number in range(before, before + counts.get((unit, piece, microbatch), 0)):
+                key = self._seed, step, unit, microbatch, self._replica, number
+                seeds.append(_seed_of(*key))
+        return seeds
 
     def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
         """Notes that `layer` has run so many random operations."""
         self._seen.add(layer)
         unit, piece = self._units[layer]
-        self._counts[unit, piece, microbatch] = operations
+        self.counts[unit, piece, microbatch] = operations
 
 
 _CPU_GENERATOR = torch.default_generator
@@ -236,6 +261,8 @@ class _SeededDraws(InterceptedDraws):
         if is_traced(args):  # by a layer that compiles a part of itself, too
             return operation(*args, **kwargs)
         device = _device_of(args, kwargs)
+        if self._own is not None and device == self._own.device and not _takes_generator(operation):
+            return self._draw_from(self._own, operation, args, kwargs)
         generator = self._next_generator(device)
         if _takes_generator(operation):
             kwargs["generator"] = generator
@@ -250,14 +277,53 @@ class _SeededDraws(InterceptedDraws):
             finally:
                 default.set_state(before)
 
+    def _draw_from(
+        self, own: torch.Generator, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns the result of `operation`, drawn from a generator that this thread has alone.
+
+        A dropout on a GPU draws from its default generator; a seed and an offset are all of its
+        state, and take no lock and no copy.
+        """
+        seed, offset = own.initial_seed(), own.get_offset()
+        own.manual_seed(self._next_seed())
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            own.manual_seed(seed)
+            own.set_offset(offset)
+
     def _next_generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(self._next_seed())
+
+    def _next_seed(self) -> int:
         number = self._before + self._operations
         self._operations += 1
         self._rng.note_draw(self._layer, self._microbatch, self._operations)
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        seed = self._rng.seed_of(self._layer, self._microbatch, number)
-        return self._generators[device].manual_seed(seed)
+        return self._rng.seed_of(self._layer, self._microbatch, number)
+
+
+class ReplayedDraws(_SeededDraws):
+    """Gives a module that is not cut the draws that a pipeline's layers had.
+
+    Args:
+        seeds: of all draws, in their order; see `LayerRNG.seeds_in_order`.
+
+    Attributes:
+        left: the seeds that were not used yet.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.left = list(seeds)
+        self._own = None
+        self._generators = {}
+
+    def _next_seed(self) -> int:
+        if not self.left:
+            raise UserError("it draws more often than its stages")
+        return self.left.pop(0)
 
 
 def _seed_of(*key: int) -> int:

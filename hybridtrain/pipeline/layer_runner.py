@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import as_recomputation, checkpointed
+from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.compilation import run_plainly
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_state import LayerState, Snapshot
@@ -52,6 +53,7 @@ class LayerRunner:
         rng: seeds their random operations.
         checkpointed_layers: the numbers of the layers whose activations are recomputed.
         clone_inputs: copy what a checkpointed layer is given; another one works in place.
+        changer: see `boundary.refuse_overlaps`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LayerRunner:
         rng: LayerRNG,
         checkpointed_layers: frozenset[int],
         clone_inputs: bool,
+        changer: str | None,
     ) -> None:
         self.layers = tuple(layers)
         self.first = first
@@ -71,6 +74,7 @@ class LayerRunner:
             number in checkpointed_layers for number in range(first, first + len(self.layers))
         )
         self._clone_inputs = clone_inputs
+        self._changer = changer
         self._skips = any(stashed_by(part.module) or popped_by(part.module) for part in layers)
         # The samples of a batch are views, and a copy is aligned otherwise, which may change last
         # bits: the first stage copies them only if its first layer may change them.
@@ -125,6 +129,8 @@ class LayerRunner:
         ) -> tuple[Any, dict[str, Any]]:
             return self.run(microbatch, value, skipped, snapshots)
 
+        if self._copies_to_recompute:
+            refuse_overlaps((value, skipped), self._changer)
         output, skipped = checkpointed(run, self._copies_to_recompute, microbatch, value, skipped)
         return output, skipped
 
@@ -178,6 +184,7 @@ class LayerRunner:
         # values that one module in the layer stashes for another in it are not there yet
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
         popped = {name: pop(name) for name in sorted(names)}
+        refuse_overlaps((value, popped), self._changer)
         if self._clone_inputs and (index or self._copies_to_recompute):
             value, popped = map_tensors(torch.clone, (value, popped))
         value, values = checkpointed(run, in_place, value, popped)

@@ -279,7 +279,7 @@ class Pipeline:
             tie.refresh()
         for own, copy in self._buffer_copies:
             copy.copy_(own, non_blocking=True)
-        self.rng.active = self._net.training
+        self.rng.begin_step(self._net.training)
         if self._settings is not None and self.rng.active:
             for number in self._settings.changed():
                 self.rng.look_again(number)
@@ -394,6 +394,11 @@ class Pipeline:
         devices = list(world.devices) * world.processes_per_replica
         peers = LanePeers(world.pipeline_rank, self.gather, partial(seconds_ahead, world))
         return Timeline(schedule, devices, peers)
+
+    @property
+    def has_ties(self) -> bool:
+        """True if a parameter of this process is shared by several stages."""
+        return bool(self._ties)
 
     @property
     def output_device(self) -> torch.device:

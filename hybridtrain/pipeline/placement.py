@@ -10,6 +10,7 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.graph.segment import Segment
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -45,6 +46,7 @@ def build_stages(
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
+    changers = [_changer(part) for part in parts]
     tied = frozenset(id(use.parameter) for stage_uses in uses for use in stage_uses)
     stages: list[Stage] = []
     own: list[dict[str, Parameter]] = []
@@ -63,12 +65,13 @@ def build_stages(
                 index,
                 module,
                 device,
-                LayerRunner(part, first, module, rng, policy.layers, clones),
+                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index]),
                 links,
                 place_with_aliases(module, device, uses[index]),
                 clone_outputs=clones,
                 # DDP looks for unused parameters from the tensors
                 hold_edges=crosses and not (options.find_unused_parameters and group),
+                changers=changers,
             )
             aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
             own.append(
@@ -92,6 +95,21 @@ def build_stages(
         else:
             stage.reducer = StageReducer(stage.module, named, group, unused)
     return stages
+
+
+def _changer(layers: Sequence[Layer]) -> str | None:
+    """Returns the first layer that may change what another one has made in place.
+
+    A segment of a traced graph does not: what it changes is in no other segment.
+    """
+    return next(
+        (
+            one.name
+            for one in layers
+            if works_in_place(one.module) and type(one.module) is not Segment
+        ),
+        None,
+    )
 
 
 def ties_of(

@@ -4,26 +4,31 @@
                  |         |
                weight    weight                 what nobody waits for
 
-A node on the way to the input that also has a way to weights, such as that of a linear layer, runs
-twice: once for its input, and then, with the same gradient, for its weights. Each time PyTorch
-computes what is asked for, so that no product is computed twice (norms take their sums twice). Each
-weight gets its gradient from one node as in the whole backward, so the results are the same to the
-bit. The tensors that PyTorch's other nodes on the way have saved are given up after the first part;
-the gradients of the nodes that run twice are kept instead.
+A node on the way to the input that also has a way to weights, such as that of a linear layer, is
+computed twice: once for its input, and then, with the same gradient, for its weights. Each time
+PyTorch computes what is asked for, so that no product is computed twice (norms take their sums
+twice). Each weight gets its gradient from one node as in the whole backward, so the results are the
+same to the bit. The first part runs the nodes and all of their hooks. The second calls them, which
+runs no hooks again, and runs what leads from them to the weights. The tensors that PyTorch's other
+nodes on the way have saved are given up after the first part; the gradients of the nodes that are
+computed twice are kept instead.
 
 A graph is not divided where that would not hold, or where a node would compute everything twice:
 
 - a weight with ways to several such nodes, whose gradients the whole backward adds up first;
 - an LSTM or a GRU, a Python `autograd.Function` with weights, or one that was compiled;
 - a reentrant checkpoint, which runs a backward inside this one;
-- saved tensors with hooks, as of a checkpoint: it would recompute for each node again.
+- saved tensors with hooks, as of a checkpoint, in nodes of the second part: it would recompute for
+  each node again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -39,12 +44,15 @@ _WHOLE_ONLY = ("CompiledFunction", "CheckpointFunction")
 # PyTorch's nodes that compute all of their gradients even if some are asked for: of LSTMs and GRUs.
 _COMPUTES_ALL = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 
+# A node with ways to the input and to weights, and its edges to weights by their number.
+Branch = tuple[Node, dict[int, GradientEdge]]
+
 
 class SplitBackward:
     """The backward of one micro-batch, in two parts.
 
     Args:
-        branches: the nodes with ways to the input and to weights, and the weights of each.
+        branches: the nodes with ways to the input and to weights.
         others: the other nodes on the way to the input.
         starts: where the backward begins, with the gradients there.
         to_input: which of these have a way to the input.
@@ -53,13 +61,13 @@ class SplitBackward:
 
     def __init__(
         self,
-        branches: Sequence[tuple[Node, list[Tensor]]],
+        branches: Sequence[Branch],
         others: Sequence[Node],
         starts: Sequence[tuple[Root, Tensor]],
         to_input: Sequence[bool],
         inputs: Sequence[Tensor],
     ) -> None:
-        self._weights_of = {id(node): (node, weights) for node, weights in branches}
+        self._branches = branches
         self._others = others
         self._inputs: Sequence[Tensor] = inputs
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
@@ -71,8 +79,10 @@ class SplitBackward:
         """Computes the gradients of the inputs, which are then in their `grad`."""
         if not self._first:
             return
-        branches = [node for node, _ in self._weights_of.values()]
-        hooks = [node.register_prehook(_Keep(node, self._seen)) for node in branches]
+        # a hook of the node itself runs after those of tensors: it sees what the node is given
+        hooks = [
+            node.register_prehook(partial(self._see, node, edges)) for node, edges in self._branches
+        ]
         try:
             run_from(self._first, self._inputs, retain_graph=True)
         finally:
@@ -80,59 +90,64 @@ class SplitBackward:
                 hook.remove()
         for node in self._others:
             free_saved(node)
-        self._first, self._inputs, self._others = [], [], []
+        self._first, self._inputs, self._others, self._branches = [], [], [], []
+
+    def _see(
+        self, node: Node, edges: dict[int, GradientEdge], gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        self._seen.append(_Kept(node, edges, gradients, _versions(gradients)))
 
     def to_weights(self) -> None:
         """Adds to the gradients of the weights.
 
         Raises:
-            UserError: gradients are changed by a hook on a tensor, or in place.
+            UserError: a gradient has been changed in place since the first part.
         """
         seen, later = self._seen, self._later
         self._seen, self._later = [], []
-        run_from(later)
-        for node, gradients, versions in seen:
-            _, weights = self._weights_of.pop(id(node))
-            again: list[_Kept] = []
-            hook = node.register_prehook(_Keep(node, again))
-            starts: list[tuple[Root, Tensor]] = [
-                (GradientEdge(node, number), gradient)
-                for number, gradient in enumerate(gradients)
-                if gradient is not None
-            ]
-            try:
-                run_from(starts, weights)
-            finally:
-                hook.remove()
-            for kept in again:
-                same = all(a is b for a, b in zip(gradients, kept.gradients, strict=True))
-                if not same or kept.versions != versions:
+        with BackwardDraws():
+            _run_from(later)
+            # A backward that began at a node would run its hooks again, and those of the tensor
+            # that it has made. A call runs none. Inside a backward, a node that is called computes
+            # what that backward asks for: here the edges to weights, one product of two.
+            kept: _Kept
+            found: list[Tensor | None] = []
+            inside = torch.zeros((), requires_grad=True, device="cpu")
+            inside.register_hook(lambda _: found.extend(kept.node(*kept.gradients)))  # type: ignore[operator]
+            start = (inside, torch.ones((), device="cpu"))
+            for kept in seen:
+                if _versions(kept.gradients) != kept.versions:
                     raise UserError(
-                        f"a gradient inside the model ({type(node).__name__}) is changed by a hook "
-                        f"on a tensor, or in place. That goes wrong where the backward is in two "
-                        f"parts: use schedule=1f1b, or take the hook off"
+                        f"a gradient inside the model ({type(kept.node).__name__}) is changed in "
+                        f"place after its use, as by a hook on a tensor. That goes wrong where the "
+                        f"backward is in two parts: use schedule=1f1b, or return a new tensor"
                     )
-        self._weights_of.clear()
+                found.clear()
+                _run_from([start], (inside, *kept.edges.values()))
+                free_saved(kept.node)
+                _run_from(
+                    [(edge, g) for i, edge in kept.edges.items() if (g := found[i]) is not None]
+                )
 
 
 class _Kept(NamedTuple):
-    """The gradients that a node has used, and how often they had been changed in place."""
+    """A node of the first part, and what the second part needs of it.
+
+    Attributes:
+        node: the node.
+        edges: from it to weights.
+        gradients: what it was given.
+        versions: how often these had been changed in place.
+    """
 
     node: Node
+    edges: dict[int, GradientEdge]
     gradients: tuple[Tensor | None, ...]
     versions: list[int]
 
 
-class _Keep:
-    """A hook that notes the gradients which a node is about to use."""
-
-    def __init__(self, node: Node, notes: list[_Kept]) -> None:
-        self._node = node
-        self._notes = notes
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        versions = [g._version for g in gradients if g is not None]
-        self._notes.append(_Kept(self._node, gradients, versions))
+def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [gradient._version for gradient in gradients if gradient is not None]
 
 
 def run_from(
@@ -142,30 +157,37 @@ def run_from(
     retain_graph: bool = False,
 ) -> None:
     """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone."""
+    with BackwardDraws():
+        _run_from(starts, inputs, retain_graph)
+
+
+def _run_from(
+    starts: Sequence[tuple[Root, Tensor]],
+    inputs: Sequence[Root] = (),
+    retain_graph: bool = False,
+) -> None:
     if not starts:
         return
     roots, gradients = zip(*starts, strict=True)
-    with BackwardDraws():
-        run_backward(
-            roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
-            accumulate_grad=True,
-        )  # fmt: skip
+    run_backward(
+        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
 
 
 def split_backward(
-    starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor], looks_for_hooks: bool = True
+    starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor]
 ) -> SplitBackward | None:
     """Returns the backward from `starts` in two parts; None where it must run as a whole.
 
     Args:
         starts: tensors, or edges of the graph, and their gradients.
         inputs: leaves whose gradients are wanted first.
-        looks_for_hooks: whether saved tensors may have hooks, which takes longer than the rest.
     """
     roots = [_node_of(root) for root, _ in starts]
     graph = _Graph(roots, [get_gradient_edge(tensor).node for tensor in inputs])
     branches = graph.branches(roots)
-    if branches is None or (looks_for_hooks and graph.has_saved_hooks()):
+    if branches is None:
         return None
     others = graph.on_the_way({id(node) for node, _ in branches})
     leads = list(map(graph.leads_to_input, roots))
@@ -205,54 +227,50 @@ class _Graph:
         """Returns the nodes that lead to an input, without those of these ids."""
         return [one for one in self._nodes if self.leads_to_input(one) and id(one) not in but]
 
-    def has_saved_hooks(self) -> bool:
-        """Returns whether hooks give the nodes what they have saved."""
-        return any(map(has_saved_hooks, self._nodes))
-
-    def branches(self, roots: Sequence[Node]) -> list[tuple[Node, list[Tensor]]] | None:
-        """Returns the nodes with ways to the inputs and to weights, and the weights of each.
+    def branches(self, roots: Sequence[Node]) -> list[Branch] | None:
+        """Returns the nodes with ways to the inputs and to weights, and their edges to weights.
 
         None where the graph cannot be divided.
         """
         owner: dict[int, Node | None] = {}  # of the nodes that lead to weights alone
-        for root in roots:
-            if not self.leads_to_input(root):
-                self._weights(root, None, owner)  # all of these run together
-        found: list[tuple[Node, list[Tensor]]] = []
+        for root in roots:  # all that lead to weights alone run together
+            if not self.leads_to_input(root) and not self._owns(None, root, owner):
+                return None
+        found: list[Branch] = []
         for node in filter(self.leads_to_input, self._nodes):
             is_function = isinstance(node, BackwardCFunction)
             if is_function and type(node).__name__.startswith(_WHOLE_ONLY):
                 return None
-            weights: list[Tensor] = []
-            for one in self._next[id(node)]:
-                if not self.leads_to_input(one):
-                    own = self._weights(one, node, owner)
-                    if own is None or is_function:
+            edges: dict[int, GradientEdge] = {}
+            for number, (one, index) in enumerate(node.next_functions):
+                if one is not None and not self.leads_to_input(one):
+                    if is_function or not self._owns(node, one, owner):
                         return None
-                    weights += own
-            if weights and type(node).__name__.startswith(_COMPUTES_ALL):
+                    edges[number] = GradientEdge(one, index)
+            if not edges:
+                continue
+            if type(node).__name__.startswith(_COMPUTES_ALL) or has_saved_hooks(node):
                 return None
-            if weights:
-                found.append((node, weights))
+            found.append((node, edges))
         return found
 
-    def _weights(
-        self, start: Node, by: Node | None, owner: dict[int, Node | None]
-    ) -> list[Tensor] | None:
-        """Returns the weights that `start` leads to; None if another node leads there too."""
-        weights: list[Tensor] = []
+    def _owns(self, node: Node | None, start: Node, owner: dict[int, Node | None]) -> bool:
+        """Notes that `node` leads to `start` and on; False if another one does so too.
+
+        False also where hooks give what a node on this way has saved.
+        """
         stack = [start]
         while stack:
-            node = stack.pop()
-            if id(node) in owner:
-                if owner[id(node)] is not by:
-                    return None
+            one = stack.pop()
+            if id(one) in owner:
+                if owner[id(one)] is not node:
+                    return False
                 continue
-            owner[id(node)] = by
-            if not self._next[id(node)]:
-                weights.append(node.variable)  # type: ignore[attr-defined]
-            stack += self._next[id(node)]
-        return weights
+            owner[id(one)] = node
+            if has_saved_hooks(one):
+                return False
+            stack += self._next[id(one)]
+        return True
 
 
 def _after_their_next(roots: Sequence[Node]) -> list[Node]:

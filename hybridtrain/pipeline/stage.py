@@ -93,6 +93,7 @@ class Stage:
         *,
         clone_outputs: bool,
         hold_edges: bool,
+        changers: Sequence[str | None],
     ) -> None:
         self.index = index
         self.module = module
@@ -114,6 +115,7 @@ class Stage:
             module,
             clone=clone_outputs,
             hold_edges=hold_edges,
+            changers=[changers[link.target] for link in self.outgoing],
         )
         self._in_flight: dict[int, _InFlight] = {}
         self._to_weights: dict[int, _ToWeights] = {}
@@ -199,7 +201,7 @@ class Stage:
         leaves = [one.leaf for own in begun.inputs for one in own]
         parts = None
         if not begun.whole and self._may_split is not False:
-            parts = split_backward(starts, leaves, looks_for_hooks=self._may_split is None)
+            parts = split_backward(starts, leaves)
             self._may_split = self._may_split or parts is not None
         if parts is None:
             # gradients are added up in the order of the micro-batches

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError
 from hybridtrain.pipeline.reducer import broadcast, no_gradient, use_in_sync_batch_norms
 from hybridtrain.pipeline.shard_unit import Shard, ShardUnit, stand_in_for, units_of
@@ -301,7 +302,8 @@ class StageShards:
         if not wholes:
             return
         used = torch.tensor([p.grad is not None for p in wholes], dtype=torch.uint8)
-        used = used.to(wholes[0].device)
+        used = put(used, wholes[0].device)
+        # the host must know which, and so waits for the device here, once per step and stage
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         chosen = {number for number, one in zip(numbers, used.tolist(), strict=True) if one}
         for place, own in enumerate(self._order):

@@ -130,6 +130,8 @@ class OwnerElsewhere:
         there = torch.tensor([gradient is not None], dtype=torch.uint8)
         dist.send(there, group=self.world.pipeline_group, group_dst=self.peer)
         if gradient is not None:
+            if gradient.is_sparse:  # the owner does not know its size
+                gradient = gradient.to_dense()
             gradient = gradient.to(self.world.wire_device).contiguous()
             dist.send(gradient, group=self.world.pipeline_group, group_dst=self.peer)
 
@@ -139,6 +141,8 @@ def _add_gradient(parameter: Parameter, gradient: torch.Tensor) -> None:
     """Adds `gradient`, whose memory may be kept, to that of `parameter`."""
     if parameter.grad is None:
         parameter.grad = gradient
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient + parameter.grad  # dense, as autograd adds them
     else:
         parameter.grad += gradient
 

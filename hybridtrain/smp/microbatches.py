@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.microbatch import chunk_sizes, leaves_of
+from hybridtrain.microbatch import chunk_sizes, cut, leaves_of
 
 
 @dataclass(frozen=True)
@@ -164,5 +164,5 @@ def _parts(leaf: Any, axis: int, samples: Sequence[int]) -> list[Any]:
     if not isinstance(leaf, Tensor) or leaf.dim() <= axis:
         return [leaf] * len(samples)
     if leaf.shape[axis] == sum(samples):
-        return list(leaf.split(list(samples), dim=axis))
-    return list(leaf.chunk(len(samples), dim=axis))
+        return cut(leaf, samples, axis)
+    return cut(leaf, [leaf.shape[axis] // len(samples)] * len(samples), axis)

@@ -80,7 +80,7 @@ def milliseconds(net: nn.Module, x: Tensor, repeats: int) -> dict[str, float]:
         timed("whole", partial(run_from, [(loss, one)]))
         loss = square_loss(net(x), None)
         begun = time.perf_counter()
-        parts = split_backward([(loss, one)], [x], looks_for_hooks=False)
+        parts = split_backward([(loss, one)], [x])
         assert parts is not None
         times["graph"].append(1e3 * (time.perf_counter() - begun))
         timed("to the input", parts.to_input)

@@ -109,6 +109,7 @@ def tied_gpt(
     tied: bool = True,
     frozen: bool = False,
     blocks: Sequence[nn.Module] | None = None,
+    sparse: bool = False,
 ) -> nn.Sequential:
     """A language model whose head has the weight of its embedding; 4 layers without `blocks`.
 
@@ -117,8 +118,9 @@ def tied_gpt(
         tied: False for the same numbers in a separate parameter for each use.
         frozen: whether the tied weight needs no gradient.
         blocks: the layers between embedding and head.
+        sparse: whether the embedding gives a sparse gradient.
     """
-    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
     head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     last = Reuse(embedding.weight) if uses == 3 else TanhLinear()
     net = nn.Sequential(embedding, *(blocks or [TanhLinear(), last]), head)

@@ -15,6 +15,7 @@ from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import nn
 
 from hybridtrain import HybridModel, World
+from hybridtrain.accelerator import Cuda
 from hybridtrain.app import build
 from hybridtrain.app.config import Config
 from hybridtrain.checkpoint.host_copies import HostCopies
@@ -23,7 +24,7 @@ from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline import pipeline
+from hybridtrain.pipeline import grad_norm, layer_rng, pipeline
 from hybridtrain.pipeline.grad_norm import norm_over_devices
 from hybridtrain.planning.cost_sources import tensors_per_param
 from hybridtrain.planning.profiler import LayerProfiler
@@ -83,6 +84,71 @@ def test_the_default_generator_is_where_it_was_after_a_step(monkeypatch):
     foreign_gradients(monkeypatch, "always", steps=1)
     generator = ForeignDropout.generator
     assert (generator.initial_seed(), generator.get_offset()) == (0, 8)
+
+
+class Drops(nn.Module):
+    """Calls what a dropout is on a GPU, which takes no generator."""
+
+    def forward(self, x):
+        return torch.native_dropout(x, 0.5, True)[0]
+
+
+class DefaultGenerator(GPUGenerator):
+    """The CPU's default generator as if it were a GPU's."""
+
+    device = torch.device("cpu")
+
+    def manual_seed(self, seed):
+        super().manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+
+
+def test_a_dropout_draws_from_a_generator_of_its_own_thread_without_a_lock(monkeypatch):
+    found = []
+    for owns in (False, True):
+        if owns:
+            generator = DefaultGenerator()
+            generator.set_offset(8)
+            monkeypatch.setattr(pipeline, "no_generator", lambda g=generator: g)
+            monkeypatch.setattr(layer_rng, "_default_generator_lock", None)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(), nn.Linear(WIDTH, WIDTH), Drops())
+        model = hybrid(net, 1, chunks=2, seed=7, checkpoint="always")
+        model.train_step(floats(8), None, mean_loss)
+        found.append(grads(net))
+    assert_same(*found)
+    assert (generator.initial_seed(), generator.get_offset()) == (0, 8)
+
+
+def test_the_host_sleeps_where_it_waits_for_an_event_of_a_gpu(monkeypatch):
+    made = []
+
+    def event(**settings):
+        made.append(settings)
+        return SimpleNamespace(record=lambda stream: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    Cuda().record_event(None)
+    Cuda().record_event(None, timing=True)
+    assert [settings["blocking"] for settings in made] == [True, True]
+    assert [settings["enable_timing"] for settings in made] == [False, True]
+
+
+def test_the_norm_over_processes_waits_for_no_device(monkeypatch):
+    own = [floats(5, seed=seed) * 10**seed for seed in range(4)]
+    expected = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
+    monkeypatch.setattr(grad_norm.dist, "all_reduce", lambda *args, **kwargs: None)
+    with stand_in_gpus(1) as gpus:
+        device = gpus.devices[0]
+        gradients = [gpus.copy(one, device) for one in own]
+        elsewhere = SimpleNamespace(grad=None, dtype=torch.float32)
+        parameters = [SimpleNamespace(grad=one, dtype=torch.float32) for one in gradients]
+        parameters[2:2] = [elsewhere]
+        norm = grad_norm.norm_over_processes(parameters, None, device, device)
+        none = grad_norm.norm_over_processes([elsewhere] * 2, None, device, device)
+        assert gpus.syncs == 0
+        assert torch.equal(on_host(norm), expected)
+        assert on_host(none) == 0
 
 
 def test_the_norm_over_devices_is_bitwise_that_of_one_device():

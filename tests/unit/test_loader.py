@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.loaders import world_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -69,7 +69,6 @@ def counted(batch):
     return batch.inputs.tolist()[: batch.samples]
 
 
-@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 12), REPLICAS, st.booleans(), st.integers(0, 3))
 def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
     samples, batch_size, replicas, drop_last, seed
@@ -94,7 +93,6 @@ def test_the_shares_of_all_replicas_in_order_are_the_batch_of_one_process(
             assert len(share[step].inputs) == max(1, share[step].samples)
 
 
-@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 12), st.booleans(), st.integers(0, 2))
 def test_an_epoch_is_every_sample_once(samples, batch_size, drop_last, epoch):
     if drop_last and samples < batch_size:
@@ -120,7 +118,6 @@ def test_a_replica_without_a_sample_of_a_short_batch_gets_one_that_counts_0():
     assert sum(share.samples / share.total for share in last) == 1
 
 
-@settings(deadline=None)  # of a busy machine
 @given(SAMPLES, st.integers(1, 9), st.integers(0, 3), REPLICAS, st.data())
 def test_a_stream_that_starts_anywhere_is_the_tail_of_the_full_one(
     samples, batch_size, epoch, replicas, data
@@ -150,7 +147,6 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     permutation(3, 2**63 - 1, 2**31)  # any seed will do
 
 
-@settings(deadline=None)  # of a busy machine
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_shares_cover_all_samples_in_order_and_differ_by_one_at_most(total, replicas):
     shares = [list(range(total)[share_of(total, replica, replicas)]) for replica in range(replicas)]

@@ -80,7 +80,7 @@ def test_every_schedule_is_the_same_again_from_its_lines(kind, devices, chunks):
     assert len(lines) == devices
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.sampled_from([("search", 1), ("search", 2), ("search-v", 2)]), st.integers(1, 4),
     st.integers(1, 8), TIMES, st.one_of(st.none(), st.integers(1, 5)),

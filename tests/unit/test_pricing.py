@@ -44,7 +44,7 @@ from hybridtrain.schedule import (
 # What a queue of layouts promises; schedules are searched for its results alone.
 NAMED_ONLY = Choices(schedule=tuple(NAMED))
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 MIB = 2**20
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybridtrain.errors import UserError
 from hybridtrain.pipeline.split_backward import split_backward
@@ -278,6 +279,87 @@ def test_what_is_recomputed_is_recomputed_once(mode):
     assert len(calls) == {"except_last": 7}.get(str(mode), 8)
 
 
+@pytest.mark.parametrize("kind", DIVIDED.values(), ids=DIVIDED)
+def test_both_parts_compute_the_products_of_the_whole_backward_and_no_more(kind):
+    counts = []
+    for divided in (False, True):
+        x = torch.rand(5, WIDTH, requires_grad=True)
+        output = make(kind)(x)
+        with FlopCounterMode(display=False) as counter:
+            if divided:
+                parts = split_backward([(output, torch.ones_like(output))], [x])
+                parts.to_input()
+                parts.to_weights()
+            else:
+                output.backward(torch.ones_like(output))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def on_the_tensor(y, hook):
+    y.register_hook(hook)
+
+
+def before_the_node(y, hook):
+    y.grad_fn.register_prehook(lambda gradients: hook(gradients[0]))
+
+
+def after_the_node(y, hook):
+    y.grad_fn.register_hook(lambda _, gradients: hook(gradients[0]))
+
+
+def retained(y, note):
+    y.retain_grad()
+    note(y)
+
+
+class Hooking(nn.Linear):
+    """Hangs `hook` onto its graph, in every other call."""
+
+    def __init__(self, register, hook):
+        super().__init__(WIDTH, WIDTH)
+        self.register, self.hook, self.calls = register, hook, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls % 2 == 0:
+            self.register(y, self.hook)
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "search"])
+@pytest.mark.parametrize("register", [on_the_tensor, before_the_node, after_the_node])
+def test_a_hook_inside_a_stage_that_looks_at_gradients_sees_each_once(register, schedule):
+    seen = []
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), Hooking(register, lambda g: seen.append(g.clone())))
+    plain = copy.deepcopy(net)
+    for batch in (regression(8, 1), regression(7, 2)):
+        plain_step(plain, *batch)
+    expected, seen[:] = list(seen), []
+    options = {"split": [1, 1], "example_inputs": regression(8)[0]}
+    model = hybrid(net, schedule=schedule, **options)
+    net[1].calls = 0  # layers have been measured
+    seen.clear()
+    for batch in (regression(8, 1), regression(7, 2)):
+        model.train_step(*batch, F.mse_loss)
+    assert len(seen) == len(expected) == 4
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, expected, strict=True))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_gradient_that_is_retained_inside_a_stage_is_not_added_twice():
+    made = []
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), Hooking(retained, made.append))
+    train(net, regression(8), schedule="zb-h1")
+    pipeline, plain = made[:2], made[2:]
+    for mine, theirs in zip(pipeline, plain, strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 def new_tensor(gradient):
     return 2 * gradient
 
@@ -287,19 +369,61 @@ def in_place(gradient):
 
 
 @pytest.mark.parametrize("hook", [new_tensor, in_place])
-def test_a_hook_that_changes_a_gradient_inside_a_stage_is_refused(hook):
-    class Hooked(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            y.register_hook(hook)
-            return torch.tanh(y)
+def test_a_hook_that_changes_a_gradient_inside_a_stage_does_so_once(hook):
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), Hooking(on_the_tensor, hook))
+    mine, theirs = train(net, regression(8, 1), regression(7, 2), schedule="zb-h1")
+    for name, parameter in theirs.items():
+        assert torch.equal(mine[name].grad, parameter.grad), name
 
-    model = hybrid(nn.Sequential(TanhLinear(), Hooked(WIDTH, WIDTH)), schedule="zb-h1")
-    with pytest.raises(UserError, match=r"a gradient inside the model .* is changed") as error:
+
+class SharedGradient(nn.Module):
+    """One gradient goes to two layers; the second one's hook changes it for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        a = self.a(x)
+        a.register_hook(in_place)
+        return a + self.b(x)
+
+
+def test_a_gradient_that_is_changed_in_place_after_its_use_is_refused():
+    model = hybrid(nn.Sequential(TanhLinear(), SharedGradient()), schedule="zb-h1")
+    with pytest.raises(UserError, match=r"a gradient inside the model .* is changed in") as error:
         model.train_step(*regression(8), F.mse_loss)
     assert "use schedule=1f1b" in str(error.value)
     # the first micro-batch is whole: what it saves is counted
     assert "in the backward to the weights of micro-batch 1 on stage 1" in error.value.__notes__[0]
+
+
+class LaterCheckpoint(TanhLinear):
+    """Recomputes itself from its sixth call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.runs = 0
+
+    def run(self, x):
+        self.runs += 1
+        return super().forward(x)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls < 6:
+            return self.run(x)
+        return checkpoint(self.run, x, use_reentrant=False)
+
+
+def test_a_checkpoint_that_a_layer_begins_later_recomputes_once_for_each_micro_batch():
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLinear(), LaterCheckpoint())
+    mine, theirs = train(net, regression(8, 1), regression(8, 2), schedule="zb-h1")
+    assert net[1].runs == 8 + 3
+    for name, parameter in theirs.items():
+        assert torch.equal(mine[name].grad, parameter.grad), name
 
 
 class _NoGradient(torch.autograd.Function):

@@ -135,7 +135,7 @@ def test_most_backwards_of_zb_v_are_whole_with_many_micro_batches():
     assert sum(divided[0]) == 30  # of 7 x 8, and of 7 x 32
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 12), TIMES, TIMES,
        st.lists(st.integers(0, 5), min_size=9, max_size=9), st.floats(1.0, 2.0))  # fmt: skip
 def test_no_action_comes_later_by_a_whole_backward_that_nobody_waits_for(
@@ -193,7 +193,6 @@ def test_whole_backwards_and_backwards_in_parts_may_be_mixed_in_one_stage():
     assert peak_in_flight(schedule) == (3,)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 6), st.integers(1, 12), st.integers(1, 2), TIMES, TIMES,
     st.lists(st.integers(0, 5), min_size=11, max_size=11),
@@ -215,7 +214,7 @@ def test_a_search_is_never_slower_than_a_named_schedule_nor_over_its_memory(
             assert durations.length(found) <= durations.length(schedule) + 1e-6
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(1, 6), st.integers(1, 12), TIMES, TIMES,
     st.lists(st.integers(0, 5), min_size=11, max_size=11),
@@ -254,7 +253,7 @@ def test_a_search_follows_a_named_schedule_and_fills_what_gaps_it_has():
     assert found < 0.99 * durations.length(zero_bubble_h1(4, 16))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["search", "search-v"]), st.integers(1, 5), st.integers(1, 10),
     st.integers(1, 2), st.integers(1, 8),

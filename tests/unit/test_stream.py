@@ -108,7 +108,7 @@ def check_agreed(found):
     return batches
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 30), st.integers(1, 9), st.sampled_from([1, 2, 3]), st.booleans())
 def test_batches_are_consecutive_samples_for_any_number_of_replicas(
     samples, batch_size, replicas, drop_last

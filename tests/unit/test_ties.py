@@ -76,6 +76,19 @@ def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, 
     assert all(alias.grad is None for alias in aliases(net))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("uses", [2, 3])
+def test_a_sparse_gradient_of_one_use_and_the_dense_ones_of_others_add_up(uses, schedule):
+    net, plain = gpt(uses, sparse=True), gpt(uses, sparse=True)
+    model = hybrid(net, 4, schedule=schedule)
+    for seed in range(2):  # the second step adds a sparse gradient to a dense one
+        plain_step(plain, *tokens(8, seed), token_loss)
+        model.train_step(*tokens(8, seed), token_loss)
+        assert not net[0].weight.grad.is_sparse
+        # the sums over the micro-batches of each use are taken in another order
+        assert_same_gradients(net, plain, **CLOSE)
+
+
 def test_the_gradients_of_the_uses_are_added_in_the_order_of_the_stages():
     net, untied = gpt(), gpt(tied=False)
     x, y = tokens(8)

@@ -21,10 +21,14 @@ from torch.nn.utils import clip_grad_norm_
 
 cells = Cells()
 
+# The same sums in another order, in float64.
+CLOSE_64 = {"rtol": 1e-11, "atol": 1e-14}
+
 
 def gpt(seed=0, **options):
+    """In float64, so that what cancels out does not depend on how a CPU adds up."""
     torch.manual_seed(seed)
-    return tied_gpt(uses=3, **options)
+    return tied_gpt(uses=3, **options).double()
 
 
 def tied(nb_part, v, frozen=False, **options):
@@ -38,14 +42,14 @@ def tied(nb_part, v, frozen=False, **options):
             batch = tokens(sum(rows), seed)
             replica_step(model, batch, rows, token_loss)
             token_loss(plain(batch[0]), batch[1]).backward()
-            assert_same_gradients(ours, plain, f"rows {rows}", **CLOSE)
+            assert_same_gradients(ours, plain, f"rows {rows}", **CLOSE_64)
             assert_same_on_all_ranks(world, grads(ours), f"rows {rows}")
             norms = [clip_grad_norm_(net.parameters(), 0.5) for net in (model, plain)]
             torch.testing.assert_close(*norms)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert_same(ours.state_dict(), plain.state_dict(), "weights", **CLOSE)
+        assert_same(ours.state_dict(), plain.state_dict(), "weights", **CLOSE_64)
         assert_same_on_all_ranks(world, ours.state_dict(), "weights")
 
     return check
@@ -77,7 +81,7 @@ def tied_accumulation(nb_part):
                 token_loss(plain(batch[0]), batch[1]).backward()
                 everyones = world.gather(ours[0].weight.grad.clone())
                 assert torch.equal(*everyones) is (index == 2), f"after batch {index}"
-            assert_same_gradients(ours, plain, f"turn {turn}", **CLOSE)
+            assert_same_gradients(ours, plain, f"turn {turn}", **CLOSE_64)
             assert_same_on_all_ranks(world, grads(ours))
 
     return check
