@@ -19,7 +19,7 @@ from hybridtrain.loss_counts import checked_loss
 from hybridtrain.loss_weights import BatchWeight, batch_counts
 from hybridtrain.losses import LossFn, main_output
 from hybridtrain.metrics import Metric
-from hybridtrain.microbatch import batch_size, chunk_sizes, merge
+from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge
 from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
@@ -130,6 +130,9 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     Returns:
         a pytree as the model returns it, with the samples in dim 0: in the order of a map-style
         data set, and replica after replica for an iterable one. None if there are no samples.
+
+    Raises:
+        BatchError: a tensor that the model returns does not have the samples in dim 0.
     """
     modes = [(module, module.training) for module in model.net.modules()]
     model.eval()
@@ -138,17 +141,17 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     try:
         with model.whole_weights():  # replicas may have different numbers of batches
             for inputs, _ in data:
-                outputs += [
-                    tree_map_only(Tensor, Tensor.cpu, output)
-                    for output in model.map_outputs(inputs, None, lambda output, _: output)
-                ]
+                found = model.map_outputs(inputs, None, lambda output, _: output)
+                if found:
+                    check_samples(found, chunk_sizes(batch_size(inputs), model.options.chunks))
+                outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
     finally:
         for module, training in modes:
             module.training = training
         model.rng.redetect()
     own = merge(outputs) if outputs else None
-    found = model.world.gather((model.world.replica, own) if outputs else None)
-    parts = sorted((each for each in found if each is not None), key=lambda each: each[0])
+    gathered = model.world.gather((model.world.replica, own) if outputs else None)
+    parts = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
     return merge([part for _, part in parts]) if parts else None
 
 

@@ -18,6 +18,8 @@ OF_THE_COMMAND = (
     "allow_targets",
     "allow_changes",
     "init_from",
+    "ema",
+    "output",
 )
 
 # How a run is computed, watched and kept; all else decides what is learnt.

@@ -23,6 +23,7 @@ from hybridtrain.app.compose import (
     register_recipe_file,
 )
 from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.project import with_allowed_packages
 from hybridtrain.app.settings import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
@@ -32,7 +33,9 @@ from hybridtrain.launch.processes import end_with_parent
 COMMANDS = (
     "train",
     "plan",
+    "verify",
     "evaluate",
+    "predict",
     "export",
     "submit",
     "results",
@@ -82,7 +85,10 @@ def _dispatch(arguments: list[str]) -> int:
     if parsed.help or shows_hydras or parsed.shell_completion:
         if parsed.info or parsed.cfg:
             compose_config(overrides, parsed.config_dir)  # for the one-line errors
-        return _show([word for word in arguments if word not in COMMANDS])
+        flags = [word for word in arguments if word not in parsed.overrides]
+        if parsed.help:  # Hydra sets up the config's logging, with objects that a recipe may name
+            overrides.append("hydra.hydra_logging.root=null")
+        return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)
     if dry_run and command != "submit":
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
@@ -94,6 +100,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
+    overrides = with_allowed_packages(overrides)
     if command == "submit" and not parsed.cfg:
         return _submit(overrides, parsed, dry_run)
     if parsed.multirun:

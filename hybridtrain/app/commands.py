@@ -1,19 +1,28 @@
-"""The commands of the command line: `train`, `plan`, `evaluate` and `export`."""
+"""The commands: `train`, `plan`, `verify`, `evaluate`, `predict` and `export`."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+from torch import nn
+
+from hybridtrain.app import instantiate
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.changes import in_words
+from hybridtrain.app.fitted_world import fit_to_devices
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
+from hybridtrain.app.outputs import check_output, write_outputs
 from hybridtrain.app.plan_alone import other_processes_are_missing, plan_alone
 from hybridtrain.app.predicted import beside_measured, predict_run
 from hybridtrain.app.predicted import in_words as prediction_in_words
@@ -24,16 +33,26 @@ from hybridtrain.app.settings import Settings
 from hybridtrain.app.terminal import print_result
 from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.init_from import init_from, parse_init_from
+from hybridtrain.checkpoint.manifest import verify as verify_files
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import write_weights
-from hybridtrain.errors import ConfigError
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
+from hybridtrain.evaluation import predict as predict_model
+from hybridtrain.launch.environment import detect
 from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
+from hybridtrain.verification import verify as verify_model
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
+
+_AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
+
+# Training steps that `verify` compares.
+_VERIFIED_BATCHES = 3
 
 Result: TypeAlias = dict[str, Any]
 """The values that a command has found, for the table of a sweep."""
@@ -41,6 +60,11 @@ Result: TypeAlias = dict[str, Any]
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
+    if not settings.config.ema or settings.config.output is not None:
+        raise ConfigError(
+            "ema= and output= are keys of evaluate, predict and export: to train without an "
+            "average, leave ema out of callbacks="
+        )
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.trainer_options
@@ -147,13 +171,8 @@ def evaluate(settings: Settings) -> Result:
 
     The values are a line of JSON on stdout, and one more in `evaluations.jsonl`.
     """
-    context = setup_run(settings)
-    config, directory = context.config, context.directory
-    loader = context.eval_loader()
-    if loader is None:
-        raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
-    checkpoint = checkpoint_to_read(context)
-    step = state.restore(checkpoint, context.model)["step"]
+    context, loader, checkpoint, step = _trained(settings)
+    directory = context.directory
     values = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
     if context.world.is_main:
@@ -166,21 +185,93 @@ def evaluate(settings: Settings) -> Result:
     return {"step": step, **values}
 
 
+def verify(settings: Settings) -> Result:
+    """Compares steps and evaluations of a run, from its first weights on, with the unsplit model.
+
+    The config is the run's; the batches are the first ones of the training data.
+
+    Raises:
+        NotExactError: they differ by more than the order of additions explains.
+    """
+    context = setup_run(settings, reuse_plan=False)
+    config, world = context.config, context.world
+    _log.info("%s", _placement(context.model.plan, world))
+    torch.manual_seed(config.seed)  # as the model was made
+    reference = instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=context.data.metadata
+    )
+    with closing(context.train_loader().stream()) as stream:
+        batches = [next(stream) for _ in range(_VERIFIED_BATCHES)]
+    found = verify_model(
+        context.model,
+        [(batch.inputs, batch.targets) for batch in batches],
+        context.loss_fn,
+        reference,
+    )
+    if not found.exact:
+        raise NotExactError(str(found))
+    _log.info("%s", found)
+    world.close()
+    return {"exact": found.exact, "largest_difference": found.largest}
+
+
+def predict(settings: Settings) -> Result:
+    """Writes the model's outputs for the evaluation split, in the order of its samples."""
+    output = settings.config.output
+    if output is not None:
+        check_output(output)
+    context, loader, checkpoint, _ = _trained(settings)
+    default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
+    path = Path(output or default)
+    outputs = predict_model(context.model, loader)
+
+    def write() -> None:
+        write_outputs(path, outputs)
+        _log.info("wrote %s, of %s", path, checkpoint)
+        print_result({"checkpoint": str(checkpoint), "file": str(path)})
+
+    context.world.on_main(write)
+    context.world.close()
+    return {}
+
+
+def _trained(settings: Settings) -> tuple[RunContext, EvalLoader, Path, int]:
+    """Returns the objects of a run, its evaluation data, and the checkpoint that is loaded."""
+    fit_to_devices(settings)
+    context = setup_run(settings)
+    config = context.config
+    loader = context.eval_loader()
+    if loader is None:
+        raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
+    checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
+    saved = state.restore(checkpoint, context.model, evaluated=config.ema)
+    if saved.get("averaged"):
+        _log.info(_AVERAGED)
+    return context, loader, checkpoint, saved["step"]
+
+
 def export(settings: Settings) -> Result:
-    """Writes a checkpoint's weights as one safetensors file, on rank 0.
+    """Writes a checkpoint's weights as one safetensors file; needs nothing but its files.
 
     `net.load_state_dict(safetensors.torch.load_file(path))` reads it back.
     """
-    context = setup_run(settings)
-    checkpoint = checkpoint_to_read(context)
-    state.restore(checkpoint, context.model)
-    path = context.directory.path / "export" / f"{checkpoint.name}.safetensors"
-    weights = context.model.state_dict()
-    if context.world.is_main:
-        write_weights(path, weights)
-        _log.info("wrote %s, of %s", path, checkpoint)
-        print_result({"checkpoint": str(checkpoint), "file": str(path)})
-    context.world.close()
+    if detect(os.environ).rank != 0:
+        return {}
+    config = settings.config
+    directory = RunDirectory(config)
+    directory.log_to_files(0)
+    for note in settings.notes:
+        _log.info("%s", note)
+    checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
+    files = verify_files(checkpoint)["files"]
+    weights, others = state.read_weights(checkpoint, files)
+    average = state.evaluated_average(checkpoint, files) if config.ema else {}
+    path = directory.path / "export" / f"{checkpoint.name}.safetensors"
+    write_weights(path, {**state.with_average(weights, average), **others})
+    if average:
+        _log.info(_AVERAGED)
+    _log.info("wrote %s, of %s", path, checkpoint)
+    print_result({"checkpoint": str(checkpoint), "file": str(path)})
     return {}
 
 

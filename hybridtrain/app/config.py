@@ -241,6 +241,12 @@ class Config:
     init_from: Any = None
     """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
     of a checkpoint, a run or a folder of the Hub; or a mapping of `path`, `strict` and `best`."""
+    ema: bool = True
+    """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
+    with one; false: the weights themselves."""
+    output: str | None = None
+    """Of the command `predict`: the file to write, `.jsonl` or `.npy`; null: one in the run
+    directory."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as [my_project.models]."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -300,8 +306,10 @@ def check(config: Config) -> None:
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
     name = config.run_name or ""
-    if not name or name != name.strip("/. ") or ".." in name.split("/"):
-        raise ConfigError(f"run_name={config.run_name!r} must be the name of a folder")
+    if not name or name != name.strip(". ") or "/" in name:
+        raise ConfigError(
+            f"run_name={config.run_name!r} must be the name of a folder, in the one of output_dir="
+        )
 
 
 def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import DataError, UserError
 from hybridtrain.world import World
 
+# Keys of a data set that say where it is, in the order in which they are shown.
+_PLACES = ("root", "path", "file", "files", "folder", "data_dir")
+
 
 def check_tokenizer(config: Config) -> None:
     """Refuses a tokenizer that is the path of a function which may not be called."""
@@ -33,9 +36,16 @@ def load_data(config: Config, world: World) -> DataSplits:
         if "download" in settings:
             settings["download"] = download
         check_tokenizer(config)
-        return instantiate.build(
-            "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
-        )
+        try:
+            return instantiate.build(
+                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+            )
+        except FileNotFoundError as error:
+            where = ", ".join(f"data.{k}={v}" for k, v in settings.items() if k in _PLACES)
+            raise DataError(
+                f"the data set {config.data['_target_']} is not there: {error}"
+                + (f" ({where})" if where else "")
+            ) from error
 
     download = bool(config.data.get("download"))
     data = world.on_main(lambda: load(download))

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridtrain.app.build import RunContext
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -86,18 +87,21 @@ def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: Checkp
         )
 
 
-def checkpoint_to_read(context: RunContext) -> Path:
+def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World) -> Path:
     """Returns the checkpoint that `resume` names, for a command that does not train.
+
+    Args:
+        resume: of the config.
+        store: the checkpoints of the run.
+        world: the processes; rank 0 looks.
 
     Raises:
         ConfigError: `resume` names none.
         CheckpointError: it does not exist.
     """
-    resume, store = context.config.resume, context.store
     if resume is None:
         raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
-    find = context.world.on_main(lambda: _named_or_newest(resume, store))
-    checkpoint = context.world.broadcast(find)
+    checkpoint = world.broadcast(world.on_main(lambda: _named_or_newest(resume, store)))
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {store.root}: train first, or set run_name or "

@@ -7,6 +7,7 @@
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
         run.lock        see `app.run_lock`         evaluations.jsonl   a line per `evaluate`
+        predictions/    see the command `predict`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
 """

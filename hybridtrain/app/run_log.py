@@ -13,6 +13,8 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+from hybridtrain.app.keys import with_config_keys
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Lines that are in the file only: the terminal has them from `Progress`.
 _FILE_ONLY = "hybridtrain.progress"
@@ -46,10 +48,12 @@ class RunLog:
         root.setLevel(logging.INFO)
         for handler in list(root.handlers):
             root.removeHandler(handler)
+        self._early.addFilter(_name_config_keys)
         root.addHandler(self._early)
         if rank == 0:
             terminal = logging.StreamHandler(DummyTqdmFile(sys.stderr))  # above the progress bar
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
+            terminal.addFilter(_name_config_keys)
             root.addHandler(terminal)
         logging.captureWarnings(True)
         if folder.is_dir():
@@ -68,10 +72,18 @@ class RunLog:
             logging.getLogger(__name__).warning("no log file: %s", error)
             return
         file.setFormatter(logging.Formatter(_FORMAT))
+        file.addFilter(_name_config_keys)
         early.setTarget(file)
         early.flush()
         early.setTarget(None)
         root.addHandler(file)
+
+
+def _name_config_keys(record: logging.LogRecord) -> bool:
+    """Puts config keys in the place of arguments in the library's warnings; as a filter."""
+    if record.levelno >= logging.WARNING and record.name.startswith("hybridtrain."):
+        record.msg, record.args = with_config_keys(record.getMessage()), ()
+    return True
 
 
 class LogLines(io.TextIOBase):

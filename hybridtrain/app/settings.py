@@ -31,6 +31,9 @@ from hybridtrain.app.hidden import from_environment, to_config, to_tree
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 
+# What the config of a run has, of whatever version; the groups after these have good defaults.
+_GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
+
 _NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
 
 
@@ -69,7 +72,7 @@ def settle(
     """Returns the settings of `command` with `overrides`.
 
     Args:
-        command: train, plan, evaluate or export.
+        command: such as train, evaluate or export.
         overrides: the command line's.
         config_dir: a folder with more groups and options.
         run_name: in a sweep, the name of this run.
@@ -83,10 +86,15 @@ def settle(
     named = compose_settings(list(compress(overrides, naming)), config_dir)
     if run_name is not None:
         named.config.run_name = run_name
-    elif command in ("evaluate", "export") and not {"recipe", "run_name"} & set(keys):
+    elif command in ("evaluate", "predict", "export") and not {"recipe", "run_name"} & set(keys):
         _name_run_of_checkpoint(named.config)
     run = Path(named.config.output_dir) / str(named.config.run_name)
-    begun = bool(CheckpointStore(run / "checkpoints").steps())
+    try:
+        begun = bool(CheckpointStore(run / "checkpoints").steps())
+    except OSError as error:  # a name that is too long, say
+        raise ConfigError(
+            f"cannot read the run directory {run}: {error.strerror}; set run_name= or output_dir="
+        ) from error
     saved = _read(run / "config.yaml")
     if saved is None or (command == "train" and not begun and "recipe" in keys):
         given = compose_settings(overrides, config_dir)
@@ -96,6 +104,8 @@ def settle(
         return Settings(given.config, list(overrides), texts, given.leftovers)
     if "recipe" in keys:
         _check_recipe(named.recipe, _recipe_of_run(saved, run), run)
+    if command != "export":  # which runs no code of the run's
+        _refuse_untrusted_code(saved, run, keys)
     settings = _on_top_of(saved, run, overrides, config_dir)
     settings.config.run_name = named.config.run_name
     settings.config.output_dir = named.config.output_dir
@@ -127,6 +137,17 @@ def _refuse_other_weights(run: Path, settings: Settings) -> None:
         )
 
 
+def _refuse_untrusted_code(saved: Mapping[str, Any], run: Path, keys: Sequence[str]) -> None:
+    """Refuses a run with code of packages that the command line does not allow."""
+    allowed = _config_of_run(saved, run).allow_targets
+    if allowed and "allow_targets" not in keys:
+        packages = ",".join(allowed)
+        raise ConfigError(
+            f"{run} is a run with code of {packages}: if you trust it, say so with "
+            f"allow_targets=[{packages}] on the command line"
+        )
+
+
 def _on_top_of(
     saved: dict[str, Any], run: Path, overrides: Sequence[str], config_dir: str | None
 ) -> Settings:
@@ -134,12 +155,6 @@ def _on_top_of(
     of_run = _config_of_run(saved, run)
     recipe = _recipe_of_run(saved, run)
     keys = given_keys(overrides)
-    if of_run.allow_targets and "allow_targets" not in keys:
-        packages = ",".join(of_run.allow_targets)
-        raise ConfigError(
-            f"{run} is a run with code of {packages}: if you trust it, say so with "
-            f"allow_targets=[{packages}] on the command line"
-        )
     base = {
         name: saved.get(name, value)  # with its interpolations
         if name in OPEN_GROUPS
@@ -243,6 +258,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
     """Returns the config of a run, also of one that another version has begun."""
+    missing = [name for name in _GROUPS if not isinstance(saved.get(name), dict)]
+    missing += [f"{name}._target_" for name in OPEN_GROUPS if "_target_" not in saved.get(name, {})]
+    if missing:
+        raise ConfigError(
+            f"{run}/config.yaml has no {missing[0]}: it was emptied or cut short; restore it, or "
+            f"set another run_name="
+        )
     known = dict(saved)
     for name, schema in get_type_hints(Config).items():
         if is_dataclass(schema) and isinstance(known.get(name), dict):

@@ -25,7 +25,7 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
     `<output_dir>/<name>-sweep-<keys>.csv` have the results.
 
     Args:
-        command: train, plan, evaluate or export.
+        command: such as train, evaluate or export.
         overrides: with several values for some of the keys.
         config_dir: a folder with more groups and options.
         run: runs one command with its settings.

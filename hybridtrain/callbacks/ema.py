@@ -17,30 +17,39 @@ if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
 
 
+# The updates of an average of which an earlier version has not saved how many it had.
+_LONG_SINCE_BEGUN = 10**6
+
+
 class EMA(Callback):
     """Keeps an exponential moving average of the parameters, and evaluates with it.
 
     After each step, average = decay * average + (1 - decay) * parameters, in fp32 for parameters in
     half precision, in which so small a part would be rounded away. Buffers, such as running
     statistics, are the model's. `trainer.evaluate`, `predict` and `test` use the average as well;
-    a checkpoint has both.
+    a checkpoint has both, and the commands `evaluate`, `predict` and `export` take the average.
 
     Args:
         decay: between 0 and 1.
         evaluates: False to evaluate with the parameters themselves.
+        warmup: after n steps the decay is at most (1 + n) / (10 + n), so that the average of a
+            short run is not mostly its first weights.
 
     Raises:
         ConfigError: `decay` is out of its range.
 
     Source: B. Polyak and A. Juditsky, 1992; with the exponential weights of A. Tarvainen and
-    H. Valpola, *Mean teachers are better role models*, 2017.
+    H. Valpola, *Mean teachers are better role models*, 2017. The warm-up is that of TensorFlow's
+    ExponentialMovingAverage and of timm.
     """
 
-    def __init__(self, decay: float = 0.999, evaluates: bool = True) -> None:
+    def __init__(self, decay: float = 0.999, evaluates: bool = True, warmup: bool = True) -> None:
         if not 0 < decay < 1:
             raise ConfigError(f"decay={decay} must be between 0 and 1")
         self._decay = decay
         self._evaluates = evaluates
+        self._warmup = warmup
+        self._updates = 0
         self._model: HybridModel | None = None
         self._average: dict[str, Tensor] = {}
 
@@ -48,7 +57,7 @@ class EMA(Callback):
         """Begins with the weights."""
         check_whole_parameters(trainer, "EMA")
         self._model = trainer.model
-        self._average = {}
+        self._average, self._updates = {}, 0
         self._pairs()
 
     def on_start(self, trainer: Trainer) -> None:
@@ -59,10 +68,14 @@ class EMA(Callback):
     def on_step(self, trainer: Trainer, samples: int) -> None:
         """Moves the average."""
         average, parameters = self._pairs()
+        decay, n = self._decay, self._updates
+        if self._warmup:
+            decay = min(decay, (1 + n) / (10 + n))
+        self._updates += 1
         with torch.no_grad():
             # of several devices or dtypes, PyTorch goes through them one by one
             now = [p.to(a.dtype) for p, a in zip(parameters, average, strict=True)]
-            torch._foreach_lerp_(average, now, 1 - self._decay)
+            torch._foreach_lerp_(average, now, 1 - decay)
 
     @contextmanager
     def evaluation_context(self, trainer: Trainer) -> Iterator[None]:
@@ -87,11 +100,12 @@ class EMA(Callback):
         """Returns the average of all stages; with stages in several processes it is gathered."""
         assert self._model is not None
         world = self._model.world
-        if world.pipeline_group is None:
-            return self.average()
-        own = {name: value.cpu() for name, value in self._average.items()}
-        found = world.gather(own if world.replica == 0 else {})
-        return {name: value for part in found for name, value in part.items()}
+        average = self.average()
+        if world.pipeline_group is not None:
+            own = {name: value.cpu() for name, value in average.items()}
+            found = world.gather(own if world.replica == 0 else {})
+            average = {name: value for part in found for name, value in part.items()}
+        return {"average": average, "updates": self._updates, "evaluates": self._evaluates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the average of this process's stages.
@@ -100,16 +114,18 @@ class EMA(Callback):
             CheckpointError: it lacks a parameter, or has one of another shape; nothing is loaded.
         """
         self._pairs()
+        self._updates = state.get("updates", _LONG_SINCE_BEGUN)
+        saved = state["average"] if isinstance(state.get("average"), Mapping) else state
         for name, value in self._average.items():
-            if name not in state or state[name].shape != value.shape:
-                found = f"with shape {list(state[name].shape)}" if name in state else "not there"
+            if name not in saved or saved[name].shape != value.shape:
+                found = f"with shape {list(saved[name].shape)}" if name in saved else "not there"
                 raise CheckpointError(
                     f"the checkpoint's average of EMA does not fit the model: {name}, of shape "
                     f"{list(value.shape)}, is {found}. Train the model it was made with, or leave "
                     f"EMA out"
                 )
         for name, value in self._average.items():
-            value.copy_(state[name])
+            value.copy_(saved[name])
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the averages and their parameters; a new parameter begins its average."""

@@ -45,6 +45,7 @@ from hybridtrain.checkpoint.tensor_files import (
     check_storable,
     read_tensors,
     tensor_writers,
+    without_aliases,
 )
 from hybridtrain.checkpoint.trees import pack, unpack
 from hybridtrain.errors import CheckpointError
@@ -162,11 +163,21 @@ def restore(
     optimizer: Optimizer | None = None,
     progress: Mapping[str, Stateful] = {},
     states: Mapping[str, Stateful] = {},
+    *,
+    evaluated: bool = False,
 ) -> dict[str, Any]:
     """Loads the checkpoint at `path` into what is given; a collective call.
 
+    Args:
+        path: its directory.
+        model: gets its weights, buffers and random state.
+        optimizer: gets its state.
+        progress: what `state.json` is for.
+        states: as of `writers`.
+        evaluated: load the weights that the run has evaluated: see `evaluated_average`.
+
     Returns:
-        all of `state.json`.
+        all of `state.json`; with `evaluated` also `averaged`, whether they are an average.
 
     Raises:
         CheckpointError: it is missing or damaged, or is of another model; names the tensor.
@@ -180,6 +191,8 @@ def restore(
         files = manifest["files"]
         weights, extra = read_weights(path, files)
         check_fits(path, weights | extra, model.net.state_dict())
+        average = evaluated_average(path, files) if evaluated else {}
+        weights = with_average(weights, average)
         trees: dict[str, Any] = {}
         if optimizer is not None:
             trees["optimizer"] = read_tree(path, "optimizer", files)
@@ -198,7 +211,8 @@ def restore(
             for name in files:
                 if name.endswith(".json") and ".safetensors" not in name and name not in known:
                     _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
-        return weights, extra, trees, read_progress(path, manifest)
+        saved = read_progress(path, manifest)
+        return weights, extra, trees, saved | ({"averaged": bool(average)} if evaluated else {})
 
     if source.shared:  # each process a part of the files
         on_each(world, lambda: verify(path, world.rank, world.size))
@@ -226,6 +240,32 @@ def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor
         return split_state(_mapped(path / "model.pt"))
     extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
     return read_tensors(path, "model", files), extra
+
+
+def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the average of the weights that a run evaluates with, by the parameters' names.
+
+    It is the state of a callback such as `EMA`; empty if the run evaluates with the weights.
+
+    Args:
+        path: of the checkpoint, verified.
+        files: of its manifest.
+    """
+    states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
+    for name, state in states.items():
+        if isinstance(state, Mapping) and isinstance(state.get("average"), Mapping):
+            return dict(state["average"]) if state["evaluates"] else {}
+        if name == "ema":  # of an earlier version, which had nothing but the average
+            return dict(state)
+    return {}
+
+
+def with_average(weights: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `weights` with `average` in place of parameters, under all names of a tied one."""
+    aliases = without_aliases(weights)[1] if average else {}
+    first = {name: aliases.get(name, name) for name in weights}
+    moved = {first[name]: value.to(weights[name].dtype) for name, value in average.items()}
+    return {name: moved.get(first[name], value) for name, value in weights.items()}
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -22,7 +22,11 @@ def succeed(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     code = main(arguments)
     written = capfd.readouterr()
     assert code == 0, written.err
-    if arguments[0] not in ("evaluate", "export"):  # which print their result, for scripts
+    if arguments[0] not in (
+        "evaluate",
+        "export",
+        "predict",
+    ):  # which print their result, for scripts
         assert written.out == ""
     return written.err
 

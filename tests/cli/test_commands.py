@@ -1,19 +1,41 @@
 """The commands evaluate, export and plan, and sweeps."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from cli_runs import LAST, assert_same, contents, fail, metrics, succeed
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.launch import SMALL
 
+import hybridtrain.data
 from hybridtrain import World, models
+from hybridtrain.app.cli import main
 from hybridtrain.app.sweep import sweep
+from hybridtrain.checkpoint.manifest import read_manifest
+from hybridtrain.checkpoint.state import read_tree
+from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.watchdog import current
+
+
+def change(run: Path, values: dict[str, Any]) -> None:
+    """Changes the config of a run, as if it had begun so."""
+    config = OmegaConf.load(run / "config.yaml")
+    for group, own in values.items():
+        if not isinstance(own, dict):
+            config[group] = own
+        elif "_target_" in own:
+            config[group] = {**own, "batch_size": 32} if group == "data" else own
+        else:
+            config[group].update(own)
+    OmegaConf.save(config, run / "config.yaml")
 
 
 def test_evaluate_gives_the_values_that_the_run_logged(
@@ -35,6 +57,33 @@ def test_evaluate_gives_the_values_that_the_run_logged(
     assert listed == before
 
 
+def test_verify_says_that_a_run_is_exact_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = succeed(capfd, "verify", *SMALL, "pipeline.schedule=zb-h1")
+    assert "exact: all numbers are equal to the last bit" in said
+    assert "in 2 stages (zb-h1, 4 micro-batches, engine local, fp32)" in said
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_verify_ends_with_1_where_a_loss_is_no_mean_over_samples(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("disguised.py").write_text(
+        "import torch\n"
+        "from torch.nn import functional as F\n"
+        "class Loss(torch.nn.Module):\n"
+        "    def forward(self, output, targets):\n"
+        "        weight = torch.arange(1.0, 11.0)\n"
+        "        return F.nll_loss(output, targets, weight=weight)\n"
+    )
+    arguments = [*SMALL, "allow_targets=[disguised]", "trainer.loss={_target_: disguised.Loss}"]
+    assert main(["verify", *arguments, "trainer.metrics=null"]) == 1
+    said = capfd.readouterr().err
+    assert "NOT EXACT: loss of the whole batch differs by" in said
+    assert "MeanLoss(loss_fn, count)" in said
+
+
 def test_export_writes_the_weights_under_the_names_of_the_model(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +96,106 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     assert_same(dict(net.state_dict()), dict(expected))
     others = copied / "config.yaml"
     assert written.stat().st_mode == others.stat().st_mode
+
+
+def test_export_needs_nothing_but_the_files_of_the_run(
+    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed(capfd, "export", "run_name=digits")
+    written = copied / "export" / f"{LAST}.safetensors"
+    expected = written.read_bytes()
+    written.unlink()
+    # no such GPUs, no such code, no such data
+    change(copied, {
+        "world": {"devices": "cuda", "engine": "distributed", "backend": "nccl"},
+        "allow_targets": ["gone"],
+        "model": {"_target_": "gone.Model"},
+        "data": {"_target_": "gone.data", "root": "/nowhere"},
+    })  # fmt: skip
+    monkeypatch.setattr(World, "from_env", None)
+    succeed(capfd, "export", "run_name=digits")
+    assert written.read_bytes() == expected
+
+
+def test_one_process_evaluates_and_predicts_with_a_run_of_several_processes_and_gpus(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logged = next(line for line in metrics(copied) if line["step"] == 6 and "eval/loss" in line)
+    change(copied, {"world": {"devices": "cuda", "engine": "distributed", "backend": "nccl"}})
+    said = succeed(capfd, "evaluate", "run_name=digits")
+    assert "the run has 2 stages (world.engine=distributed, world.devices=cuda)" in said
+    assert "here it is 2 stages (world.engine=local, world.devices=cpu)" in said
+    assert f"loss {logged['eval/loss']:.4f}  accuracy {logged['eval/accuracy']:.4f}" in said
+    assert "wrote predictions.npy" in succeed(
+        capfd, "predict", "run_name=digits", "output=predictions.npy"
+    )
+    # what the command line says stays
+    assert "need 2 GPUs, and there are 0" in fail(
+        capfd, "evaluate", "run_name=digits", "world.devices=cuda"
+    )
+
+
+def test_predictions_are_in_the_order_of_the_samples(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    succeed(capfd, "predict", "run_name=digits")
+    succeed(capfd, "predict", "run_name=digits", "output=there/predictions.npy")
+    (lines,) = (copied / "predictions").glob("step_00000006.jsonl")
+    found = np.load("there/predictions.npy")
+    read = np.array([json.loads(line) for line in lines.read_text().splitlines()], np.float32)
+    assert np.array_equal(found, read)
+    data = hybridtrain.data.digits().eval
+    net = models.basicnet(num_classes=10, image_size=8, channels=1).eval()
+    net.load_state_dict(load_file(copied / "checkpoints" / LAST / "model.safetensors"))
+    inputs, targets = data.__getitems__(range(len(data)))
+    with torch.no_grad():
+        np.testing.assert_allclose(found, net(inputs).numpy(), rtol=1e-4, atol=1e-5)
+    logged = next(line for line in metrics(copied) if line["step"] == 6 and "eval/loss" in line)
+    right = (torch.from_numpy(found).argmax(1) == targets).double().mean()
+    assert right == pytest.approx(logged["eval/accuracy"])
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "predictions"])
+def test_an_unknown_format_of_predictions_is_said_before_anything_is_loaded(
+    name: str, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(capfd, "predict", "run_name=digits", f"output={name}")
+    assert said == f"error: output={name}: the suffix must be .jsonl or .npy\n"
+
+
+def test_commands_take_the_average_that_the_run_was_evaluated_with(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = succeed(capfd, *SMALL, "callbacks=[ema]", "checkpoint.best=loss")
+    (logged,) = re.findall(r"step 6/6  eval: (.*)", said)
+    raw = succeed(capfd, "evaluate", "run_name=digits", "ema=false")
+    assert logged not in raw
+    assert "moving average" not in raw
+    averaged = succeed(capfd, "evaluate", "run_name=digits")
+    assert logged in averaged
+    assert "weights: the moving average" in averaged
+    for ema in ("true", "false"):
+        succeed(capfd, "export", "run_name=digits", f"ema={ema}")
+        path = tmp_path / f"outputs/digits/export/{LAST}.safetensors"
+        path.rename(f"{ema}.safetensors")
+    checkpoint = tmp_path / "outputs/digits/checkpoints" / LAST
+    weights = read_tensors(checkpoint, "model")
+    assert_same(load_file("false.safetensors"), {name: weights[name] for name in sorted(weights)})
+    exported = load_file("true.safetensors")
+    saved = read_tree(checkpoint, "callbacks", read_manifest(checkpoint)["files"])
+    for name, value in exported.items():
+        assert torch.equal(value, saved["ema"]["average"][name])
+        assert not torch.equal(value, weights[name])
+    assert "ema= and output= are keys of evaluate" in fail(capfd, "run_name=digits", "ema=false")
+
+
+def test_data_that_is_gone_is_one_line(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("gone.py").write_text("def data(root):\n    open(root + '/train.jsonl')\n")
+    change(copied, {"data": {"_target_": "gone.data", "root": "/nowhere"}})
+    said = fail(capfd, "evaluate", "run_name=digits", "allow_targets=[gone]")
+    assert said.startswith("error: the data set gone.data is not there: [Errno 2] No such file")
+    assert said.endswith("'/nowhere/train.jsonl' (data.root=/nowhere)\n")
+    assert said.count("\n") == 1
 
 
 def test_an_export_that_cannot_be_written_is_one_line(

@@ -157,7 +157,7 @@ def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):
 
 @pytest.mark.parametrize("nb_part", [1, 2])
 def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
-    ema = EMA(decay=0.5)
+    ema = EMA(decay=0.5, warmup=False)
     ours = trainer(nb_part=nb_part, steps=3, eval_every=3, callbacks=[ema])
     expected = {n: p.detach().clone() for n, p in plain_net().named_parameters()}
     plain = trainer(nb_part=nb_part, steps=3)
@@ -179,6 +179,32 @@ def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
     assert_same(ours.model.state_dict(), trainer_after(3, nb_part), "weights after evaluating")
 
 
+def test_the_average_of_a_short_run_follows_its_weights():
+    model = HybridModel(nn.Linear(2, 1), World.from_env(devices="cpu"))
+    weight = model.net.weight
+    ours, ema = SimpleNamespace(model=model, step=1), EMA(0.3)
+    ema.on_init(ours)
+    expected = weight.detach().clone()
+    for decay in (1 / 10, 2 / 11, 3 / 12, 0.3, 0.3):  # (1 + n) / (10 + n) up to the decay
+        with torch.no_grad():
+            weight.add_(1)
+        ema.on_step(ours, 1)
+        expected.lerp_(weight.detach(), 1 - decay)
+    assert torch.equal(ema.average()["weight"], expected)
+
+
+def test_an_average_of_an_earlier_version_is_past_its_warm_up():
+    model = HybridModel(nn.Linear(2, 1), World.from_env(devices="cpu"))
+    ours, ema = SimpleNamespace(model=model, step=1), EMA(0.999)
+    ema.on_init(ours)
+    saved = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    ema.load_state_dict(saved)
+    assert_same(ema.average(), saved, "loaded")
+    ema.on_step(ours, 1)
+    weight = model.net.weight.detach()
+    assert torch.equal(ema.average()["weight"], (weight + 1).lerp(weight, 1 - 0.999))
+
+
 def trainer_after(steps, nb_part):
     ours = trainer(nb_part=nb_part, steps=steps)
     ours.fit()
@@ -188,7 +214,7 @@ def trainer_after(steps, nb_part):
 def test_the_average_of_weights_in_half_precision_is_kept_in_fp32():
     model = HybridModel(nn.Linear(2, 1).bfloat16(), World.from_env(devices="cpu"))
     weight = model.net.weight
-    ours, ema = SimpleNamespace(model=model, step=1), EMA(0.999)
+    ours, ema = SimpleNamespace(model=model, step=1), EMA(0.999, warmup=False)
     ema.on_init(ours)
     expected = weight.detach().float()
     for _ in range(20):  # in bfloat16 a thousandth of a step would be rounded away

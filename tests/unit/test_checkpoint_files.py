@@ -423,6 +423,21 @@ def test_a_link_inside_a_checkpoint_is_refused(name, saved, tmp_path):
         trainer(steps=5).resume(path)
 
 
+@pytest.mark.parametrize("entry", [{"size": "a"}, {"size": None}, {"crc32": None}, {"size": 2.5}])
+def test_a_newest_checkpoint_with_a_forged_manifest_is_skipped_like_a_damaged_one(
+    entry, saved, tmp_path
+):
+    path = shutil.copytree(saved, tmp_path / saved.name)
+    older = shutil.copytree(saved, tmp_path / "step_00000001")
+    for folder, step, changes in ((older, 1, {}), (path, 3, entry)):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        del manifest["crc32"]
+        manifest["step"] = step
+        manifest["files"]["state.json"] |= changes
+        (folder / MANIFEST).write_bytes(render_manifest(manifest))
+    assert CheckpointStore(tmp_path).newest() == older
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b"])
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(name, saved, tmp_path):
     path = shutil.copytree(saved, tmp_path / "forged")

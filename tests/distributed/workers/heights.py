@@ -100,7 +100,7 @@ def _callbacks(world):
             trainer.resume(path)
         trainer.fit()
         outputs = trainer.predict(EvalLoader(data(11, seed=9), 4, of))
-        return callbacks[0].state_dict(), losses, outputs
+        return callbacks[0].state_dict()["average"], losses, outputs
 
     both = World.from_env(nb_part=2, devices="cpu", engine="distributed")
     average, logged, outputs = run(both)
