@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
     from hybridtrain.trainer import Trainer, TrainerOptions
+    from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
 
 __all__ = [
@@ -33,12 +34,14 @@ __all__ = [
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
+    "Verification",
     "World",
     "notebook_launcher",
     "partition",
     "pop",
     "set_partition",
     "stash",
+    "verify",
 ]
 
 __version__ = "0.2.0.dev0"
@@ -55,12 +58,14 @@ _MODULE_OF = {
     "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.trainer",
     "TrainerOptions": "hybridtrain.trainer",
+    "Verification": "hybridtrain.verification",
     "World": "hybridtrain.world",
     "notebook_launcher": "hybridtrain.launch.notebook",
     "partition": "hybridtrain.planning.marks",
     "set_partition": "hybridtrain.planning.marks",
     "pop": "hybridtrain.skip",
     "stash": "hybridtrain.skip",
+    "verify": "hybridtrain.verification",
 }
 
 

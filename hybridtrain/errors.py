@@ -62,6 +62,12 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit the model."""
 
 
+class NotExactError(UserError):
+    """A pipeline computes other numbers than the module that it was made of."""
+
+    exit_code = 1
+
+
 class DivergedError(UserError):
     """Losses, gradients or weights are not finite, so that training on is of no use."""
 

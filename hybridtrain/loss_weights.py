@@ -34,7 +34,7 @@ class Counts:
         found = torch.stack([count.detach().double() for count in tensors])
         self._copy = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
         self._copy.copy_(found, non_blocking=True)
-        self._ready = torch.cuda.Event()
+        self._ready = torch.cuda.Event(blocking=True)
         self._ready.record(torch.cuda.current_stream(found.device))
 
     def __len__(self) -> int:

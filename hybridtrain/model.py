@@ -21,8 +21,13 @@ from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, z
 from hybridtrain.loss_gradients import LossGradients
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
-from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
-from hybridtrain.model_misuse import check_arguments, check_grad_mode, no_attribute
+from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
+from hybridtrain.model_misuse import (
+    check_arguments,
+    check_grad_mode,
+    no_attribute,
+    sequence_first_layer,
+)
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.loss_scaling import unscale_
@@ -37,6 +42,7 @@ from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import SEARCHES, Schedule, forward_only, make_schedule
+from hybridtrain.verification import Verification, verify
 from hybridtrain.world import World
 
 log = logging.getLogger(__name__)
@@ -179,6 +185,7 @@ class HybridModel:
         self.changes = 0
         self.planned = planned
         self._batch_check = BatchCheck(world)
+        self._sequence_first = sequence_first_layer(net)
         self._loss_gradient = LossGradients()
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         if options.shard != "none" and world.replicas == 1:
@@ -266,7 +273,7 @@ class HybridModel:
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         samples = batch_size(inputs, targets)
-        sizes = chunk_sizes(samples, self.options.chunks)
+        sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
@@ -351,11 +358,20 @@ class HybridModel:
         Called as the module is, or with the inputs of a batch as `train_step` takes them. The
         output carries no graph. In `train()` mode dropout is active and running statistics are
         updated, as in any module.
+
+        The outputs of the micro-batches are joined along dim 0. Of a 0-dim tensor, such as the loss
+        that a model of `transformers` returns, there is one value for each micro-batch; of what is
+        no tensor, the value of the first.
+
+        Raises:
+            BatchError: a tensor that is returned does not have the samples in dim 0.
         """
         inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
         if args and kwargs:
             raise BatchError("pass the inputs all by position or all by keyword")
         outputs = self.map_outputs(inputs, None, lambda output, _: output)
+        if len(outputs) > 1:
+            check_samples(outputs, chunk_sizes(batch_size(inputs), self.options.chunks))
         return merge(outputs) if outputs else None
 
     def map_outputs(
@@ -373,7 +389,7 @@ class HybridModel:
         """
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
-        sizes = chunk_sizes(batch_size(inputs, targets), self.options.chunks)
+        sizes = self._sizes(batch_size(inputs, targets))
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 
@@ -423,6 +439,31 @@ class HybridModel:
                 values = self.pipeline.run_forward(schedule, inputs.__getitem__, head)
         self._batch_check.finish()
         return values
+
+    def verify(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: LossFn,
+        *,
+        reference: nn.Module | None = None,
+        times: int = 3,
+    ) -> Verification:
+        """Compares steps and evaluations of a batch in stages with those of the unsplit module.
+
+            print(model.verify(inputs, targets, loss_fn))  # or: assert ....exact
+
+        See `hybridtrain.verify`, which takes several batches.
+
+        Args:
+            inputs: of this replica's batch, as in `train_step`.
+            targets: likewise.
+            loss_fn: likewise.
+            reference: the module before it was wrapped; needed with `engine="distributed"`.
+            times: the steps, each with an evaluation; what a forward leaves behind shows in the
+                next one.
+        """
+        return verify(self, [(inputs, targets)] * times, loss_fn, reference)
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -570,6 +611,16 @@ class HybridModel:
             "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
             "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
+
+    def _sizes(self, samples: int) -> list[int]:
+        """Returns the sizes of the micro-batches that a batch is cut into, along dim 0."""
+        sizes = chunk_sizes(samples, self.options.chunks)
+        if self._sequence_first is not None and len(sizes) > 1:
+            raise BatchError(
+                f"the first layer, {self._sequence_first!r}, takes the samples in dim 1, and "
+                f"micro-batches are cut along dim 0: make it with batch_first=True, or set chunks=1"
+            )
+        return sizes
 
     def _check_synchronised(self, microbatches: int) -> None:
         """Refuses a batch for which replicas may have unequal numbers of micro-batches.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.sharded_tensors import is_sharded
 from hybridtrain.world import World
@@ -47,6 +48,19 @@ def check_arguments(net: Any, world: Any, options: Any, *, constructs: bool = Fa
             f"options={str(options)[:200]} is not a PipelineOptions; single settings go by name: "
             f"{call}"
         )
+
+
+def sequence_first_layer(net: nn.Module) -> str | None:
+    """Returns the name of the first layer if it takes the samples in dim 1, of a batch itself."""
+    first = layers_of(net)[0]
+    module = first.module
+    if isinstance(module, nn.TransformerEncoder):
+        module = module.layers[0]
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module = module.self_attn
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
+        return first.name or type(net).__name__
+    return None
 
 
 def check_grad_mode() -> None:

@@ -16,7 +16,8 @@ When it is complete, its weights must be those of the reference, bit for bit, wi
 same lines in metrics.jsonl, and no process may be left. The exit status is 1 otherwise.
 
     python -m scripts.soak                  # 10 faults, some minutes
-    python -m scripts.soak --faults 200     # the table of docs/reliability.md
+    python -m scripts.soak --faults 200     # for the table of docs/reliability.md
+    python -m scripts.soak --faults 200 --engine distributed    # a process for each stage
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from safetensors.torch import load_file
+
+from hybridtrain.checkpoint.tensor_files import read_tensors
 
 FAULTS = (
     "kill-rank",
@@ -66,7 +68,9 @@ OVERRIDES = [
     "monitor.progress=false",
     "monitor.tensorboard=false",
     "trainer.log_every=1",
+    "trainer.eval_every=50",
     "checkpoint.every_steps=20",
+    "checkpoint.best=loss",
 ]
 
 
@@ -96,6 +100,7 @@ class Run:
     folder: Path
     processes: int
     steps: int
+    engine: str
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -165,7 +170,7 @@ class Run:
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the weights of the last step."""
         (path,) = (self.directory / "checkpoints").glob(f"step_{self.steps:08d}*")
-        return load_file(path / "model.safetensors")
+        return read_tensors(path, "model")
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Returns losses and evaluations by step, without what depends on the clock."""
@@ -184,7 +189,7 @@ class Run:
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(self.processes), "--max-restarts", str(restarts)),
-            *("-m", "hybridtrain", *OVERRIDES),
+            *("-m", "hybridtrain", *OVERRIDES, f"world.engine={self.engine}"),
             *("trainer.epochs=null", f"trainer.steps={self.steps}"),
         ]
 
@@ -213,7 +218,9 @@ class Run:
             _signal([victim], signal.SIGSTOP)
 
 
-def soak(faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str]) -> int:
+def soak(
+    faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str], engine: str = "local"
+) -> int:
     """Does `faults` faults, prints a line for each and a table; returns the exit status."""
     rng = random.Random(seed)
     problems: list[str] = []
@@ -221,13 +228,13 @@ def soak(faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str
     complete = 0
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
-        reference = _new_run(root / "reference", processes, steps)
+        reference = Run(_new(root / "reference"), processes, steps, engine)
         if reference.start("none", 0.0, rng).code:
             print((reference.folder / "log.txt").read_text())
             return 1
         number = 0
         while sum(outcome.kind != "none" for outcome in outcomes) < faults:
-            run = _new_run(root / f"run{number}", processes, steps)
+            run = Run(_new(root / f"run{number}"), processes, steps, engine)
             number += 1
             # one that was interrupted in its last step still has to be evaluated
             while not (run.directory / "summary.json").exists():
@@ -258,9 +265,9 @@ def soak(faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str
     return 1 if problems else 0
 
 
-def _new_run(folder: Path, processes: int, steps: int) -> Run:
+def _new(folder: Path) -> Path:
     folder.mkdir()
-    return Run(folder, processes, steps)
+    return folder
 
 
 def _differences(run: Run, reference: Run) -> list[str]:
@@ -320,8 +327,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=FAULTS, choices=FAULTS)
-    options = parser.parse_args()
-    return soak(options.faults, options.processes, options.steps, options.seed, options.kinds)
+    parser.add_argument("--engine", default="local", choices=("local", "distributed"))
+    return soak(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

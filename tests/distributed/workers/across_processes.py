@@ -65,6 +65,27 @@ def both(make, **options):
     return HybridModel(net, across, **options), alone
 
 
+@cells.add("verify compares each process's stages with the unsplit module")
+def _(world):
+    for name in ("dropout", "conv", "tied_gpt", "masked_lm"):
+        case = CASES[name]
+        torch.manual_seed(0)
+        net = case.net()
+        plain, other = copy.deepcopy(net), copy.deepcopy(net)
+        across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
+        model = HybridModel(net, across, chunks=4, checkpoint="except_last")
+        batch = case.batch(10, 1)
+        found = model.verify(*batch, case.loss, reference=plain)
+        assert found.exact, found
+        assert found.kinds["gradient"].tensors == 3 * len(list(other.named_parameters()))
+        with torch.no_grad():  # of the first stage, which is in one of the processes
+            next(other.parameters()).mul_(1.5)
+        found = model.verify(*batch, case.loss, reference=other)
+        assert "gradient" in found.differs
+        assert " on rank " in str(found)
+        assert len(set(world.gather(str(found)))) == 1
+
+
 def assert_equal_steps(ours, alone, batch, loss_fn, steps=3, rows=(7, 10, 3), **close):
     """Losses, gradients, norms, weights and buffers are equal after each step, bit for bit."""
 
@@ -134,6 +155,13 @@ add_equal(
     token_loss,
     close={"rtol": 1e-5, "atol": 1e-6},
     stages_per_device=2,
+)
+add_equal(
+    "a tied weight with a sparse gradient in one process and a dense one in the other",
+    lambda: tied_gpt(sparse=True),
+    tokens,
+    token_loss,
+    close={"rtol": 1e-5, "atol": 1e-6},
 )
 add_equal("a frozen tied weight", lambda: tied_gpt(frozen=True), tokens, token_loss)
 

@@ -19,7 +19,7 @@ from support.compare import (
 )
 from support.engine import Faulty
 from support.launch import Cells
-from support.nets import classification, inplace_net, padded_tokens, tied_gpt
+from support.nets import CASES, classification, inplace_net, padded_tokens, tied_gpt
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -321,6 +321,23 @@ for _kind, _microbatch in itertools.product(("forward", "backward"), (0, 1)):
         f"after an exception on both ranks the next step is right: "
         f"{_kind} of micro-batch {_microbatch}"
     )(after_failure(_kind, _microbatch))
+
+
+@cells.add("verify compares what all replicas have together with the unsplit module")
+def _(world):
+    for name in ("dropout", "conv", "masked_lm"):
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = hybrid(case.net(), 2)
+        found = model.verify(*case.batch(7 + 3 * world.rank, world.rank), case.loss)
+        assert found.exact, found
+        wrong = copy.deepcopy(model.net)
+        if world.rank == 1:
+            with torch.no_grad():
+                next(wrong.parameters()).mul_(1.5)
+        found = model.verify(*case.batch(9, world.rank), case.loss, reference=wrong)
+        assert not found.exact
+        assert len(set(world.gather(str(found)))) == 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,558 @@
+"""A pipeline beside the module that it was made of: do they compute the same numbers?
+
+Steps and evaluations run twice, in the stages of this run and in the plain module, on the same
+micro-batches with the same dropout masks, and every number is compared: outputs, losses, gradients,
+buffers. So a fault of the tracing, of a cut, of a schedule or of a loss that is not the mean it is
+taken for shows on the user's own model and batches.
+
+    pipeline    cut by the plan, run by schedule and engine ─┐
+                                                             ├─ compared, tensor by tensor
+    plain       net(micro-batch), loss, backward: in turn ───┘
+
+It cannot prove what needs the model twice where it does not fit twice, nor what only other batches
+would show. An optimizer gets the gradients that are compared, and is not run.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+from hybridtrain.accelerator import put
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.loss_counts import checked_loss
+from hybridtrain.loss_weights import BatchWeight
+from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.microbatch import batch_size, chunk_sizes, split
+from hybridtrain.pipeline.engines.threads import threads_per_lane
+from hybridtrain.pipeline.layer_rng import ReplayedDraws
+from hybridtrain.pipeline.ties import remove_aliases
+from hybridtrain.text_table import text_table
+
+if TYPE_CHECKING:
+    from hybridtrain.model import HybridModel
+
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
+"""By precision, how far a number may be from another that was added up in another order, relative
+to the largest entry of its tensor. In half precision the last bit of a weight can tip the rounding
+of an activation, which has 8 or 11 bits."""
+
+# A gradient that is zero but for rounding, such as that of a bias before a batch norm, is compared
+# with this share of the largest entry of all gradients.
+_SMALL = 1e-2
+
+
+@dataclass
+class Compared:
+    """One kind of number, such as the gradients.
+
+    Attributes:
+        tensors: how many tensors were compared.
+        bitwise: how many of them are equal to the last bit.
+        largest: the largest difference, relative to the largest entry of its tensor.
+        where: the tensor that has it.
+    """
+
+    tensors: int = 0
+    bitwise: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    def add(self, name: str, difference: float) -> None:
+        """Counts a tensor."""
+        self.tensors += 1
+        self.bitwise += difference == 0
+        if difference > self.largest:
+            self.largest, self.where = difference, name
+
+    def join(self, other: Compared) -> None:
+        """Counts the tensors of another process."""
+        self.tensors += other.tensors
+        self.bitwise += other.bitwise
+        if other.largest > self.largest:
+            self.largest, self.where = other.largest, other.where
+
+
+@dataclass
+class Verification:
+    """The result of a comparison, the same on every process.
+
+    Attributes:
+        kinds: by name, what was compared.
+        tolerance: how far numbers may be apart that were added up in another order.
+        reasons: why some are added up in another order here.
+        first: the first layer, in the order of the forward, whose output differs by more; None if
+            there is none, or the difference is in the backward alone.
+        title: what was run.
+    """
+
+    kinds: dict[str, Compared]
+    tolerance: float
+    reasons: list[str]
+    first: str | None = None
+    title: str = ""
+
+    @property
+    def differs(self) -> list[str]:
+        """The kinds of numbers that differ by more than the order of additions explains."""
+        return [kind for kind, found in self.kinds.items() if found.largest > self.tolerance]
+
+    @property
+    def exact(self) -> bool:
+        """True if all numbers are equal, but for the order of additions."""
+        return not self.differs
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all numbers."""
+        return max((found.largest for found in self.kinds.values()), default=0.0)
+
+    def __str__(self) -> str:
+        lines = [("tensors", "bitwise", "", "largest difference")]
+        for kind, found in self.kinds.items():
+            largest = f"{found.largest:.1e} in {found.where}" if found.largest else "0"
+            lines.append((str(found.tensors), str(found.bitwise), kind, largest))
+        return "\n".join([self.title, *text_table(lines, 2), self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence or two."""
+        apart = {kind: found for kind, found in self.kinds.items() if found.largest}
+        if self.exact and not apart.keys() - {WHOLE_BATCH}:
+            return "exact: all numbers are equal to the last bit" + (
+                ", but for the loss of the whole batch, which is one sum in place of several"
+                if apart
+                else ""
+            )
+        if self.exact:
+            why = f": {', '.join(self.reasons)}" if self.reasons else ""
+            return (
+                f"exact up to the order of additions{why}. The largest difference is "
+                f"{self.largest:.1e} of the largest entry of its tensor; up to "
+                f"{self.tolerance:.0e} is explained so"
+            )
+        lines = [
+            f"NOT EXACT: {kind} differs by {self.kinds[kind].largest:.1e} in "
+            f"{self.kinds[kind].where}"
+            for kind in self.differs
+        ]
+        lines.append(f"The order of additions explains up to {self.tolerance:.0e}")
+        if self.differs == [WHOLE_BATCH]:
+            lines.append(
+                "The loss of a whole batch is not the mean of its micro-batches: it averages over "
+                "something else than samples, which MeanLoss(loss_fn, count) says, or it compares "
+                "samples with one another, which micro-batches cannot"
+            )
+        elif self.first is not None:
+            lines.append(f"The first layer whose output differs is {self.first}")
+        return ". ".join(lines)
+
+
+STATE = "state before the first step"
+WHOLE_BATCH = "loss of the whole batch"
+
+
+def verify(
+    model: HybridModel,
+    batches: Sequence[tuple[Any, Any]],
+    loss_fn: LossFn,
+    reference: nn.Module | None = None,
+) -> Verification:
+    """Runs a training step and an evaluation of each batch, in stages and unsplit; compares them.
+
+    All processes call it together. Afterwards the model is as before: its weights, gradients,
+    buffers, modes and the step that its draws count from. What a forward counts in attributes of
+    Python has gone on, as in any forward.
+
+    Args:
+        model: the model; its options are those of the run.
+        batches: of this replica, `(inputs, targets)`.
+        loss_fn: as in `HybridModel.train_step`.
+        reference: the module as it was before the `HybridModel` was made of it, on any device. It
+            is moved to the device of the last stage, and changed. None: a copy of `model.net`.
+
+    Raises:
+        ConfigError: the processes have parts of the model only, and there is no `reference`.
+        Exception: of the pipeline, or, with a note that says so, of the unsplit module.
+    """
+    options, world = model.options, model.world
+    if model.pipeline.shards_weights:
+        raise ConfigError(
+            "verify() needs whole weights, and with shard=full each replica has a part of them: "
+            "set shard=none for it, whose gradients are the same"
+        )
+    if reference is None and world.processes_per_replica > 1:
+        raise ConfigError(
+            "verify() needs the whole model beside its stages, and with engine=distributed no "
+            "process has it: pass reference=, the module before it was wrapped"
+        )
+    comparison = _Comparison(model, loss_fn, reference)
+    with _as_before(model):
+        comparison.state()
+        for number, (inputs, targets) in enumerate(batches):
+            comparison.batch(f"batch {number}", inputs, targets)
+    count = len(batches)
+    stages = f"{len(model.plan.stages)} stage{'s' * (len(model.plan.stages) > 1)}"
+    return comparison.result(
+        f"{count} training step{'s' * (count > 1)} and evaluation{'s' * (count > 1)} in {stages} "
+        f"({options.schedule}, {options.chunks} micro-batches, engine {world.engine}, "
+        f"{options.precision}) beside the unsplit module"
+    )
+
+
+@contextmanager
+def _as_before(model: HybridModel) -> Iterator[None]:
+    """Undoes what the block does to the gradients, buffers, modes and draws of `model`."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.net.modules()]
+    step = model.rng.step
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+        model.rng.step = step
+        model.rng.redetect()
+
+
+@dataclass
+class _Recorded:
+    """A loss that notes the outputs and losses of its micro-batches."""
+
+    loss: LossFn
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        # a copy: the loss may work in place
+        self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
+        loss = checked_loss(self.loss(output, targets))
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class _Comparison:
+    """Runs the stages and the unsplit module on the same batches.
+
+    Args:
+        model: in stages.
+        loss_fn: of a step.
+        reference: the unsplit module; None: a copy of `model.net`.
+    """
+
+    def __init__(self, model: HybridModel, loss_fn: LossFn, reference: nn.Module | None) -> None:
+        self._model = model
+        self._world = model.world
+        self._loss_fn = loss_fn
+        self._loss = model.with_count(loss_fn)
+        self._device = model.pipeline.output_device
+        net = copy.deepcopy(model.net) if reference is None else reference
+        remove_aliases(net)
+        self._net = net.to(self._device)
+        self._tolerance = TOLERANCES[model.options.precision]
+        self._kinds: dict[str, Compared] = {}
+        self._first: str | None = None
+
+    def state(self) -> None:
+        """Compares the weights and buffers before the first step."""
+        self._model.sync_buffers()
+        theirs = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+        for name, mine in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            self._add(STATE, name, mine, theirs.get(name))
+
+    def batch(self, name: str, inputs: Any, targets: Any) -> None:
+        """Compares a training step and an evaluation of a batch."""
+        model = self._model
+        weights = model.step_weights([(inputs, targets)], self._loss_fn)[0]
+        sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
+        parts = split(self._placed(inputs), sizes)
+        target_parts = split(self._placed(targets), sizes)
+        differed = self._differs
+        self._train(name, (inputs, targets), weights, parts, target_parts)
+        self._evaluate(name, (inputs, targets), weights, parts, target_parts)
+        found = self._world.gather(self._differs and not differed)
+        if any(found):
+            self._first = self._first or self._first_layer(inputs, parts)
+
+    def result(self, title: str) -> Verification:
+        """Returns what all processes have found; a collective call."""
+        kinds: dict[str, Compared] = {}
+        for rank, own in enumerate(self._world.gather(self._kinds)):
+            for kind, compared in own.items():
+                if self._world.size > 1 and compared.where:
+                    compared.where += f" on rank {rank}"
+                kinds.setdefault(kind, Compared()).join(compared)
+        model, reasons = self._model, []
+        if model.pipeline.has_ties:
+            reasons.append("stages share a parameter, and add its gradients up at the end")
+        if self._world.replicas > 1:
+            reasons.append("the gradients of replicas are added up")
+        if self._device.type != "cpu":
+            reasons.append("a GPU adds up in its own order")
+        if model.options.compile:
+            reasons.append("compiled layers add up in their own order")
+        return Verification(kinds, self._tolerance, reasons, self._first, title)
+
+    def _train(
+        self,
+        name: str,
+        batch: tuple[Any, Any],
+        weights: BatchWeight,
+        parts: Sequence[Any],
+        target_parts: Sequence[Any],
+    ) -> None:
+        model, net = self._model, self._net
+        recorded = _Recorded(self._loss_fn)
+        loss: Any = recorded
+        if isinstance(self._loss, MeanLoss):
+            loss = replace(self._loss, loss_mean=recorded)
+        elif isinstance(self._loss, SumLoss):
+            loss = replace(self._loss, loss_sum=recorded)
+        self._set_modes(training=True)
+        model.zero_grad()
+        net.zero_grad()
+        with self._seeds(len(parts)) as seeds:
+            result = model.train_step(*batch, loss, weight=weights)
+        values: list[Tensor] = []
+        seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
+        for number, (part, target) in enumerate(zip(parts, target_parts, strict=True)):
+            if isinstance(self._loss, MeanLoss) and not weights.units[number]:
+                values.append(torch.zeros((), device=self._device))  # of nothing: it is not called
+                continue
+            plain = _Recorded(self._loss_fn)
+            with self._plainly(seeds[number]), torch.enable_grad():
+                value = plain(self._forward(part), target)
+            with self._plainly(autocast=False):
+                value.backward(torch.full_like(value, weights.share(number)))
+            values += plain.losses
+            if model.owns_output:
+                output, own_loss = next(seen)
+                where = f"{name}, micro-batch {number}"
+                self._add("output in training", where, output, plain.outputs[0])
+                self._add("loss in training", where, own_loss, plain.losses[0])
+        if model.owns_output:
+            self._add("loss of the step", name, result.loss, weights.mean(values))
+        self._compare_gradients()
+        if model.options.batch_norm == "deferred":  # other statistics than the module's, on purpose
+            self._take_buffers()
+        own = dict(net.named_buffers())
+        for key, buffer in model.named_buffers():
+            self._add("buffer after the step", key, buffer, own.get(key))
+
+    def _compare_gradients(self) -> None:
+        replicas = self._world.replicas
+        if replicas > 1:
+            for parameter in self._net.parameters():
+                if parameter.requires_grad:
+                    own = parameter.grad
+                    own = torch.zeros_like(parameter) if own is None else own
+                    # every process of a replica has all its gradients
+                    parameter.grad = self._world.sum(own) / self._world.size
+        theirs = {name: p.grad for name, p in self._net.named_parameters()}
+        entries = [g.detach().abs().max() for g in theirs.values() if g is not None and g.numel()]
+        least = _SMALL * max(map(float, entries), default=0.0)
+        for name, parameter in self._model.named_parameters():
+            mine = parameter.grad
+            if mine is None and replicas > 1:
+                mine = torch.zeros_like(parameter)  # used by no replica
+            self._add("gradient", name, mine, theirs.get(name), least)
+
+    @torch.no_grad()
+    def _evaluate(
+        self,
+        name: str,
+        batch: tuple[Any, Any],
+        weights: BatchWeight,
+        parts: Sequence[Any],
+        target_parts: Sequence[Any],
+    ) -> None:
+        model = self._model
+        model.sync_buffers()
+        if self._world.replicas > 1 and model.options.broadcast_buffers:
+            for buffer in self._net.buffers():
+                self._world.broadcast_tensor(buffer)
+        self._set_modes(training=False)
+        mine, plain = _Recorded(self._loss_fn), _Recorded(self._loss_fn)
+        model.map_outputs(*batch, mine)
+        with self._plainly():
+            for part, target in zip(parts, target_parts, strict=True):
+                plain(self._forward(part), target)
+        if not model.owns_output:
+            return
+        for number, own in enumerate(mine.outputs):
+            where = f"{name}, micro-batch {number}"
+            self._add("output in evaluation", where, own, plain.outputs[number])
+            if weights.units[number]:  # else it is the mean of nothing
+                own_loss = mine.losses[number]
+                self._add("loss in evaluation", where, own_loss, plain.losses[number])
+        if len(parts) > 1:
+            with self._plainly():
+                inputs, targets = map(self._placed, batch)
+                whole = self._loss_fn(self._forward(inputs), targets)
+            if isinstance(self._loss, SumLoss):
+                whole = whole / max(weights.divisor, 1)
+            values = [
+                value if unit else torch.zeros_like(value)
+                for value, unit in zip(mine.losses, weights.units, strict=True)
+            ]
+            mean = weights.mean(values)
+            where = f"{name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
+            self._add(WHOLE_BATCH, where, mean, whole)
+
+    def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
+        """Returns the first layer whose output differs, in evaluation or else in training."""
+        for training in (False, True):
+            self._set_modes(training)
+            with (
+                torch.no_grad(),
+                self._seeds(len(parts)) as seeds,
+                _outputs_of_layers(self._model.net) as mine,
+            ):
+                self._model.map_outputs(inputs, None, lambda output, _: None)
+            with torch.no_grad(), _outputs_of_layers(self._net) as theirs:
+                for part, own_seeds in zip(parts, seeds, strict=True):
+                    with self._plainly(own_seeds):
+                        self._forward(part)
+            differing = [
+                (place, name)
+                for place, (name, outputs) in enumerate(theirs.items())
+                if name in mine
+                and len(mine[name]) == len(outputs)
+                and _difference(mine[name], outputs) > self._tolerance
+            ]
+            found = self._world.gather(min(differing, default=None))
+            if first := min((one for one in found if one is not None), default=None):
+                return first[1]
+        return None
+
+    @contextmanager
+    def _plainly(self, seeds: Sequence[int] = (), autocast: bool = True) -> Iterator[None]:
+        """Runs the unsplit module in the block as stages run: their threads, autocast and draws."""
+        threads, lanes = torch.get_num_threads(), len(self._world.devices)
+        torch.set_num_threads(threads_per_lane(lanes))  # it decides how a kernel adds up
+        try:
+            draws = ReplayedDraws(seeds)
+            with (
+                self._model.autocast() if autocast else nullcontext(),
+                draws if seeds else nullcontext(),
+            ):
+                yield
+            if draws.left:
+                raise UserError(f"it draws {len(draws.left)} times fewer than its stages")
+        except Exception as error:
+            error.add_note("in the unsplit module, which the stages are compared with")
+            raise
+        finally:
+            torch.set_num_threads(threads)
+        if draws is not None and draws.left:
+            raise UserError(
+                f"the unsplit module draws {len(draws.left)} times fewer than its stages"
+            )
+
+    @contextmanager
+    def _seeds(self, microbatches: int) -> Iterator[list[Sequence[int]]]:
+        """Gives, when the block has run a step, the seeds of the draws of each micro-batch."""
+        rng, seeds = self._model.rng, list[Sequence[int]]()
+        step = rng.step
+        yield seeds
+        counts = dict(self._model.pipeline.gather(list(rng.counts.items())))
+        seeds += [rng.seeds_in_order(counts, number, step) for number in range(microbatches)]
+
+    def _forward(self, part: Any) -> Any:
+        signature, values = CallSignature.of_inputs(self._net, part)
+        args, kwargs = signature.split(values)
+        return self._net(*args, **kwargs)
+
+    def _placed(self, values: Any) -> Any:
+        # copies: a layer may work in place
+        return tree_map_only(Tensor, lambda t: put(t, self._device).clone(), values)
+
+    def _set_modes(self, training: bool) -> None:
+        """Sets both to training or evaluation, but for what the user keeps in evaluation."""
+        if self._model.training is not training:
+            self._model.train(training)
+        modes = {name: module.training for name, module in self._model.named_modules()}
+        for name, module in self._net.named_modules():
+            module.training = modes.get(name, training)
+
+    def _take_buffers(self) -> None:
+        """Gives the unsplit module the buffers of the stages."""
+        buffers = [(name, buffer.cpu()) for name, buffer in self._model.named_buffers()]
+        for name, buffer in self._model.pipeline.gather(buffers):
+            self._net.get_buffer(name).copy_(buffer)
+
+    @property
+    def _differs(self) -> bool:
+        return any(found.largest > self._tolerance for found in self._kinds.values())
+
+    def _add(self, kind: str, name: str, mine: Any, theirs: Any, least: float = 0.0) -> None:
+        compared = self._kinds.setdefault(kind, Compared())
+        compared.add(name, _difference(mine, theirs, least))
+
+
+def _difference(mine: Any, theirs: Any, least: float = 0.0) -> float:
+    """Returns the largest difference of two pytrees, relative to the largest entry of its tensor.
+
+    0 if all tensors are equal to the last bit, infinite if they are not of the same kind.
+
+    Args:
+        mine, theirs: the pytrees.
+        least: is taken for the largest entry where that is smaller.
+    """
+    ours, other = (tree_flatten_with_path(tree)[0] for tree in (mine, theirs))
+    if [keystr(path) for path, _ in ours] != [keystr(path) for path, _ in other]:
+        return math.inf
+    pairs = [(a, b) for (_, a), (_, b) in zip(ours, other, strict=True)]
+    return max((_of_tensors(a, b, least) for a, b in pairs), default=0.0)
+
+
+def _of_tensors(mine: Any, theirs: Any, least: float) -> float:
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return 0.0 if isinstance(mine, Tensor) is isinstance(theirs, Tensor) else math.inf
+    mine, theirs = mine.detach(), put(theirs.detach(), mine.device)
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return math.inf
+    if mine.is_sparse:
+        mine, theirs = mine.to_dense(), theirs.to_dense()
+    # NaN in the same places is the same result
+    if torch.equal(mine, theirs) or torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
+        return 0.0
+    apart = mine.to(torch.complex128) - theirs.to(torch.complex128)
+    largest = max(float(theirs.abs().max()), float(mine.abs().max()), least)
+    found = float(apart.abs().max()) / largest
+    return math.inf if math.isnan(found) else found
+
+
+@contextmanager
+def _outputs_of_layers(net: nn.Module) -> Iterator[Mapping[str, list[Any]]]:
+    """Gives the outputs of each submodule in the block, call by call, in the order of the calls."""
+    outputs: dict[str, list[Any]] = {}
+
+    def hook(name: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            copied = tree_map_only(Tensor, lambda t: t.detach().clone(), output)
+            outputs.setdefault(name, []).append(copied)
+
+        return note
+
+    hooks = [m.register_forward_hook(hook(name)) for name, m in net.named_modules() if name]
+    try:
+        yield outputs
+    finally:
+        for each in hooks:
+            each.remove()

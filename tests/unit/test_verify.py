@@ -1,0 +1,200 @@
+"""`verify` says whether a pipeline computes what the module computes, and where it does not."""
+
+import copy
+
+import pytest
+import torch
+from support.compare import cpu_world, hybrid, square_loss
+from support.nets import CASES, WIDTH, TanhLinear, classification, conv_net, floats, mlp
+from torch import nn
+from torch.nn import functional as F
+
+from hybridtrain import HybridModel
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.losses import MeanLoss, SumLoss
+from hybridtrain.verification import STATE, WHOLE_BATCH, verify
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+RUNS = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe", "checkpoint": "always"},
+    {"schedule": "zb-h1", "precision": "bf16"},
+    {"schedule": "zb-v", "stages_per_device": 2, "nb_part": 2},
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["schedule"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_is_found_to_be_exact(name, run):
+    case = CASES[name]
+    net = case.net()
+    if run["schedule"] == "zb-v" and len(net) < 4:
+        pytest.skip("has fewer than four layers")
+    model = hybrid(net, **{"nb_part": 3, **run})
+    found = model.verify(*case.batch(10, 3), case.loss)
+    assert found.exact, found
+    apart = {kind for kind, compared in found.kinds.items() if compared.largest}
+    # stages that share a parameter add its gradient up in another order
+    assert apart <= {WHOLE_BATCH, *(["gradient"] if name == "tied_gpt" else [])}, found
+
+
+def test_dropout_is_compared_with_the_plain_module_bit_for_bit():
+    case = CASES["dropout"]
+    model = hybrid(case.net(), 3)
+    found = model.verify(*case.batch(10, 3), case.loss)
+    assert found.kinds["output in training"].largest == 0
+    assert found.kinds["gradient"].largest == 0
+
+
+class Elsewhere(TanhLinear):
+    """Computes something else in one of its copies."""
+
+    wrong = False
+
+    def forward(self, x):
+        return super().forward(x) * (1.25 if self.wrong else 1.0)
+
+
+def test_the_first_layer_whose_output_differs_is_named():
+    net = nn.Sequential(*[Elsewhere() for _ in range(6)])
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 3)
+    net[2].wrong = net[4].wrong = True
+    found = model.verify(floats(8), floats(8, seed=1), F.mse_loss, reference=plain)
+    assert not found.exact
+    assert found.first == "2"
+    assert "NOT EXACT" in str(found)
+    assert "first layer whose output differs is 2" in str(found)
+
+
+class WrongBackward(TanhLinear):
+    """Is right in the forward, and has a gradient of its own in one of its copies."""
+
+    wrong = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + (y - y.detach()) if self.wrong else y
+
+
+def test_a_gradient_that_differs_is_named_with_its_parameter():
+    net = nn.Sequential(*[WrongBackward() for _ in range(4)])
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2)
+    net[1].wrong = True
+    found = model.verify(floats(8), floats(8, seed=1), F.mse_loss, reference=plain)
+    assert found.differs == ["gradient"]
+    assert found.kinds["gradient"].where in [
+        f"{i}.linear.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+    ]
+    assert found.first is None
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_found_with_both_numbers():
+    weight = torch.tensor([1.0, 5.0, 0.2])
+
+    class Weighted(nn.Module):
+        def forward(self, output, targets):
+            return F.cross_entropy(output, targets, weight=weight)
+
+    model = hybrid(mlp(), 2)
+    inputs, targets = classification(10)
+    found = model.verify(inputs, targets, Weighted())
+    assert found.differs == [WHOLE_BATCH]
+    whole = float(F.cross_entropy(model.eval()(inputs), targets, weight=weight))
+    assert f"{whole:.7g}" in found.kinds[WHOLE_BATCH].where
+    assert "MeanLoss(loss_fn, count)" in str(found)
+    counted = MeanLoss(Weighted(), lambda _, targets: weight[targets].sum())
+    assert model.verify(inputs, targets, counted).exact
+
+
+def test_a_sum_with_its_count_is_exact():
+    loss = SumLoss(
+        lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
+        lambda _, targets: (targets != -100).sum(),
+    )
+    inputs, targets = classification(10)
+    targets[:5] = -100
+    assert hybrid(mlp(), 2).verify(inputs, targets, loss).exact
+
+
+def test_what_construction_has_changed_is_found():
+    net = mlp()
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2)
+    with torch.no_grad():
+        net[0].weight[0, 0] += 1
+    found = model.verify(*classification(8), F.cross_entropy, reference=plain)
+    assert STATE in found.differs
+    assert found.kinds[STATE].where == "0.weight"
+
+
+def test_the_model_is_afterwards_as_before():
+    net = conv_net()
+    model = hybrid(net, 2)
+    batch = CASES["conv"].batch(9, 1)
+    model.train_step(*batch, F.cross_entropy)
+    net[4].eval()
+    state = copy.deepcopy(model.state_dict())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    step, modes = model.rng.step, [module.training for module in net.modules()]
+    assert model.verify(*batch, F.cross_entropy).exact
+    assert model.rng.step == step
+    assert [module.training for module in net.modules()] == modes
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name]), name
+
+
+def test_a_module_that_the_user_keeps_in_evaluation_stays_there():
+    net = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model = hybrid(net, 2, chunks=2)
+    net[1].eval()
+    assert model.verify(floats(8), None, square_loss).exact
+
+
+def test_an_error_of_the_unsplit_module_alone_says_so():
+    plain = copy.deepcopy(net := mlp())
+    model = hybrid(net, 2)
+    plain[3] = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError) as caught:
+        model.verify(*classification(8), F.cross_entropy, reference=plain)
+    assert any("in the unsplit module" in note for note in caught.value.__notes__)
+
+
+class Draws(TanhLinear):
+    """Draws in one of its copies only."""
+
+    draws = False
+
+    def forward(self, x):
+        return super().forward(x) + (torch.rand(1) * 0 if self.draws else 0)
+
+
+@pytest.mark.parametrize("where", ["stages", "unsplit"])
+def test_a_different_number_of_draws_is_one_line(where):
+    net = nn.Sequential(Draws(), TanhLinear(), Draws())
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2)
+    # of the stages, one draws once; of the unsplit module, then, both
+    net[0].draws = plain[0].draws = True
+    (net if where == "stages" else plain)[2].draws = True
+    with pytest.raises(UserError, match="draws"):
+        model.verify(floats(8), floats(8, seed=1), F.mse_loss, reference=plain)
+
+
+def test_several_batches_are_compared_one_after_the_other():
+    case = CASES["stateful"]
+    model = hybrid(case.net(), 2)
+    found = verify(model, [case.batch(10, seed) for seed in range(4)], case.loss)
+    assert found.exact
+    assert found.kinds["loss of the step"].tensors == 4
+
+
+def test_an_engine_over_processes_asks_for_the_whole_model(monkeypatch):
+    model = HybridModel(mlp(), cpu_world(2))
+    monkeypatch.setattr(model.world, "processes_per_replica", 2)
+    with pytest.raises(ConfigError, match="pass reference="):
+        verify(model, [classification(8)], F.cross_entropy)
