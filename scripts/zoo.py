@@ -1,4 +1,4 @@
-"""Trains models that others wrote for a step, unsplit and in stages, and compares every number.
+"""Verifies models that others wrote: in stages they compute what they do unsplit.
 
 These are all classification models of torchvision and a choice of those of transformers; the result
 is a table, docs/models.md. The exit status is 1 if a model cannot be split or differs by more than
@@ -28,25 +28,20 @@ import torch
 import torchvision
 import transformers
 
+from hybridtrain import Verification
 from hybridtrain.errors import SplitError
+from hybridtrain.verification import TOLERANCES
 from tests.support.zoo import (
     TRANSFORMERS,
     Case,
-    Seen,
-    difference,
     shares,
     torchvision_case,
     traced_by,
-    train_in_stages,
-    train_plain,
     transformers_case,
-    without_dropout,
+    verified,
 )
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-
-# The largest difference of a tensor, relative to its largest entry.
-TOLERANCE = 1e-5
 
 
 @dataclass
@@ -58,9 +53,7 @@ class Result:
         layers: number of layers that it can be cut between at first.
         traced: how these were found.
         shares: the largest stage's share of the parameters.
-        plain: the largest difference from the plain module, both without dropout.
-        dropout: the largest difference from one stage, with dropout; empty if the model has none.
-        worst: the tensor with the largest difference.
+        found: the comparisons with the plain module.
         error: why it cannot be cut into more stages; the lists end there.
         crash: the exception that stopped the comparison.
         seconds: its duration.
@@ -70,9 +63,7 @@ class Result:
     layers: int = 0
     traced: str = ""
     shares: list[float] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
-    dropout: list[float] = field(default_factory=list)
-    worst: str = ""
+    found: list[Verification] = field(default_factory=list)
     error: str = ""
     crash: str = ""
     seconds: float = 0.0
@@ -80,41 +71,26 @@ class Result:
     @property
     def passed(self) -> bool:
         """True if the model trains in stages as it does unsplit, as far as it can be split."""
-        return not self.crash and max(self.plain + self.dropout, default=0.0) <= TOLERANCE
+        return not self.crash and all(found.exact for found in self.found)
 
 
 def check(case: Case, stages: Sequence[int], split: str) -> Result:
-    """Compares `case` in stages with the plain module, and, with dropout, with one stage."""
+    """Verifies `case` in each number of stages."""
     result = Result(parameters=sum(p.numel() for p in case.net.parameters()))
-    still = replace(case, net=copy.deepcopy(case.net))
-    drops = without_dropout(still.net)
-    expected = train_plain(copy.deepcopy(still.net), still)
-    for count in stages:
+    for count in [1, *stages]:
+        gc.collect()  # the model before this one
+        own = replace(case, net=copy.deepcopy(case.net))
         try:
-            value, share = _compare(result, still, count, split, expected)
+            found, model = verified(own, count, split)
         except SplitError as error:
             result.error = f"{count} stages: {' '.join(str(error).split())}"
             break
-        result.plain.append(value)
-        result.shares.append(share)
-    expected, model = train_in_stages(copy.deepcopy(case.net), case, 1, split)
-    result.layers, result.traced = len(model.stages[0].layers), traced_by(model)
-    del model
-    for count in stages[: len(result.plain)] if drops else ():
-        result.dropout.append(_compare(result, case, count, split, expected)[0])
+        if count == 1:
+            result.layers, result.traced = len(model.stages[0].layers), traced_by(model)
+        else:
+            result.shares.append(max(shares(model)))
+            result.found.append(found)
     return result
-
-
-def _compare(
-    result: Result, case: Case, count: int, split: str, expected: Seen
-) -> tuple[float, float]:
-    """Returns the largest difference from `expected`, and the largest stage's share."""
-    gc.collect()  # the model before this one
-    seen, model = train_in_stages(copy.deepcopy(case.net), case, count, split)
-    value, name = difference(seen, expected)
-    if value > max([0.0, *result.plain, *result.dropout]):
-        result.worst = name
-    return value, max(shares(model))
 
 
 def run_alone(make: Callable[[str], Case], *args: Any) -> Result:
@@ -138,32 +114,33 @@ def timed_check(
     return result
 
 
-def said(differences: Sequence[float]) -> str:
-    """Returns differences as a cell of the table."""
-    return ", ".join(f"{value:.1e}" if value else "bitwise" for value in differences) or "-"
+def said(found: Verification) -> str:
+    """Returns the largest difference, for a cell of the table."""
+    if found.bitwise:
+        return "bitwise"
+    return f"{'' if found.exact else 'NOT EXACT: '}{found.worst.largest:.1e}"
 
 
 def row(name: str, result: Result) -> list[str]:
     """Returns a row of the table."""
     cells = [name, f"{result.parameters:,}"]
     if result.crash:
-        return [*cells, "-", "-", "-", result.crash, "-"]
+        return [*cells, "-", "-", "-", result.crash]
     largest = ", ".join(f"{share:.0%}" for share in result.shares)
-    plain, dropout = said(result.plain), said(result.dropout)
+    compared = ", ".join(map(said, result.found)) or "-"
     if result.error:
         error = re.sub(r"\S*/site-packages/", "", result.error)  # not of this machine alone
-        plain = f"{plain}; {error}".replace("|", "\\|")
-    return [*cells, str(result.layers), result.traced, largest, plain, dropout]
+        compared = f"{compared}; {error}".replace("|", "\\|")
+    return [*cells, str(result.layers), result.traced, largest, compared]
 
 
 def table(results: dict[str, Result], stages: Sequence[int]) -> list[str]:
     """Returns the results as lines of Markdown."""
     counts = ", ".join(map(str, stages))
     head = [
-        "model", "parameters", "layers", "found by", f"largest of {counts} stages",
-        "unsplit and split", "with dropout, 1 stage and more",
+        "model", "parameters", "layers", "found by", f"largest of {counts} stages", "verified",
     ]  # fmt: skip
-    lines = [head, ["---", *["---:"] * 2, *["---"] * 4]]
+    lines = [head, ["---", *["---:"] * 2, *["---"] * 3]]
     lines += [row(name, result) for name, result in results.items()]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
@@ -172,7 +149,7 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
     """Returns the whole of docs/models.md."""
     counts = " and in ".join(map(str, stages))
     results = [result for kind in kinds.values() for result in kind.values()]
-    differences = [value for result in results for value in result.plain + result.dropout]
+    comparisons = [found for result in results for found in result.found]
     not_all = [name for kind in kinds.values() for name, r in kind.items() if r.error]
     sections = [
         line
@@ -189,10 +166,10 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
             not_all=f"; not in every number of stages: {', '.join(not_all)} (the table says why)"
             if not_all
             else "",
-            equal=sum(value == 0 for value in differences),
-            comparisons=len(differences),
-            largest=f"{max(differences, default=0.0):.1e}",
-            tolerance=f"more than {TOLERANCE:.0e}",
+            equal=sum(found.bitwise for found in comparisons),
+            comparisons=len(comparisons),
+            largest=f"{max((found.worst.largest for found in comparisons), default=0.0):.1e}",
+            tolerance=f"more than {TOLERANCES['fp32']:.0e}",
             versions=f"PyTorch {torch.__version__}, torchvision {torchvision.__version__}, "
             f"transformers {transformers.__version__}",
         ),
@@ -206,15 +183,14 @@ _PAGE = """\
 
 Written by `{command}` ({versions}; one process on a CPU, fp32).
 
-Each model is built with its constructor, randomly initialised, and trained for one step twice:
-unsplit, with PyTorch alone, and in {counts} stages (`split="{split}"`). The step has five samples
-in two micro-batches, of three samples and of two. The plain module gets them one after the other
-and adds up the gradients, each weighted by its samples.
+Each model is built with its constructor, randomly initialised, and verified in {counts} stages
+(`split="{split}"`) by `HybridModel.verify`: two steps and two evaluations of five samples in two
+micro-batches, of three samples and of two, beside the plain module with the same dropout masks.
 
-Then every entry of these tensors is compared: the losses and outputs of both micro-batches in
-training mode, the gradients of all parameters, all buffers after the step (running statistics
-among them), and the outputs in evaluation mode. *bitwise* means that no bit of them differs. A
-number is the largest difference of a tensor relative to its largest entry; {tolerance} fails.
+Every entry of these tensors is compared: the losses and outputs of both micro-batches in training
+and in evaluation, the gradients of all parameters, and all buffers after the step (running
+statistics among them). *bitwise* means that no bit of them differs. A number is the largest
+difference of a tensor relative to its largest entry; {tolerance} fails.
 
 - **layers**: the number of layers that the model can be cut between at first. Layers that are too
   large for an even split are expanded further.
@@ -222,11 +198,6 @@ number is the largest difference of a tensor relative to its largest entry; {tol
   Python, by `torch.export`.
 - **largest of N stages**: the share of the parameters that the largest stage has. It is far above
   1/N where one layer alone is that large (the first linear layer of AlexNet and VGG).
-- **unsplit and split**: the comparison described above. The plain module draws from PyTorch's
-  default generator and a pipeline does not, so here the rates of dropout and of stochastic depth
-  are 0 in both.
-- **with dropout, 1 stage and more**: the same comparison with the model's rates, between one
-  stage and several. A dash: the model has no dropout.
 
 Images have 64 x 64 pixels, or the least that a model takes (Inception 299, MaxVit 224, ViT two
 patches by two), since sizes do not change the structure. Auxiliary classifiers (GoogLeNet,
@@ -238,8 +209,8 @@ gradient; bitwise with a mask, or with `attn_implementation="eager"`). Where a m
 parameter in several places (GPT-2's embedding and output layer, ALBERT's one layer) that are in
 different stages, the parts of its gradient are added up in another order, and the last bits differ.
 
-{passed} of {models} models train in stages as they do unsplit{not_all}. {equal} of {comparisons}
-comparisons are bitwise, and the largest difference is {largest}."""
+{passed} of {models} models compute in stages what they do unsplit{not_all}.
+{equal} of {comparisons} comparisons are bitwise, and the largest difference is {largest}."""
 
 
 def names(only: Sequence[str]) -> Iterator[tuple[str, str, Callable[[str], Case]]]:
@@ -268,7 +239,8 @@ def main() -> None:
     for kind, name, make in names(args.only):
         result = run_alone(make, name, stages, args.split)
         kinds.setdefault(kind, {})[name] = result
-        print(*row(name, result), result.worst, f"{result.seconds:.0f} s", sep=" | ", flush=True)
+        print(*row(name, result), f"{result.seconds:.0f} s", sep=" | ", flush=True)
+        print(*(found for found in result.found if not found.exact), sep="\n", end="")
     out = args.out or (None if args.only else TABLE)
     if out is not None:
         out.write_text(page(kinds, stages, args.split), encoding="utf-8")

@@ -32,14 +32,23 @@ LONG = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--all`."""
+    parser.addoption("--all", action="store_true", help="the tests that are marked `thorough`, too")
+
+
 def pytest_configure() -> None:
     """Has Ctrl-C raise, also where a shell has started the tests in its background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the files; the order within a file stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 

@@ -212,7 +212,7 @@ def verify(settings: Settings) -> Result:
         raise NotExactError(str(found))
     _log.info("%s", found)
     world.close()
-    return {"exact": found.exact, "largest_difference": found.largest}
+    return {"exact": found.exact, "largest_difference": found.worst.largest}
 
 
 def predict(settings: Settings) -> Result:

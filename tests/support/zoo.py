@@ -1,21 +1,19 @@
-"""Models that others wrote, trained for a step unsplit and in stages, and the difference.
+"""Models that others wrote, verified in stages.
 
-`scripts/zoo.py` compares all of them, and `tests/unit/test_zoo.py` a few.
+`scripts/zoo.py` verifies all of them, and `tests/unit/test_zoo.py` a few.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from hybridtrain import HybridModel, World
+from hybridtrain import HybridModel, Verification, World
 from hybridtrain.graph.segment import Segment
 
 # How many samples of the batch each of the two micro-batches has.
@@ -30,9 +28,6 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-
-# What a step computes, by name: losses, outputs, buffers, and gradients, if there are any.
-Seen = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -133,17 +128,6 @@ def _sentences() -> dict[str, Tensor]:
     }
 
 
-def without_dropout(net: nn.Module) -> bool:
-    """Sets the rates of dropout and of stochastic depth to 0; returns whether one was above."""
-    found = False
-    for module in net.modules():
-        for name, value in vars(module).items():
-            if (name == "p" or "drop" in name) and isinstance(value, float) and value > 0:
-                setattr(module, name, 0.0)
-                found = True
-    return found
-
-
 def loss_fn(output: Any, targets: Tensor) -> Tensor:
     """Returns the cross entropy; that of auxiliary outputs counts 0.3."""
     main, *others = _logits(output)
@@ -159,99 +143,18 @@ def _logits(output: Any) -> list[Tensor]:
     return list(output) if isinstance(output, tuple) else [output.logits]
 
 
-@dataclass
-class _Record:
-    """Collects what a step computes, micro-batch by micro-batch."""
-
-    seen: Seen = field(default_factory=dict)
-    count: int = 0
-
-    def loss(self, output: Any, targets: Tensor) -> Tensor:
-        loss = loss_fn(output, targets)
-        self.add(f"output {self.count}", output)
-        self.add(f"loss {self.count}", loss)
-        self.count += 1
-        return loss
-
-    def add(self, name: str, value: Any) -> None:
-        """Notes the tensors of a pytree."""
-        for path, leaf in tree_flatten_with_path(value)[0]:
-            if isinstance(leaf, Tensor):
-                self.seen[name + keystr(path)] = leaf.detach().clone()
-
-    def state(self, net: nn.Module) -> None:
-        """Notes gradients and buffers."""
-        for name, parameter in net.named_parameters():
-            self.seen[f"gradient of {name}"] = parameter.grad
-        for name, buffer in net.named_buffers():
-            self.seen[f"buffer {name}"] = buffer.clone()
-
-
-def train_plain(net: nn.Module, case: Case) -> Seen:
-    """Runs a step with PyTorch alone, in micro-batches that count by their samples."""
-    record = _Record()
-    net.train()
-    inputs = _parts(case.inputs)
-    for samples, part, targets in zip(SAMPLES, inputs, case.targets.split(SAMPLES), strict=True):
-        loss = record.loss(net(**part) if isinstance(part, dict) else net(part), targets)
-        (loss * (samples / sum(SAMPLES))).backward()
-    record.state(net)
-    net.eval()
-    with torch.no_grad():
-        outputs = [net(**part) if isinstance(part, dict) else net(part) for part in inputs]
-    record.add("evaluation", tree_map(lambda *leaves: torch.cat(leaves), *outputs))
-    return record.seen
-
-
-def train_in_stages(
-    net: nn.Module, case: Case, stages: int, split: str = "size"
-) -> tuple[Seen, HybridModel]:
-    """Runs the same step in `stages` stages on the CPU."""
-    record = _Record()
+def verified(
+    case: Case, stages: int, split: str = "size", times: int = 2
+) -> tuple[Verification, HybridModel]:
+    """Verifies `times` steps and evaluations of the model in `stages` stages on the CPU."""
     model = HybridModel(
-        net,
+        case.net,
         World.from_env(nb_part=stages, devices="cpu"),
         chunks=len(SAMPLES),
         split=split,
         example_inputs=case.inputs,
     )
-    model.train()
-    model.train_step(case.inputs, case.targets, record.loss)
-    record.state(net)
-    model.eval()
-    record.add("evaluation", model(case.inputs))
-    return record.seen, model
-
-
-def _parts(inputs: Any) -> list[Any]:
-    if isinstance(inputs, Tensor):
-        return list(inputs.split(SAMPLES))
-    parts = {key: value.split(SAMPLES) for key, value in inputs.items()}
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-
-
-def difference(one: Seen, other: Seen) -> tuple[float, str]:
-    """Returns the largest difference of a tensor relative to its largest entry, and where it is.
-
-    It is 0 only if all are bitwise equal, and infinite if either has a tensor that the other lacks.
-    """
-    if list(one) != list(other):
-        return math.inf, next(iter(set(one) ^ set(other)), "the order")
-    worst = 0.0, "nowhere"
-    for name, ours in one.items():
-        worst = max(worst, (_relative(ours, other[name]), name), key=lambda pair: pair[0])
-    return worst
-
-
-def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not ours.isfinite().all():
-        return math.inf
-    if torch.equal(ours, theirs):
-        return 0.0
-    largest = max(ours.abs().max().item(), theirs.abs().max().item())
-    return (ours.double() - theirs.double()).abs().max().item() / largest
+    return model.verify(case.inputs, case.targets, loss_fn, times=times), model
 
 
 def traced_by(model: HybridModel) -> str:
