@@ -65,7 +65,6 @@ __all__ = [
     "is_traced",
     "loader_workers",
     "lowered",
-    "move_scaler_state",
     "operator_overloads",
     "operator_schema",
     "run_backward",
@@ -380,17 +379,6 @@ def scaler_found_inf(
         "found_inf_per_device"
     ]
     return found
-
-
-def move_scaler_state(
-    scaler: torch.amp.GradScaler, old: torch.optim.Optimizer, new: torch.optim.Optimizer
-) -> None:
-    """Has `scaler` believe that what it has unscaled for `old` were the gradients of `new`.
-
-    `GradScaler._per_optimizer_states`: the scaler keeps by optimizer what it has found.
-    """
-    states = scaler._per_optimizer_states
-    states[id(new)] = states.pop(id(old))
 
 
 # --- DistributedDataParallel: PyTorch's own torch.distributed.pipelining does the same

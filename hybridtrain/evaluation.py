@@ -82,22 +82,21 @@ def evaluate(
     done = 0
     loss = model.with_count(loss_fn)
     try:
-        with model.whole_weights():  # replicas may have different numbers of batches
-            for inputs, targets in data:
-                losses = model.map_outputs(inputs, targets, measure)
-                size = batch_size(inputs, targets)
-                done += size
-                if losses:  # else the last stage is in another process
-                    sizes = chunk_sizes(size, model.options.chunks)
-                    weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
-                    count += weight.divisor
-                    samples += size
-                    for value, unit in zip(losses, weight.units, strict=True):
-                        if unit:  # the mean of nothing is not a number
-                            loss_sum.add_(value, alpha=unit)
-                on_batch(done)
-                if stop is not None and model.pipeline.any_process(stop()):
-                    break
+        for inputs, targets in data:
+            losses = model.map_outputs(inputs, targets, measure)
+            size = batch_size(inputs, targets)
+            done += size
+            if losses:  # else the last stage is in another process
+                sizes = chunk_sizes(size, model.options.chunks)
+                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
+                count += weight.divisor
+                samples += size
+                for value, unit in zip(losses, weight.units, strict=True):
+                    if unit:  # the mean of nothing is not a number
+                        loss_sum.add_(value, alpha=unit)
+            on_batch(done)
+            if stop is not None and model.pipeline.any_process(stop()):
+                break
     finally:
         for module, training in modes:
             module.training = training
@@ -139,12 +138,11 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     model.sync_buffers()
     outputs = []
     try:
-        with model.whole_weights():  # replicas may have different numbers of batches
-            for inputs, _ in data:
-                found = model.map_outputs(inputs, None, lambda output, _: output)
-                if found:
-                    check_samples(found, chunk_sizes(batch_size(inputs), model.options.chunks))
-                outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
+        for inputs, _ in data:
+            found = model.map_outputs(inputs, None, lambda output, _: output)
+            if found:
+                check_samples(found, chunk_sizes(batch_size(inputs), model.options.chunks))
+            outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
     finally:
         for module, training in modes:
             module.training = training

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.sharded_tensors import is_sharded, own_part
-
 
 @dataclass
 class Saved:
@@ -54,15 +52,13 @@ def storage_id(tensor: Tensor) -> int:
 def resident_bytes(module: nn.Module) -> int:
     """Returns the bytes of the parameters of `module`, their gradients and the buffers."""
     total = sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
-    # in a step a replica has its part beside the whole
-    total += sum(own_part(p).nbytes for p in module.parameters() if is_sharded(p))
     return total + sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of what `optimizer` keeps for the parameters of `module`."""
     return sum(
-        own_part(value).nbytes
+        value.nbytes
         for parameter in module.parameters()
         for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +16,6 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError
-from hybridtrain.graph.layer import is_chain
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
 from hybridtrain.loss_gradients import LossGradients
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
@@ -31,10 +30,8 @@ from hybridtrain.model_misuse import (
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.loss_scaling import unscale_
-from hybridtrain.pipeline.model_watch import Kind
 from hybridtrain.pipeline.own_stages import construct_own_stages
 from hybridtrain.pipeline.pipeline import Pipeline
-from hybridtrain.pipeline.rebuild import follow
 from hybridtrain.pipeline.same_batch import BatchCheck
 from hybridtrain.pipeline.step import Head, HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
@@ -91,7 +88,7 @@ class HybridModel:
         plan: how the model is divided, and from which costs.
         planned: the layers of all stages as they were planned; those of other processes are on the
             meta device.
-        changes: how often the pipeline has followed a change of `net`.
+        changes: how often parameters were frozen or freed since.
         rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
 
     Raises:
@@ -190,28 +187,21 @@ class HybridModel:
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
-        self._use(Pipeline(net, plan, planned, world, options))
+        self.pipeline = Pipeline(net, plan, planned, world, options)
+        self.plan = plan
+        searches = options.schedule in SEARCHES
+        self._durations = plan.durations() if searches else None
+        self._searched = plan.searched_schedule() if searches else None
+        self.stages = self.pipeline.stages
+        self.rng = self.pipeline.rng
         self._device_type = world.devices[0].type
-        self._example_inputs = None if is_chain(net) else example_inputs
-
-    def _use(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self.plan = pipeline.plan
-        searches = self.options.schedule in SEARCHES
-        self._durations = self.plan.durations() if searches else None
-        self._searched = self.plan.searched_schedule() if searches else None
-        self.stages = pipeline.stages
-        self.rng = pipeline.rng
 
     def _follow_changes(self, trains: bool) -> None:
-        """Follows changes of the modules and parameters of `net` since the last step."""
-        change = self.pipeline.change()
+        """Trains what now requires a gradient; refuses other changes of `net`."""
+        names = self.pipeline.frozen_or_freed()
         # a forward is the same for frozen parameters, and one replica may run it alone
-        if change is not None and (trains or change.kind is not Kind.FROZEN):
-            if self.options.sync_batch_norm:
-                with_sync_batch_norm(self.net, self.world)
-            pipeline, net, given = self.pipeline, self.net, self._example_inputs
-            self._use(follow(change, pipeline, net, self.world, self.options, given))
+        if names and trains:
+            self.pipeline.follow_requires_grad(names)
             self.changes += 1
 
     def _forward_schedule(self, chunks: int) -> Schedule:
@@ -353,8 +343,6 @@ class HybridModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
 
-        With `shard="full"` all replicas call it together, or inside `whole_weights`.
-
         Called as the module is, or with the inputs of a batch as `train_step` takes them. The
         output carries no graph. In `train()` mode dropout is active and running statistics are
         updated, as in any module.
@@ -465,17 +453,6 @@ class HybridModel:
         """
         return verify(self, [(inputs, targets)] * times, loss_fn, reference)
 
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Keeps the weights whole for the block, which only reads them.
-
-        With `shard="full"` all replicas begin it together, and may then call the model as often as
-        each likes. Without effect for another `shard`, which has whole weights always.
-        """
-        self._follow_changes(trains=False)
-        with self.pipeline.whole_weights():
-            yield
-
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
         return autocast(self.options.precision, self._device_type)
@@ -504,10 +481,9 @@ class HybridModel:
     def parameters(self) -> Iterator[Parameter]:
         """Returns the parameters of `net`, for an optimizer; of this process's stages.
 
-        With `shard="full"` they are `DTensor`s. With `engine="distributed"` those that require a
-        gradient may be none: where all stages of a process are frozen, an optimizer of
-        `(p for p in model.parameters() if p.requires_grad)` is refused by PyTorch as empty. Give it
-        all of them.
+        With `engine="distributed"` those that require a gradient may be none: where all stages of a
+        process are frozen, PyTorch refuses an optimizer of `(p for p in model.parameters() if
+        p.requires_grad)` as empty. Give it all of them.
         """
         return iter(self.pipeline.trained)
 
@@ -557,7 +533,7 @@ class HybridModel:
 
         With `engine="distributed"` it takes the place of `scaler.unscale_(optimizer)`.
         """
-        unscale_(scaler, optimizer, self.world, self.pipeline.shards_weights)
+        unscale_(scaler, optimizer, self.world)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
         """Returns the sum over the replicas of `sums`, which are known at the last stage."""
@@ -566,7 +542,6 @@ class HybridModel:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of `net` under its names; `net.load_state_dict` takes it.
 
-        With `shard="full"` its tensors are whole and plain, and all replicas call it together.
         With `engine="distributed"` every process gets the whole model, on the CPU, and all of a
         pipeline call it together. A checkpoint does not need it.
         """
@@ -577,8 +552,7 @@ class HybridModel:
         with warnings.catch_warnings():
             # values of other processes' stages are left out on purpose
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
-            with self.pipeline.loading():
-                return self.net.load_state_dict(state, strict=strict)
+            return self.net.load_state_dict(state, strict=strict)
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""

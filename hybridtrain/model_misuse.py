@@ -10,7 +10,6 @@ from torch import nn
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.sharded_tensors import is_sharded
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
@@ -34,11 +33,6 @@ def check_arguments(net: Any, world: Any, options: Any, *, constructs: bool = Fa
         is_class = isinstance(net, type) and issubclass(net, nn.Module)
         given = f"the class {net.__name__}, not a module of it" if is_class else f"{net!r}"
         raise ConfigError(f"net= must be a torch.nn.Module, not {given[:200]}: {call}")
-    elif any(map(is_sharded, net.parameters())):
-        raise ConfigError(
-            "net= has parameters that are sharded already, perhaps by another HybridModel with "
-            "shard=full: load that one's state_dict() into a new module"
-        )
     if world is None:
         raise ConfigError(f"world= is missing, the processes and devices to train on: {call}")
     if not isinstance(world, World):

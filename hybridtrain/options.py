@@ -21,7 +21,7 @@ Options = TypeVar("Options", bound=Any)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
-SHARD_MODES = ("none", "optimizer", "full")
+SHARD_MODES = ("none", "optimizer")
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
 

@@ -192,11 +192,6 @@ def verify(
         Exception: of the pipeline, or, with a note that says so, of the unsplit module.
     """
     options, world = model.options, model.world
-    if model.pipeline.shards_weights:
-        raise ConfigError(
-            "verify() needs whole weights, and with shard=full each replica has a part of them: "
-            "set shard=none for it, whose gradients are the same"
-        )
     if reference is None and world.processes_per_replica > 1:
         raise ConfigError(
             "verify() needs the whole model beside its stages, and with engine=distributed no "

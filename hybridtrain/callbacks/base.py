@@ -8,24 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import ConfigError
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
-
-
-def check_whole_parameters(trainer: Trainer, what: str) -> None:
-    """Refuses a model of which each replica has a part of the parameters only.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if trainer.model.options.shard == "full" and trainer.world.replicas > 1:
-        raise ConfigError(
-            f"{what} needs whole parameters, and with shard=full each replica has a part of them: "
-            f"leave it out, or set shard=optimizer"
-        )
 
 
 class Callback:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridtrain.callbacks.base import Callback, check_whole_parameters
+from hybridtrain.callbacks.base import Callback
 from hybridtrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class EMA(Callback):
 
     def on_init(self, trainer: Trainer) -> None:
         """Begins with the weights."""
-        check_whole_parameters(trainer, "EMA")
         self._model = trainer.model
         self._average, self._updates = {}, 0
         self._pairs()

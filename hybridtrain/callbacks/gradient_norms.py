@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridtrain.callbacks.base import Callback, check_whole_parameters
+from hybridtrain.callbacks.base import Callback
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ class GradientNorms(Callback):
             raise ConfigError(f"depth={depth} must be a whole number of at least 1")
         self._depth = depth
         self._norms: dict[str, Tensor] = {}
-
-    def on_init(self, trainer: Trainer) -> None:
-        """Checks that this process has the gradients of whole parameters."""
-        check_whole_parameters(trainer, "GradientNorms")
 
     def on_gradients(self, trainer: Trainer) -> None:
         """Takes the norms, if this step is logged."""

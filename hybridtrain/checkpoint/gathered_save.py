@@ -6,8 +6,6 @@ shared:
 
     rank 0      writes header, own tensors ...  asks for "5.weight"  writes it ...  end
     rank 1                                      sends it
-
-Of a tensor in parts, the processes that have them put it together, and the first of them sends it.
 """
 
 from __future__ import annotations
@@ -39,26 +37,29 @@ class GatheredState:
     def has(self, stem: str, name: str) -> bool:
         """Returns whether rank 0 has to ask for this tensor."""
         key = self._key(stem, name)
-        return key in self._number and (
-            0 not in self.table.holders[key] or self.table.infos[key].sharded
-        )
+        return key in self._number and 0 not in self.table.holders[key]
 
     def value(self, stem: str, name: str, tensor: Tensor) -> Tensor:
         """Returns the values of `tensor`, which may be in other processes; rank 0 calls it."""
         if not self.has(stem, name):
             return tensor
         key = self._key(stem, name)
+        info, source = self.table.infos[key], self.table.holders[key][0]
         self._ask(self._number[key])
-        received = self._provide(key)
-        assert received is not None
+        received = torch.empty(info.shape, dtype=info.dtype)
+        dist.recv(_flat(received), group=self._group, group_src=source)
         return received
 
     def serve(self) -> None:
-        """Takes part in what rank 0 asks for, until it calls `end`; returns at once on rank 0."""
+        """Sends what rank 0 asks this process for, until it calls `end`; nothing on rank 0."""
         if self._rank == 0:
             return
         while (number := self._ask(0)) != _END:
-            self._provide(self._keys[number])
+            key = self._keys[number]
+            if self._rank == self.table.holders[key][0]:
+                value = self.table.value(key)
+                plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                dist.send(_flat(plain), group=self._group, group_dst=0)
 
     def end(self) -> None:
         """Lets the other processes go on; rank 0 calls it."""
@@ -66,23 +67,6 @@ class GatheredState:
 
     def _key(self, stem: str, name: str) -> Key:
         return stem, self.table.aliases.get(stem, {}).get(name, name)
-
-    def _provide(self, key: Key) -> Tensor | None:
-        """Puts a tensor together where it is in parts; returns it on rank 0."""
-        source = self.table.holders[key][0]
-        tensor = self.table.value(key)
-        if source == 0:
-            return tensor
-        info = self.table.infos[key]
-        if self._rank == 0:
-            received = torch.empty(info.shape, dtype=info.dtype)
-            dist.recv(_flat(received), group=self._group, group_src=source)
-            return received
-        if self._rank == source:
-            assert tensor is not None
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            dist.send(_flat(plain), group=self._group, group_dst=0)
-        return None
 
     def _ask(self, number: int) -> int:
         """Returns rank 0's `number` on every process."""

@@ -15,7 +15,6 @@ from hybridtrain.checkpoint.source import Source
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ShardedOptimizer
-from hybridtrain.sharded_tensors import is_sharded, load_
 
 
 def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
@@ -83,13 +82,10 @@ def load_optimizer_by_name(
         parameter = parameters[name]
         if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
             return value
-        if value.shape == parameter.shape and (
-            is_sharded(parameter) or value.stride() != parameter.stride()
-        ):
-            # in the parameter's memory format or its parts, as the optimizer had made it
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            # in the parameter's memory format, as the optimizer had made it
             moment = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-            load_(moment, value)
-            return moment
+            return moment.copy_(value)
         return value.to(parameter.device)
 
     moments = source.tree(state.get("state"), to_param_device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.manifest import Writer
 from hybridtrain.checkpoint.state import document_writers, packed
-from hybridtrain.checkpoint.state_table import Key, StateTable
+from hybridtrain.checkpoint.state_table import StateTable
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
     check_storable,
@@ -41,8 +41,7 @@ def share_of_state(
     progress: Mapping[str, Stateful],
     states: Mapping[str, Mapping[str, Any]] = {},
     *,
-    copies: HostCopies,
-    copies_all: bool,
+    copies: HostCopies | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Writer]:
     """Returns this process's files of a checkpoint that all processes write; a collective call.
@@ -52,9 +51,8 @@ def share_of_state(
         table: what each process has; every tensor is in the files of one of them.
         progress: see `writers`.
         states: see `writers`.
-        copies: where tensors are copied that this process writes: all if `copies_all`, so that
-            training may go on while they are written, else those that it has a part of.
-        copies_all: see `copies`.
+        copies: where tensors are copied that this process writes, so that training may go on while
+            they are written; None: they are not copied.
         shard_bytes: see `writers`.
 
     Raises:
@@ -63,11 +61,16 @@ def share_of_state(
     rank, size = model.world.rank, model.world.size
     by_rank: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(size)]
     writer = table.assigned()
+    mine = [key for key in table.infos if writer[key] == rank]
     for (stem, name), info in table.infos.items():
         by_rank[writer[stem, name]].setdefault(stem, {})[name] = info.meta()
     if all("model" not in shares for shares in by_rank):
         by_rank[0]["model"] = {}  # a model without tensors has the file too
-    values = _copies_of_share(table, writer, rank, copies, copies_all)
+    values = {key: table.value(key) for key in mine}
+    if copies is not None:
+        copies.drop_others(_STEMS, values)
+        for (stem, name), tensor in values.items():
+            values[stem, name] = copies.take(stem, {name: tensor})[name]
     files: dict[str, Writer] = {}
     for stem in _STEMS:
         shards = [
@@ -93,32 +96,11 @@ def share_of_state(
         for name, own_tensors in tensors.items():
             check_storable(own_tensors)
             if own_tensors:
-                kept = copies.take(name, own_tensors) if copies_all else own_tensors
+                kept = own_tensors if copies is None else copies.take(name, own_tensors)
                 of_states |= tensor_writers(name, kept, shard_bytes)
         return {**of_states, **document_writers(documents)}
 
     files |= model.world.on_main(of_rank_0) or {}
-    copies.wait()
+    if copies is not None:
+        copies.wait()
     return files
-
-
-def _copies_of_share(
-    table: StateTable, writer: Mapping[Key, int], rank: int, copies: HostCopies, copies_all: bool
-) -> dict[Key, Tensor]:
-    """Returns the tensors that this process writes; those in parts are put together.
-
-    Every process goes through the same names in the same order.
-    """
-    mine = {key for key, owner in writer.items() if owner == rank}
-    copied = {key for key in mine if copies_all or table.infos[key].sharded}
-    copies.drop_others(_STEMS, copied)
-    values = {}
-    for key, info in table.infos.items():
-        if key not in mine and not info.sharded:
-            continue
-        tensor = table.value(key)
-        if key in mine:
-            assert tensor is not None
-            stem, name = key
-            values[key] = copies.take(stem, {name: tensor})[name] if key in copied else tensor
-    return values

@@ -15,9 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from hybridtrain.checkpoint.gathered_save import GatheredState
 from hybridtrain.checkpoint.host_copies import HostCopies
@@ -30,7 +28,6 @@ from hybridtrain.checkpoint.state_table import StateTable
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_tensors import gathered, is_sharded
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -75,19 +72,14 @@ def save(
             processes see the directory that they should write to.
     """
     world = model.world
-    model.pipeline.check_in_parts("a checkpoint cannot be saved")
-    dicts = {
-        name: tree_map_only(Tensor, gathered, entry.state_dict()) for name, entry in states.items()
-    }
+    dicts = {name: entry.state_dict() for name, entry in states.items()}
     whole = _rank_0_has_all(model)
     store.is_joint = _is_joint(store, world, whole)
     if store.is_joint:
         _wait_for_last(store)
         table = StateTable(model, optimizer)
-        copies = _host_copies(store) if store.background else HostCopies()
-        files = share_of_state(
-            model, table, progress, dicts, copies=copies, copies_all=store.background
-        )
+        copies = _host_copies(store) if store.background else None
+        files = share_of_state(model, table, progress, dicts, copies=copies)
         path = _save(
             store, step, files, prune, required, joint=JointSave(world.saving_group(store.wait))
         )
@@ -195,10 +187,7 @@ def _rank_0_has_all(model: HybridModel) -> bool:
     """Returns whether rank 0 has the whole state, the same on every process."""
     if model.world.size == 1:
         return True
-    if model.world.pipeline_group is not None or model.options.shard != "none":
-        return False
-    state = model.net.state_dict().values()
-    return not any(isinstance(value, Tensor) and is_sharded(value) for value in state)
+    return model.world.pipeline_group is None and model.options.shard == "none"
 
 
 def _is_joint(store: CheckpointStore, world: World, whole: bool) -> bool:

@@ -15,7 +15,6 @@ from torch.utils._pytree import KeyPath, tree_map_with_path
 
 from hybridtrain.checkpoint.shared_files import on_each
 from hybridtrain.checkpoint.trees import broadcast_tree
-from hybridtrain.sharded_tensors import is_sharded
 from hybridtrain.world import World
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ class Source:
                 continue
             if self.world.is_main:
                 sent = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
-            elif tensor.is_meta or is_sharded(tensor):  # of another stage, or in parts
+            elif tensor.is_meta:  # of another stage
                 sent = torch.empty(tensor.shape, dtype=tensor.dtype)
             else:
                 sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor

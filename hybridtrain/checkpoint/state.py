@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,6 @@ from hybridtrain.checkpoint.tensor_files import (
 from hybridtrain.checkpoint.trees import pack, unpack
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_tensors import is_sharded, load_
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -351,15 +349,7 @@ def load_weights(
     # copies, since a module may keep what it is given
     received = source.tree({**extra, **others})
     state = model.net.state_dict()
-    given = {n: v for n, v in weights.items() if not (v.is_meta or is_sharded(v))}
-    if any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
-        for name, whole in source.tensors(given, state, received):
-            load_(state[name], whole)
-        with warnings.catch_warnings():  # of meta tensors, which are other processes'
-            warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
-            # the parts themselves, for modules with load hooks: nothing is put together for this
-            model.net.load_state_dict({**state, **received})
-        return
+    given = {name: value for name, value in weights.items() if not value.is_meta}
     if source.shared or model.world.is_main:
         model.load_state_dict({**weights, **received})
         for _ in source.tensors(given, state, received):

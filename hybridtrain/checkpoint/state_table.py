@@ -1,9 +1,8 @@
 """A table of all tensors of a run: the processes that have each, and the one that writes it.
 
-A tensor is in several processes if they are replicas of a stage, in one if only its stage or its
-owner among the replicas has it, and in parts in those that have it sharded. Each is written whole,
-by one of these, so that a reader need not know of splits and shardings. Every process makes the
-same table.
+A tensor is in several processes if they are replicas of a stage, and in one if only its stage or
+its owner among the replicas has it. Each is written by one of these, so that a reader need not know
+of splits. Every process makes the same table.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from hybridtrain.checkpoint.tensor_files import check_storable, without_aliases
 from hybridtrain.checkpoint.trees import pack
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_tensors import gathered, is_sharded
 
 Key = tuple[str, str]
 """The stem of a file, and the name of a tensor in it."""
@@ -35,16 +33,15 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharded: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """Returns the description of `tensor`; of a sharded one the shape of the whole."""
-        return cls(tuple(tensor.shape), tensor.dtype, is_sharded(tensor))
+        """Returns the description of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
@@ -68,7 +65,7 @@ class StateTable:
 
     Attributes:
         infos: each tensor of the whole state once, in the order of the model's names.
-        holders: the ranks that have it, or a part of it, ascending.
+        holders: the ranks that have it, ascending.
         aliases: by the stem of a file, further names of a tensor and its first one.
         optimizer: the state of `optimizer_by_name` for the whole model; tensors of other processes
             are meta tensors.
@@ -119,9 +116,7 @@ class StateTable:
             "model": {
                 name: tensor
                 for name, tensor in tensors_of_model.items()
-                if model.world.replica == 0
-                or isinstance(tensor, nn.Parameter)
-                or is_sharded(tensor)
+                if model.world.replica == 0 or isinstance(tensor, nn.Parameter)
             },
             "optimizer": pack("optimizer", own)[1],
         }
@@ -139,13 +134,9 @@ class StateTable:
             tree_map_only(Tensor, TensorInfo.of, own),
         )
 
-    def value(self, key: Key) -> Tensor | None:
-        """Returns the whole tensor, if this process has it or a part of it.
-
-        Of a sharded one a collective call of its `holders`.
-        """
-        tensor = self._own.get(key)
-        return None if tensor is None else gathered(tensor)
+    def value(self, key: Key) -> Tensor:
+        """Returns the tensor, which this process has."""
+        return self._own[key]
 
     def assigned(self) -> dict[Key, int]:
         """Returns for each tensor the rank that writes it: evenly by bytes, the largest first."""

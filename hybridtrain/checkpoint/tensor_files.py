@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hybridtrain.checkpoint.manifest import Writer
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
-from hybridtrain.sharded_tensors import is_sharded
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.gathered_save import GatheredState
@@ -219,7 +218,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     kept, others = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
-        if tensor.numel() > 0 and not tensor.is_meta and not is_sharded(tensor):
+        if tensor.numel() > 0 and not tensor.is_meta:
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
@@ -237,8 +236,6 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         problem = None
-        if is_sharded(tensor):  # put together when it is written
-            continue
         if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             problem = "has no values yet (device meta, or a lazy module): give it its values first"
         elif tensor.layout != torch.strided:

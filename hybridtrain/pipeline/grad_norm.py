@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from hybridtrain.accelerator import put
-from hybridtrain.sharded_tensors import is_sharded, whole_gradient
 
 
 def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
@@ -30,26 +29,6 @@ def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
             norms[place] = norm
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
-
-
-def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the L2 norm of each gradient.
-
-    One of which each replica has a part is gathered first, as the norm of the parts would have
-    other last bits: this takes the memory of one gradient at a time, and a collective call.
-    """
-    if not any(map(is_sharded, gradients)):
-        return list(torch._foreach_norm(list(gradients)))
-    return [torch._foreach_norm([whole_gradient(gradient)])[0] for gradient in gradients]
-
-
-def norm_of_parts(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the L2 norm of all gradients, on `device`; a collective call of the replicas."""
-    if not gradients:
-        return torch.zeros((), device=device)
-    norms = torch.stack([norm.to(gradients[0].device) for norm in norms_of(gradients)])
-    norm: Tensor = torch.linalg.vector_norm(norms)
-    return norm
 
 
 def norm_over_processes(
@@ -76,7 +55,7 @@ def norm_over_processes(
     zero = torch.zeros((), dtype=dtype, device=wire_device)
     places, there = [zero] * len(parameters), torch.zeros(len(parameters))
     if own:
-        found = norms_of([p.grad for p in parameters if p.grad is not None])
+        found = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
         moved = torch.stack(found).to(dtype).to(wire_device)
         for place, norm in zip(own, moved.unbind(), strict=True):
             places[place] = norm

@@ -8,40 +8,18 @@ parameters take about 50 us.
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hybridtrain.sharded_tensors import is_sharded, own_part
+from hybridtrain.errors import ConfigError
 
 _requires_grad = attrgetter("requires_grad")
 _Place = tuple[str, str]  # the name of a module, and of what it holds
-
-
-class Kind(Enum):
-    """The consequence of a change.
-
-    Attributes:
-        FROZEN: other parameters are trained.
-        MOVED: parameters have another dtype or device.
-        REPLACED: modules or parameters are other ones.
-    """
-
-    FROZEN = "frozen"
-    MOVED = "moved"
-    REPLACED = "replaced"
-
-
-class Change(NamedTuple):
-    """A change of a model: its kind, and a text that names the first difference."""
-
-    kind: Kind
-    text: str
 
 
 class ModelWatch:
@@ -66,27 +44,31 @@ class ModelWatch:
                 place for place in places if before.get(place) is not self._held.get(place)
             )
 
-    def change(self) -> Change | None:
-        """Returns what has changed since the last look; None if nothing has."""
+    def frozen_or_freed(self) -> list[str]:
+        """Returns the parameters whose `requires_grad` is another than at the last look.
+
+        Raises:
+            ConfigError: modules or parameters are other ones, or were converted or moved; names the
+                first.
+        """
         if self._is_as_before():
-            return None
+            return []
         held = self._held_by(self._plain_modules())
         for place in [*self._held, *held]:
             old, new = self._held.get(place), held.get(place)
             if old is not new and place not in self._forwards_own:
-                return Change(Kind.REPLACED, _difference(".".join(filter(None, place)), old, new))
+                raise _changed(_difference(".".join(filter(None, place)), old, new))
         names = {id(p): name for name, p in self._net.named_parameters()}
         flipped = []
         for parameter, was in zip(self._parameters, self._traits, strict=True):
             now, name = _traits(parameter), names.get(id(parameter), "a parameter")
             if was[1:] != now[1:]:
-                return Change(Kind.MOVED, f"{name} is now {_described(now)}, not {_described(was)}")
+                raise _changed(f"{name} is now {_described(now)}, not {_described(was)}")
             if was != now:
                 flipped.append(name)
-        if flipped:
-            return Change(Kind.FROZEN, f"requires_grad of {', '.join(flipped)} has changed")
-        self.look()  # other memory of the same kind: nothing depends on it
-        return None
+        if not flipped:
+            self.look()  # other memory of the same kind: nothing depends on it
+        return flipped
 
     def look(self) -> None:
         """Takes the model as it is now for the one to compare with."""
@@ -97,8 +79,7 @@ class ModelWatch:
         self.objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = list(map(_requires_grad, self._parameters))
-        self._memory_of = _own_memory if any(map(is_sharded, self._parameters)) else Tensor.data_ptr
-        self._memory = list(map(self._memory_of, self._parameters))
+        self._memory = list(map(Tensor.data_ptr, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
 
     def _plain_modules(self) -> dict[str, nn.Module]:
@@ -117,7 +98,7 @@ class ModelWatch:
     def _is_as_before(self) -> bool:
         return (
             list(map(_requires_grad, self._parameters)) == self._flags
-            and list(map(self._memory_of, self._parameters)) == self._memory
+            and list(map(Tensor.data_ptr, self._parameters)) == self._memory
             and self.has_same_objects()
         )
 
@@ -134,12 +115,15 @@ def _has_memory(parameter: Tensor) -> bool:
         return False
 
 
-def _own_memory(parameter: Tensor) -> int:
-    return own_part(parameter).data_ptr()
-
-
 def _identical(some: Collection[Any], others: Collection[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _changed(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, after HybridModel was made, whose stages hold what was there before: make a new "
+        f"HybridModel, and a new optimizer over its parameters"
+    )
 
 
 def _traits(parameter: Tensor) -> tuple[bool, torch.dtype, torch.device]:

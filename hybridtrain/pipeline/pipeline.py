@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import accelerator_of, put
-from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
@@ -28,13 +27,13 @@ from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES, make_engine
-from hybridtrain.pipeline.grad_norm import norm_of_parts, norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.grad_norm import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator, no_generator
 from hybridtrain.pipeline.links import links_between
-from hybridtrain.pipeline.model_watch import Change, ModelWatch
+from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
-from hybridtrain.pipeline.reducer import Reducer
+from hybridtrain.pipeline.replica_check import check_frozen_alike
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
@@ -42,7 +41,6 @@ from hybridtrain.pipeline.timeline import LanePeers, Timeline
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
-from hybridtrain.sharded_tensors import gathered, own_parameters
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -62,7 +60,6 @@ class Pipeline:
         planned: the layers of each stage, as `plan` has them.
         world: the processes and devices; all of them make the pipeline together.
         options: how it runs.
-        groups: for each stage the process group of an earlier pipeline; None makes new ones.
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
@@ -81,7 +78,6 @@ class Pipeline:
         planned: PlannedLayers,
         world: World,
         options: PipelineOptions,
-        groups: Sequence[ProcessGroup | None] | None = None,
     ) -> None:
         if world.engine not in ENGINES:
             hint = did_you_mean(world.engine, ENGINES, "engines")
@@ -104,7 +100,7 @@ class Pipeline:
         # collective calls, for every stage
         cluster = world.cluster.placed(options.placement)
         owners = map(cluster.process_of, range(len(planned.stages)))
-        self.groups = groups or [world.new_stage_group(owner) for owner in owners]
+        self.groups = [world.new_stage_group(owner) for owner in owners]
         owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
             drop_other_stages(net, planned.stages, owned)
@@ -132,7 +128,6 @@ class Pipeline:
         self._watch = ModelWatch(net)
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
-        self._is_whole = False  # the weights, for a step or longer
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         self._gradient_devices = {stage.device for stage in self.stages}
         # TorchScript's cannot be dropped; they are not this process's all the same
@@ -155,17 +150,15 @@ class Pipeline:
 
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
         """
-        self.check_in_parts("train_step cannot run")
         if self._options.broadcast_buffers:
             self.sync_buffers()
         checkpointed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
         step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
-        with self._step(trains=True):
-            values = self._run(step, trains=True)
-            for tie in self._ties:
-                tie.accumulate_into_owner()
+        values = self._run(step, trains=True)
+        for tie in self._ties:
+            tie.accumulate_into_owner()
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
@@ -194,12 +187,20 @@ class Pipeline:
         numbers = range(stage.first, stage.first + len(stage.layers))
         return sum(not self.rng.draws(number) for number in numbers) * self._options.compile
 
-    def change(self) -> Change | None:
-        """Returns what has changed in the model since the stages were made; see `ModelWatch`."""
-        return None if self._is_whole else self._watch.change()
+    def frozen_or_freed(self) -> list[str]:
+        """Returns what was frozen or freed since the last step; see `ModelWatch`."""
+        return self._watch.frozen_or_freed()
 
-    def follow_requires_grad(self) -> None:
-        """Trains those parameters that now require a gradient; a collective call."""
+    def follow_requires_grad(self, names: Sequence[str]) -> None:
+        """Trains those parameters that now require a gradient; a collective call.
+
+        Args:
+            names: of those that were frozen or freed.
+
+        Raises:
+            ConfigError: other processes have frozen or freed others.
+        """
+        check_frozen_alike(names, self._world)
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
@@ -208,70 +209,11 @@ class Pipeline:
         self._engine.forget()
         self._watch.look()
 
-    def unshard(self) -> None:
-        """Gives the model whole parameters again, for good; a collective call."""
-        if self.shards_weights:
-            for stage in self.stages:
-                if stage.reducer is not None:
-                    stage.reducer.close()
-
-    def close(self) -> None:
-        """Takes what it has hung onto the model off again, for a pipeline in its place."""
-        for stage in self.stages:
-            if stage.reducer is not None:
-                stage.reducer.close()
-        if self._norms is not None:
-            self._norms.close()
-
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         training = self._net.training
-        with self.whole_weights():
-            step = Step(schedule, source, head, ThreadState.capture(), training=training)
-            return self._run(step, trains=training)
-
-    @property
-    def shards_weights(self) -> bool:
-        """True if each replica has a part of the weights."""
-        return self._options.shard == "full" and self._world.replicas > 1
-
-    def check_in_parts(self, what: str) -> None:
-        """Makes sure that sharded weights are not whole just now.
-
-        Raises:
-            UserError: they are; says `what` cannot be.
-        """
-        if self._is_whole and self.shards_weights:
-            raise UserError(f"{what} inside whole_weights(): leave its block before")
-
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Keeps the weights whole for the block; see `HybridModel.whole_weights`."""
-        if self._is_whole:
-            yield
-            return
-        with self._step(trains=False):
-            yield
-
-    def _step(self, trains: bool) -> AbstractContextManager[None]:
-        """Returns a context for a step, which tells the reducers of it.
-
-        Without any there is one replica, and its weights are whole anyway.
-        """
-        reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
-        return self._reducing(reducers, trains) if reducers else nullcontext()
-
-    @contextmanager
-    def _reducing(self, reducers: Sequence[Reducer], trains: bool) -> Iterator[None]:
-        try:
-            for reducer in reducers:
-                reducer.begin_step(trains)
-            self._is_whole = True
-            yield
-        finally:
-            self._is_whole = False
-            for reducer in reducers:
-                reducer.end_step()
+        step = Step(schedule, source, head, ThreadState.capture(), training=training)
+        return self._run(step, trains=training)
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
@@ -338,11 +280,11 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole model; see `HybridModel.state_dict`."""
         if self._world.pipeline_group is None:
-            state: dict[str, Any] = self._net.state_dict(keep_vars=self.shards_weights)
-            return _gathered(state, self._is_whole) if self.shards_weights else state
+            state: dict[str, Any] = self._net.state_dict()
+            return state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in _gathered(self.own_state(), self._is_whole).items()
+            for name, value in self.own_state().items()
         }
         found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor
@@ -355,23 +297,6 @@ class Pipeline:
             name: found[name] if name in found else found[first[id(value)]]
             for name, value in objects.items()
         }
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Lets a state of whole tensors be loaded into the model; not a collective call.
-
-        Raises:
-            UserError: the weights are whole just now.
-        """
-        self.check_in_parts("a state cannot be loaded")
-        reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
-        for reducer in reducers:
-            reducer.begin_load()
-        try:
-            yield
-        finally:
-            for reducer in reducers:
-                reducer.end_load()
 
     def any_process(self, flag: bool) -> bool:
         """Returns whether `flag` is true in any process of the pipeline; a collective call."""
@@ -439,8 +364,6 @@ class Pipeline:
                 world.wire_device,
             )
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.shards_weights:
-            return norm_of_parts(gradients, self.output_device)
         if len(self._gradient_devices) > 1 and gradients:
             return norm_over_devices(gradients)
         if not gradients:
@@ -457,10 +380,7 @@ class Pipeline:
 
     def clip_grads_with_norm_(self, max_norm: float, norm: Tensor) -> None:
         """Scales the gradients, whose norm is `norm`, down to `max_norm`."""
-        parameters = list(self.parameters.values())
-        if self.shards_weights:
-            parameters = own_parameters(parameters)
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
 
     def reset_peak_memory(self) -> None:
         """Counts the peak memory of this process's devices from now on."""
@@ -526,18 +446,3 @@ class Pipeline:
         parts: list[Any] = [None] * self._world.processes_per_replica
         dist.all_gather_object(parts, own, group=self._world.pipeline_group)
         return list(chain.from_iterable(parts))
-
-
-def _gathered(state: Mapping[str, Any], copies: bool) -> dict[str, Any]:
-    """Returns a state with whole tensors; a tied one is gathered once.
-
-    Args:
-        state: with tensors as modules have them, not detached.
-        copies: copy also what is whole already, whose memory is given back later.
-    """
-    whole: dict[int, Any] = {}
-    for value in state.values():
-        if isinstance(value, Tensor) and id(value) not in whole:
-            values = gathered(value.detach())
-            whole[id(value)] = values.clone() if copies else values
-    return {name: whole.get(id(value), value) for name, value in state.items()}

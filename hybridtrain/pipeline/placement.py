@@ -18,7 +18,6 @@ from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.stage_shards import StageShards
 from hybridtrain.pipeline.ties import (
     AliasElsewhere,
     OwnerElsewhere,
@@ -47,7 +46,6 @@ def build_stages(
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
     changers = [_changer(part) for part in parts]
-    tied = frozenset(id(use.parameter) for stage_uses in uses for use in stage_uses)
     stages: list[Stage] = []
     own: list[dict[str, Parameter]] = []
     first = 0
@@ -83,16 +81,10 @@ def build_stages(
             )
             stages.append(stage)
         first += len(part)
-    # when all are placed, since a reducer may put others in the place of parameters
     for stage, named in zip(stages, own, strict=True):
         group = groups[stage.index]
-        unused = options.find_unused_parameters
-        if group is None:
-            continue
-        if options.shard == "full":
-            layers = [layer.module for layer in stage.layers]
-            stage.reducer = StageShards(net, layers, stage.module, named, tied, group, unused)
-        else:
+        if group is not None:
+            unused = options.find_unused_parameters
             stage.reducer = StageReducer(stage.module, named, group, unused)
     return stages
 

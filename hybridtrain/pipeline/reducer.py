@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,40 +22,6 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain import _torch_private as private
 from hybridtrain.errors import UserError
-
-
-class Reducer(Protocol):
-    """Keeps a stage's replicas equal; all of them call the same methods in the same order."""
-
-    def build(self) -> None:
-        """Averages the gradients of those parameters that require one now; a collective call."""
-
-    def close(self) -> None:
-        """Leaves the parameters as they were before, for another reducer; a collective call."""
-
-    def sync_buffers(self) -> None:
-        """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
-
-    def begin_step(self, trains: bool) -> None:
-        """Makes the weights whole; a collective call."""
-
-    def end_step(self) -> None:
-        """Gives up what only a step needs."""
-
-    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
-        """Has the next backward, which starts at `roots`, reduce the gradients."""
-
-    def reset(self) -> None:
-        """Forgets a prepared backward that failed, so that the next step can begin."""
-
-    def check_reduced(self) -> None:
-        """Makes sure that the prepared backward has reduced every gradient."""
-
-    def begin_load(self) -> None:
-        """Shows whole parameters, which a state may be loaded into, on this replica alone."""
-
-    def end_load(self) -> None:
-        """Keeps what was loaded."""
 
 
 class StageReducer:
@@ -82,6 +48,8 @@ class StageReducer:
         self._module = module
         self._find_unused = find_unused_parameters
         self._ddp: DistributedDataParallel | None = None
+        # the parameters, with the place of each gradient in DDP's buckets, once that is known
+        self._in_buckets: list[tuple[Parameter, Tensor]] = []
         use_in_sync_batch_norms(module, group)
         self.build()
 
@@ -110,10 +78,11 @@ class StageReducer:
         )
 
     def close(self) -> None:
-        """Stops averaging: the parameters may get another reducer."""
+        """Stops averaging, until `build`."""
         if self._ddp is not None:
             private.ddp_close(self._ddp)
             self._ddp = None
+        self._in_buckets = []
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
@@ -126,17 +95,15 @@ class StageReducer:
             private.ddp_find_buffers(self._ddp)
         private.ddp_sync_buffers(self._ddp)
 
-    def begin_step(self, trains: bool) -> None:
-        """Nothing to do: the weights are always whole."""
+    def add_up_in_buckets(self) -> None:
+        """Has a backward before the last one add to DDP's buckets.
 
-    def end_step(self) -> None:
-        """Nothing to do."""
-
-    def begin_load(self) -> None:
-        """Nothing to do."""
-
-    def end_load(self) -> None:
-        """Nothing to do."""
+        In tensors of their own the gradients would take their memory a second time, until the last
+        backward moves them.
+        """
+        for parameter, place in self._in_buckets:
+            if parameter.grad is None:
+                parameter.grad = place.zero_()
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
@@ -162,18 +129,19 @@ class StageReducer:
             without = [
                 name
                 for name, parameter in self._names.items()
-                if parameter.requires_grad and parameter.grad is None
+                if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
             ]
-            raise no_gradient(without) from error
-
-
-def no_gradient(names: Sequence[str]) -> UserError:
-    """Returns the error for parameters that got no gradient in a step."""
-    return UserError(
-        f"no gradient was computed for {', '.join(names) or 'some parameters'}, so the replicas "
-        f"cannot average it: remove the unused parameters, freeze them, or set "
-        f"find_unused_parameters=true"
-    )
+            raise UserError(
+                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
+                f"replicas cannot average it: remove the unused parameters, freeze them, or set "
+                f"find_unused_parameters=true"
+            ) from error
+        if not self._find_unused:  # else those without a gradient are to have none
+            self._in_buckets = [
+                (parameter, parameter.grad)
+                for parameter in self._names.values()
+                if parameter.grad is not None and not parameter.grad.is_sparse
+            ]
 
 
 def use_in_sync_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:

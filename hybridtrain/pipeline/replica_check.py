@@ -1,4 +1,4 @@
-"""Checks that the replicas still have the same weights.
+"""Checks that the replicas still have the same weights, and train the same of them.
 
 They begin equal, and averaged gradients keep them equal, to the last bit. A replica that leaves out
 an optimizer step, or changes a weight by itself, would go on unnoticed.
@@ -6,12 +6,16 @@ an optimizer step, or changes a weight by itself, would go on unnoticed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.errors import UserError
-from hybridtrain.sharded_tensors import is_cut, own_part
+from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.world import World
+
+# A process whose parameters have not changed is in the step already, and never comes.
+_AGREEMENT_S = 30.0
 
 # Whole numbers of as many bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,9 +31,7 @@ def check_replicas(net: nn.Module, world: World) -> None:
     """
     if world.replicas == 1:
         return
-    # of one that is cut each replica has its own part, which nobody else can differ from
-    named = {n: p for n, p in net.named_parameters() if not (p.is_meta or is_cut(p))}
-    mine = {name: int(checksum(own_part(parameter))) for name, parameter in named.items()}
+    mine = {name: int(checksum(p)) for name, p in net.named_parameters() if not p.is_meta}
     everyones = world.gather((world.replica, mine))
     first: dict[str, int] = {}
     for replica, sums in everyones:
@@ -44,6 +46,28 @@ def check_replicas(net: nn.Module, world: World) -> None:
                 f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
                 f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
                 f"same optimizer steps, and change no weight by itself"
+            )
+
+
+def check_frozen_alike(names: Sequence[str], world: World) -> None:
+    """Makes sure that all processes have frozen or freed the same parameters before this step.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if world.size == 1:
+        return
+    text = f"requires_grad of {', '.join(names)} has changed"
+    if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s / 2)):
+        raise ConfigError(
+            f"{text} on rank {world.rank}, but not on all ranks: change it on all of them before "
+            f"the same step"
+        )
+    texts = world.gather(text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise ConfigError(
+                f"on rank 0 {texts[0]}, on rank {rank} {other}: freeze the same on all of them"
             )
 
 

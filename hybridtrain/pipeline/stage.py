@@ -11,7 +11,8 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from hybridtrain.pipeline.boundary import (
 )
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import Reducer
+from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_backward
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
@@ -103,7 +104,7 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self.aliases = list(aliases)
-        self.reducer: Reducer | None = None
+        self.reducer: StageReducer | None = None
         self.saved_bytes: int | None = None
         tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
         self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
@@ -224,21 +225,26 @@ class Stage:
         backward, roots = left
         if backward is None:
             return
-        reducer = self.reducer if reduce else None
-        if reducer is not None:
-            reducer.prepare_for_backward(roots)
-        backward.to_weights()
-        if reducer is not None:
-            reducer.check_reduced()
+        with self._reducing(roots, reduce):
+            backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
-        reducer = self.reducer if reduce else None
-        if reducer is not None:
-            reducer.prepare_for_backward([root for root, _ in starts])
-        if starts:
-            run_from(starts)
-        if reducer is not None:
-            reducer.check_reduced()
+        with self._reducing([root for root, _ in starts], reduce):
+            if starts:
+                run_from(starts)
+
+    @contextmanager
+    def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
+        """Tells the reducer of a backward in the block, which starts at `roots`."""
+        if self.reducer is None:
+            yield
+        elif reduce:
+            self.reducer.prepare_for_backward(roots)
+            yield
+            self.reducer.check_reduced()
+        else:
+            self.reducer.add_up_in_buckets()
+            yield
 
     def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
         """Returns what the next stage must know of draws, if it continues a layer of this one."""

@@ -57,15 +57,6 @@ def cost_source(costs: str | GivenCosts) -> tuple[str, YieldCosts]:
     return costs, COST_SOURCES[costs]
 
 
-def tensors_per_param(options: PipelineOptions, cluster: Cluster) -> int:
-    """Returns how many tensors of a parameter's size there are beside it and its gradient.
-
-    The optimizer's, and with several replicas one more: DDP's buckets hold all gradients for good,
-    and the gradients of a step are apart from them until its last backward.
-    """
-    return options.optimizer_tensors_per_param + (cluster.replicas > 1)
-
-
 def measured(
     layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
 ) -> Iterator[Costs]:
@@ -76,7 +67,7 @@ def measured(
         inputs,
         devices,
         precision=partial(autocast, options.precision, devices[0].type),
-        optimizer_tensors_per_param=tensors_per_param(options, cluster),
+        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
     )
     if Objective.of(options).memory_weight == 1:  # times do not matter
         yield Costs(profiler.costs())
@@ -94,7 +85,7 @@ def estimated(
     For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
     """
     estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
-    tensors = tensors_per_param(options, cluster)
+    tensors = options.optimizer_tensors_per_param
     yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
 
 

@@ -22,10 +22,9 @@ class DeviceMemory:
     """The bytes that a device holds at its peak.
 
     Attributes:
-        weights: parameters and buffers, whole inside a step.
-        gradients: and the buckets of the all-reduce, where these are apart from them.
+        weights: parameters and buffers.
+        gradients: in the buckets of the all-reduce.
         state: of the optimizer.
-        shards: with `shard=full`, the parts of the weights that stay between steps.
         activations: of all micro-batches in flight.
         boundaries: what has come from other stages, for all micro-batches in flight.
     """
@@ -33,7 +32,6 @@ class DeviceMemory:
     weights: int = 0
     gradients: int = 0
     state: int = 0
-    shards: int = 0
     activations: int = 0
     boundaries: int = 0
 
@@ -136,7 +134,7 @@ def with_weight_bytes(
 
     def weight_bytes(size: LayerSize) -> int:
         memory = _fixed_memory([size], job, layout)
-        return memory.weights + memory.gradients + memory.state + memory.shards
+        return memory.weights + memory.gradients + memory.state
 
     return [
         replace(cost, weight_bytes=weight_bytes(size), crossing_ms=0.0)
@@ -147,16 +145,12 @@ def with_weight_bytes(
 def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> DeviceMemory:
     """Returns the memory of layers that does not depend on the number in flight.
 
-    DDP keeps its buckets for good. The gradients of a step become views of them in its last
-    backward, and those of the backwards before it are apart.
+    Gradients are views of DDP's buckets, which it keeps for good.
     """
     trained = sum(size.trained for size in sizes)
-    has_buckets = layout.replicas > 1 and layout.shard != "full"
-    copies = 2 if has_buckets and layout.chunks * job.accumulate > 1 else 1
     state = trained * job.optimizer_tensors_per_param
     return DeviceMemory(
         weights=sum(size.weights for size in sizes),
-        gradients=copies * trained,
+        gradients=trained,
         state=state if layout.shard == "none" else -(-state // layout.replicas),
-        shards=-(-trained // layout.replicas) if layout.shard == "full" else 0,
     )

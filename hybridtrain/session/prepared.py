@@ -288,10 +288,10 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
             )
         kept = [p for p in group["params"] if id(p) in own]
         if len(kept) < len(group["params"]):
-            if model.world.processes_per_replica == 1 or model.options.shard == "full":
+            if model.world.processes_per_replica == 1:
                 raise ConfigError(
-                    f"with shard={model.options.shard} the model has other parameters than the "
-                    f"module: prepare(module) first, and then an optimizer over its parameters()"
+                    "the model has other parameters than the module: prepare(module) first, and "
+                    "then an optimizer over its parameters()"
                 )
             # an optimizer wants one at least
             group["params"] = kept or [Parameter(torch.empty(0))]

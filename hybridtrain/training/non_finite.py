@@ -17,13 +17,12 @@ from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_tensors import own_part
 from hybridtrain.training.buffer_snapshot import BufferSnapshot
 
 
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tensors that have a value that is not finite; waits for devices."""
-    own = {name: own_part(value) for name, value in tensors.items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     floats = {
         name: value
         for name, value in own.items()
@@ -62,7 +61,7 @@ def largest_gradient(model: HybridModel) -> str:
     found = [
         (float(gradient.abs().max()), name)
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and (gradient := own_part(parameter.grad)).numel() > 0
+        if parameter.grad is not None and (gradient := parameter.grad).numel() > 0
     ]
     own = max(found, default=(0.0, "no parameter"))
     value, name = max(model.world.gather(own))
@@ -136,7 +135,7 @@ def _origin_in_forward(
     # compiled layers do not call hooks that they were not compiled with
     stance = torch.compiler.set_stance("force_eager")
     try:
-        with stance, model.whole_weights():
+        with stance:
             for watch.batch, batch in enumerate(batches):
                 if bad := _bad(batch.inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
@@ -170,7 +169,7 @@ def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:
     for stage in reversed(model.stages):
         for layer in reversed(stage.layers):
             for parameter in reversed(list(layer.module.parameters())):
-                if parameter.grad is not None and not _all_finite(own_part(parameter.grad)):
+                if parameter.grad is not None and not _all_finite(parameter.grad):
                     return stage.index, (
                         f"stage {stage.index}, the backward of layer {layer.name!r}: the gradient "
                         f"of {names.get(id(parameter), 'a parameter')} is not finite, and the "

@@ -26,7 +26,6 @@ from hybridtrain import HybridModel, ShardedOptimizer
 from hybridtrain.construction import give_back_memory
 from hybridtrain.models import gpt
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.sharded_tensors import own_part
 from hybridtrain.world import World
 from scripts.bench.big_model import VOCABULARY, loss, resident
 from scripts.bench.common import print_footer, print_table
@@ -34,7 +33,7 @@ from scripts.bench.common import print_footer, print_table
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """The bytes that this process has of tensors."""
-    return sum(own_part(tensor).nbytes for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def work(options: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridtrain import HybridModel, ShardedOptimizer, World
-from hybridtrain.sharded_tensors import gathered
 
 from .compare import assert_same
 
@@ -53,10 +52,8 @@ def make_optimizer(model: HybridModel, name: str) -> Optimizer:
 
 
 def values(tensors: Any) -> dict[str, Tensor]:
-    """Copies of the whole tensors, by name."""
-    return {
-        name: gathered(tensor.detach()).clone() for name, tensor in tensors if tensor is not None
-    }
+    """Copies of the tensors, by name."""
+    return {name: tensor.detach().clone() for name, tensor in tensors if tensor is not None}
 
 
 def history(

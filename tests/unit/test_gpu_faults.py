@@ -26,7 +26,6 @@ from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline import grad_norm, layer_rng, pipeline
 from hybridtrain.pipeline.grad_norm import norm_over_devices
-from hybridtrain.planning.cost_sources import tensors_per_param
 from hybridtrain.planning.profiler import LayerProfiler
 
 
@@ -207,11 +206,6 @@ def test_a_tied_parameter_is_copied_to_the_host_once():
     assert copies.nbytes == 2 * weight.nbytes
     assert torch.equal(found["bias"], floats(5, seed=1))
 
-
-def test_the_buckets_of_ddp_count_in_a_split_by_memory():
-    options = PipelineOptions(optimizer_tensors_per_param=2)
-    assert tensors_per_param(options, Cluster(("cpu",))) == 2
-    assert tensors_per_param(options, Cluster(("cpu",), replicas=2)) == 3
 
 
 def test_no_other_process_takes_part_in_a_measurement(monkeypatch):

@@ -516,25 +516,6 @@ def test_shards_take_less_memory_and_recomputation_too():
     assert total(checkpoint="always") < total()
 
 
-@pytest.mark.parametrize(
-    ("changes", "accumulate", "copies"),
-    [
-        ({"replicas": 1}, 2, 1),  # no all-reduce
-        ({"chunks": 1}, 1, 1),  # the only gradients are views of the buckets
-        ({}, 1, 2),
-        ({"chunks": 1}, 2, 2),
-        ({"shard": "optimizer"}, 1, 2),
-        ({"shard": "full"}, 1, 1),  # no DDP
-    ],
-    ids=str,
-)
-def test_gradients_count_twice_where_they_are_apart_from_ddps_buckets(changes, accumulate, copies):
-    table = table_of([1.0] * 4)
-    layout = replace(Layout(nb_part=1, replicas=2, chunks=4), **changes)
-    memory = device_memory(table, Job(16, accumulate), layout, [4])[0]
-    assert memory.gradients == copies * sum(size.trained for size in table.sizes)
-
-
 def test_equal_layers_are_counted_as_if_each_was_run():
     net = gpt(64, 8, n_layer=3, n_head=2, d_model=16, dropout=0.1)
     net.blocks[1].attention.n_head = 4  # not to be seen in a parameter's shape

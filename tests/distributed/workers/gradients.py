@@ -211,6 +211,27 @@ def _average_once(world):
     assert_same_gradients(ours, plain, **CLOSE)
 
 
+@cells.add("micro-batches add up in the buckets that are averaged, in no other memory")
+def _buckets(world):
+    for schedule in ("1f1b", "zb-h1"):
+        ours = make()
+        model = hybrid(ours, 2, chunks=3, schedule=schedule)
+        places = {name: set() for name, _ in ours.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, seen=places[name]: seen.add(p.grad.data_ptr())
+            )
+        for step in range(4):
+            model.zero_grad()
+            for seen in places.values():
+                seen.clear()
+            replica_step(model, classification(12, step), (6, 6), sync=False)
+            replica_step(model, classification(12, step), (6, 6))
+        # in the first steps DDP puts the gradients in the order in which they are ready
+        averaged = {name: {p.grad.data_ptr()} for name, p in ours.named_parameters()}
+        assert places == averaged
+
+
 @cells.add("a stage without a trainable parameter is left alone and starts as rank 0's")
 def _frozen(world):
     ours, plain = make(world.rank), make()

@@ -8,8 +8,8 @@ import torch
 from support.compare import assert_same
 from support.engine import Overflow
 from support.launch import Cells
-from support.nets import CASES, VOCABULARY, token_loss, tokens
-from support.sharded import OPTIMIZERS, check_same, make_optimizer, values
+from support.nets import CASES
+from support.sharded import OPTIMIZERS, check_same, make_optimizer
 from support.training import Recorder, data, rich_net
 from torch.utils.data import TensorDataset
 
@@ -19,33 +19,9 @@ from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.evaluation import predict
 from hybridtrain.losses import accuracy, cross_entropy
 from hybridtrain.pipeline.replica_check import check_replicas
-from hybridtrain.sharded_tensors import gathered, is_sharded, own_part
 
 torch.set_num_threads(1)
 cells = Cells()
-
-
-class Traced(torch.nn.Module):
-    """Its forward reads a parameter of the root, uses a module twice and one value far later."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, 8)
-        self.position = torch.nn.Parameter(torch.randn(1, 1, 8))
-        self.scale = torch.nn.Parameter(torch.tensor(0.7))
-        self.first = torch.nn.Linear(8, 8)
-        self.norm = torch.nn.LayerNorm(8)
-        self.dropout = torch.nn.Dropout(0.3)
-        self.second = torch.nn.Linear(8, 5)
-        self.last = torch.nn.Linear(5, VOCABULARY)
-
-    def forward(self, inputs):
-        start = self.embedding(inputs) + self.position
-        value = self.norm(torch.tanh(self.first(start)))
-        value = self.dropout(self.first(value)) * self.scale + start
-        if self.training:
-            value = value + 0.1
-        return self.last(torch.tanh(self.second(value)))
 
 
 def world_of(nb_part):
@@ -75,25 +51,6 @@ add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
 add_case("optimizer", "tied_gpt", nb_part=2, checkpoint="always")
 add_case("optimizer", "dropout", accumulate=2, stages_per_device=2)
 
-FULL = [
-    ("linear", 1, {"optimizer": "momentum"}),
-    ("linear", 2, {"clip": 0.1}),
-    ("conv", 2, {"optimizer": "momentum"}),
-    ("tied_gpt", 2, {"stages_per_device": 2, "checkpoint": "always"}),
-    ("transformer", 2, {"checkpoint": "except_last", "clip": 0.1}),
-    ("dropout", 1, {"accumulate": 2, "checkpoint": {"every": 2}}),
-    ("stateful", 1, {}),
-    ("u_net", 2, {"chunks": 7}),
-]
-for _name, _nb_part, _options in FULL:
-    add_case("full", _name, nb_part=_nb_part, **_options)
-
-
-@cells.add("a traced model with a parameter of its own, in both modes and graphs")
-def _(world):
-    torch.manual_seed(0)
-    check_same(Traced(), world_of(2), "full", batch=tokens, loss=token_loss, clip=0.1)
-
 
 def freeze_and_free(step, model, optimizer):
     """Freezes two parameters in the second step, and frees them in the third."""
@@ -116,13 +73,13 @@ def keep_gradients(step, model, optimizer):
 
 for _before in (freeze_and_free, zero_in_the_middle, keep_gradients):
 
-    @cells.add(f"shard=full is exact: {_before.__doc__}")
+    @cells.add(f"shard=optimizer is exact: {_before.__doc__}")
     def _(world, before=_before):
         case = CASES["linear"]
         check_same(
             case.net(),
             world_of(2),
-            "full",
+            "optimizer",
             batch=case.batch,
             loss=case.loss,
             before_step=before,
@@ -242,78 +199,8 @@ def _(world):
         ShardedOptimizer(sharded, torch.optim.Adam).step(lambda: 0.0)
 
 
-def full_model(net=None, nb_part=1, **options):
-    return HybridModel(net or tower(), world_of(nb_part), shard="full", chunks=4, **options)
-
-
 def momentum(model):
     return make_optimizer(model, "momentum")
-
-
-@cells.add("outside a step a replica has half of the weights, gradients and state, and no more")
-def _(world):
-    model = full_model()
-    wholes = {id(shard.whole): shard.whole for shard in model.stages[0].reducer.shards()}
-    assert len(wholes) == 5
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs, targets = CASES["linear"].batch(6, world.rank)
-    for _ in range(2):
-        model.train_step(inputs, targets, CASES["linear"].loss)
-        grads = [p.grad for p in model.parameters()]
-        optimizer.step()
-        moments = [entry["exp_avg"] for entry in optimizer.state.values()]
-        for tensors in (list(model.parameters()), grads, moments):
-            whole = sum(t.nbytes for t in tensors)
-            own = sum(own_part(t).nbytes for t in tensors)
-            assert 0.4 * whole < own < 0.6 * whole, (own, whole)
-        assert all(whole.untyped_storage().nbytes() == 0 for whole in wholes.values())
-        assert all(whole.grad is None for whole in wholes.values())
-        optimizer.zero_grad()
-    summary = model.stage_summaries(optimizer)[0]
-    assert summary["parameters"] == sum(p.numel() for p in tower().parameters())
-    assert summary["peak_memory_bytes"] > 0
-
-
-@cells.add("the state is whole and plain, and a whole one is loaded")
-def _(world):
-    torch.manual_seed(world.rank)
-    model = full_model(CASES["conv"].net(), nb_part=2)
-    state = model.state_dict()
-    plain = CASES["conv"].net()
-    plain.load_state_dict(state)
-    assert not any(map(is_sharded, state.values()))
-    assert [p.shape for p in plain.parameters()] == [p.shape for p in model.parameters()]
-    changed = {name: value + 1 for name, value in state.items()}
-    model.load_state_dict(changed)
-    assert_same(model.state_dict(), changed)
-    one = next(iter(changed))
-    assert model.load_state_dict({one: state[one]}, strict=False).missing_keys
-    assert_same(model.state_dict(), {**changed, one: state[one]})
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**state, one: torch.zeros(1)})
-    step_of_conv(model)
-
-
-def step_of_conv(model):
-    inputs, targets = CASES["conv"].batch(8, model.world.replica)
-    model.train_step(inputs, targets, CASES["conv"].loss)
-
-
-@cells.add("inside whole_weights() each replica calls the model as often as it likes")
-def _(world):
-    model = full_model(nb_part=2)
-    plain = tower()
-    model.eval()
-    with model.whole_weights():
-        for seed in range(1 + 2 * world.rank):
-            inputs, targets = CASES["linear"].batch(5, seed)
-            assert_same({"out": model(inputs)}, {"out": plain(inputs)}, rtol=1e-5, atol=1e-6)
-        assert not any(map(is_sharded, model.net.parameters()))
-        model.train()
-        with pytest.raises(UserError, match="train_step cannot run inside whole_weights"):
-            model.train_step(inputs, targets, CASES["linear"].loss)
-    assert all(map(is_sharded, model.net.parameters()))
-    step_of(model, momentum(model))
 
 
 class Trouble(torch.nn.Linear):
@@ -331,7 +218,7 @@ class Trouble(torch.nn.Linear):
 @cells.add("after a step that failed on all replicas the next one is exact")
 def _(world):
     found = []
-    for shard in ("none", "full"):
+    for shard in ("none", "optimizer"):
         Trouble.calls = 0
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(6, 8), Trouble(8, 4), torch.nn.Linear(4, 3))
@@ -346,31 +233,6 @@ def _(world):
     assert_same(found[1], found[0])
 
 
-@cells.add("the stages follow a module that was replaced, and an optimizer goes on")
-def _(world):
-    found = []
-    for shard in ("none", "full"):
-        torch.manual_seed(0)
-        model = HybridModel(tower(), world_of(2), shard=shard, chunks=4)
-        optimizer = momentum(model)
-        step_of(model, optimizer)
-        model.net[2] = torch.nn.Linear(8, 4)
-        step_of(model, optimizer, 1)
-        optimizer.add_param_group({"params": list(model.net[2].parameters())})
-        step_of(model, optimizer, 2)
-        assert model.changes == 1
-        found.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert_same(found[1], found[0])
-
-
-@cells.add("a model that was converted after wrapping is refused in one line")
-def _(world):
-    model = full_model()
-    model.net.double()
-    with pytest.raises(ConfigError, match=r"is now float64 on cpu.*shard=full"):
-        step_of(model, momentum(model))
-
-
 class Branches(torch.nn.Module):
     """Uses one of two layers, and never a third; `which` is another one on each replica."""
 
@@ -383,45 +245,13 @@ class Branches(torch.nn.Module):
         return self.layers[self.which](inputs)
 
 
-@cells.add("parameters that some replicas, or none, use are averaged with find_unused_parameters")
-def _(world):
-    for which in (0, world.rank):
-        found = []
-        for shard in ("none", "full"):
-            torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(6, 6), Branches(which))
-            model = HybridModel(
-                net, world_of(1), shard=shard, find_unused_parameters=True, split=[2]
-            )
-            inputs, targets = CASES["linear"].batch(6, world.rank)
-            model.train_step(inputs, targets, CASES["linear"].loss)
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            found.append({n: g if g is None else gathered(g) for n, g in gradients.items()})
-        assert {n for n, g in found[1].items() if g is None} == {
-            n for n, g in found[0].items() if g is None
-        }
-        assert_same(values(found[1].items()), values(found[0].items()))
-
-
 @cells.add("a parameter without a gradient is named")
 def _(world):
-    model = full_model(torch.nn.Sequential(torch.nn.Linear(6, 6), Branches(0)), split=[2])
+    net = torch.nn.Sequential(torch.nn.Linear(6, 6), Branches(0))
+    model = HybridModel(net, world_of(1), split=[2])
     inputs, targets = CASES["linear"].batch(6, world.rank)
     with pytest.raises(UserError, match=r"no gradient.*1\.layers\.1\.weight"):
         model.train_step(inputs, targets, CASES["linear"].loss)
-
-
-@cells.add("what cannot be sharded is refused in one line")
-def _(world):
-    scripted = torch.jit.script(torch.nn.Linear(6, 6))
-    with pytest.raises(ConfigError, match="TorchScript"):
-        full_model(torch.nn.Sequential(scripted, torch.nn.Linear(6, 3)))
-    sparse = torch.nn.Sequential(torch.nn.Embedding(9, 6, sparse=True), torch.nn.Linear(6, 3))
-    with pytest.raises(ConfigError, match="sparse"):
-        full_model(sparse)
-    model = full_model()
-    with pytest.raises(ConfigError, match="sharded already"):
-        HybridModel(model.net, world_of(1))
 
 
 def run_of(world, shard, net, steps=6, at=(), **options):
@@ -469,10 +299,9 @@ def run_of(world, shard, net, steps=6, at=(), **options):
 @cells.add("a run of a Trainer is the same: accumulation, clipping, evaluation")
 def _(world):
     expected, weights = run_of(world, "none", rich_net(), accumulate=2, clip_norm=0.5)
-    for shard in ("optimizer", "full"):
-        found, ours = run_of(world, shard, rich_net(), accumulate=2, clip_norm=0.5)
-        assert_same(found, expected, shard)
-        assert_same(ours, weights, shard)
+    found, ours = run_of(world, "optimizer", rich_net(), accumulate=2, clip_norm=0.5)
+    assert_same(found, expected)
+    assert_same(ours, weights)
 
 
 @cells.add("a step that overflows on one replica is skipped in all, and the scale follows")
@@ -481,7 +310,7 @@ def _(world):
     net = torch.nn.Sequential(Overflow(), torch.nn.Tanh(), Overflow(), torch.nn.Linear(6, 3))
     at = (3,) if world.rank else ()
     runs = []
-    for shard in ("none", "optimizer", "full"):
+    for shard in ("none", "optimizer"):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         runs.append(run_of(world, shard, net, at=at, precision="fp16", scaler=scaler))
         assert runs[-1][0]["overflow_steps"] == "1"
@@ -497,10 +326,9 @@ def _(world):
     at = (3,) if world.rank else ()
     expected = run_of(world, "none", net, at=at, clip_norm=1.0)
     assert expected[0]["skipped_steps"] == "1"
-    for shard in ("optimizer", "full"):
-        found = run_of(world, shard, net, at=at, clip_norm=1.0)
-        assert_same(found[0], expected[0], shard)
-        assert_same(found[1], expected[1], shard)
+    found = run_of(world, "optimizer", net, at=at, clip_norm=1.0)
+    assert_same(found[0], expected[0])
+    assert_same(found[1], expected[1])
 
 
 def _net():
@@ -516,7 +344,7 @@ def _train(model, world, **options):
 
 @cells.add("predictions of replicas with different numbers of batches are complete")
 def _(world):
-    model = HybridModel(_net(), world, shard="full")
+    model = HybridModel(_net(), world)
     inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     found = predict(model, EvalLoader(TensorDataset(inputs, inputs), 2, world))
     torch.testing.assert_close(found, _net()(inputs).detach())
@@ -543,32 +371,6 @@ def _(world):
     optimizer.step()
     own = sum(entry["exp_avg"].numel() for entry in optimizer.state.values())
     assert 0.3 < own / sum(parameter.numel() for parameter in net.parameters()) < 0.7
-
-
-@cells.add("a copy of a parameter that is not cut is compared between the replicas")
-def _(world):
-    net = _net()
-    net[1].weight.data = net[1].weight.data.t()  # not contiguous: each replica has all of it
-    model = HybridModel(net, world, shard="full")
-    check_replicas(model.net, world)
-    own_part(net[1].weight).add_(world.rank)
-    with pytest.raises(UserError, match=r"the replicas are apart: 1\.weight of rank 1 differs"):
-        check_replicas(model.net, world)
-
-
-@cells.add(
-    "a state taken inside whole_weights() outlives it, and gradients must be averaged to clip"
-)
-def _(world):
-    model = HybridModel(_net(), world, shard="full")
-    with model.whole_weights():
-        state = model.state_dict()
-        with pytest.raises(UserError, match="cannot be loaded inside whole_weights"):
-            model.load_state_dict(state)
-    assert torch.equal(state["0.weight"], _net()[0].weight.detach())
-    _train(model, world, sync=False)
-    with pytest.raises(UserError, match="not averaged over the replicas yet"):
-        model.clip_grad_norm_(1.0)
 
 
 if __name__ == "__main__":
