@@ -98,7 +98,7 @@ class StageReducer:
     def add_up_in_buckets(self) -> None:
         """Has a backward before the last one add to DDP's buckets.
 
-        In tensors of their own the gradients would take their memory a second time, until the last
+        Anywhere else the gradients would take their memory a second time, until the last
         backward moves them.
         """
         for parameter, place in self._in_buckets:
