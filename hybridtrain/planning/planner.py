@@ -24,7 +24,7 @@ from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source, tensors_per_param
+from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
 from hybridtrain.planning.costs import count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
@@ -113,7 +113,7 @@ class Planner:
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
         self._cluster = (cluster or Cluster()).placed(options.placement)
-        self._optimizer_tensors = tensors_per_param(options, self._cluster)
+        self._optimizer_tensors = options.optimizer_tensors_per_param
         self._costs_from, self._costs_of = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:

@@ -19,7 +19,6 @@ from hybridtrain.accelerator import Cuda
 from hybridtrain.app import build
 from hybridtrain.app.config import Config
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.layer import layers_of
@@ -205,7 +204,6 @@ def test_a_tied_parameter_is_copied_to_the_host_once():
     assert found["head"] is found["embedding"]
     assert copies.nbytes == 2 * weight.nbytes
     assert torch.equal(found["bias"], floats(5, seed=1))
-
 
 
 def test_no_other_process_takes_part_in_a_measurement(monkeypatch):
