@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -219,7 +219,13 @@ class Run:
 
 
 def soak(
-    faults: int, processes: int, steps: int, seed: int, kinds: Sequence[str], engine: str = "local"
+    faults: int,
+    processes: int,
+    steps: int,
+    seed: int,
+    kinds: Sequence[str],
+    engine: str = "local",
+    record: Path | None = None,
 ) -> int:
     """Does `faults` faults, prints a line for each and a table; returns the exit status."""
     rng = random.Random(seed)
@@ -247,6 +253,9 @@ def soak(
                     print((run.folder / "log.txt").read_text()[-4000:])
                     break
                 outcomes.append(outcome)
+                if record is not None:
+                    with record.open("a") as file:
+                        file.write(json.dumps(asdict(outcome)) + "\n")
                 if outcome.problem:
                     problems.append(f"{outcome.kind}: {outcome.problem}")
                 print(
@@ -258,6 +267,8 @@ def soak(
             else:
                 problems += _differences(run, reference)
                 complete += 1
+    if record is not None:
+        outcomes = [Outcome(**json.loads(line)) for line in record.read_text().splitlines()]
     print(
         f"\n{_table(outcomes)}\n\n{complete} runs reached step {steps}; problems: {len(problems)}"
     )
@@ -328,6 +339,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--engine", default="local", choices=("local", "distributed"))
+    parser.add_argument(
+        "--record", type=Path, help="a file to add outcomes to; the table is of all"
+    )
     return soak(**vars(parser.parse_args()))
 
 
