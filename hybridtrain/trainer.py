@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -38,6 +39,7 @@ from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
 from hybridtrain.training.checks import (
+    batch_norms_watched,
     check_arguments,
     check_eval_loader,
     check_last_batch,
@@ -293,6 +295,9 @@ class Trainer:
 
     def _train(self, stream: Iterator[Batch]) -> None:
         self._save_and_evaluate_if_due()  # what an interruption or an error has kept it from
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._reaches_last_batch():
+            watched = batch_norms_watched(self.model, self.train)
         while not self._ended:
             self._interruptions.begin_step()
             log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
@@ -303,8 +308,9 @@ class Trainer:
             # a tensor, if the user chose so; read before the schedule changes it in place
             lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
             self._between_steps = False
-            norm = self._take_step(batches, timeline=log_due or timeline_due)
-            self._between_steps = True
+            with watched:
+                norm = self._take_step(batches, timeline=log_due or timeline_due)
+            watched, self._between_steps = nullcontext(), True
             if log_due:
                 self._log(lr, norm)
             if timeline_due and self._stats.recorded:
@@ -496,6 +502,13 @@ class Trainer:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
         last = step == self.total_steps or (step == self.step and self._ended)
         return last or (every is not None and step % every == 0)
+
+    def _reaches_last_batch(self) -> bool:
+        """Returns whether the run has the last batch of an epoch before it."""
+        if self.train.batches_per_epoch is None:
+            return False
+        left = self.train.batches_per_epoch - self.batch
+        return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
 
     def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
