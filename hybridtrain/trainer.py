@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +20,10 @@ from hybridtrain.callbacks.base import Callback
 from hybridtrain.callbacks.states import CallbackStates
 from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import as_source
-from hybridtrain.construction import default_generators, rewind
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
@@ -42,10 +43,12 @@ from hybridtrain.training.checks import (
     batch_norms_watched,
     check_arguments,
     check_eval_loader,
+    check_hooks,
     check_last_batch,
     check_state_names,
 )
 from hybridtrain.training.interruption import Interruptions
+from hybridtrain.training.optimizer_check import check_lr_schedule
 from hybridtrain.training.optimizer_step import OptimizerStep, replay
 from hybridtrain.training.progress import Progress
 from hybridtrain.training.run_stats import RunStats
@@ -116,10 +119,12 @@ class Trainer:
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
-        check_names(TrainerOptions, settings)
+        check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
+        check_lr_schedule(lr_schedule)
+        check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
         self.optimizer = optimizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
-from hybridtrain.options import LoaderOptions, PipelineOptions
+from hybridtrain.options import LoaderOptions, PipelineOptions, check_batch_size
 
 LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
@@ -302,9 +302,7 @@ def check(config: Config) -> None:
                 f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
                 f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
-    batch_size = config.data.get("batch_size")
-    if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
+    check_batch_size(config.data.get("batch_size"))
     name = config.run_name or ""
     if not name or name != name.strip(". ") or "/" in name:
         raise ConfigError(

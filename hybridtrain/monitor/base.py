@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+
 def call_hook(callback: Callback, hook: str, *args: Any, **kwargs: Any) -> None:
     """Calls a method of a callback; a monitor that raises does not end the run.
 

@@ -15,11 +15,23 @@ from torch.optim import Optimizer
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.data.batch import BatchSource, share_of
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
+from hybridtrain.training.optimizer_check import check_steps_alone
 
 _log = logging.getLogger(__name__)
+
+# The hooks of other libraries' callbacks.
+_OTHER_HOOKS = {
+    **dict.fromkeys(["on_train_start", "on_train_begin", "on_fit_start"], "on_start"),
+    **dict.fromkeys(["on_train_batch_end", "on_batch_end", "on_step_end"], "on_step"),
+    **dict.fromkeys(["on_before_optimizer_step", "on_after_backward"], "on_gradients"),
+    **dict.fromkeys(["on_validation_end", "on_validation_epoch_end", "on_test_end"], "on_evaluate"),
+    **dict.fromkeys(["on_validation_batch_end", "on_prediction_step"], "on_evaluation_batch"),
+    **dict.fromkeys(["on_train_end", "on_fit_end"], "on_end"),
+    **dict.fromkeys(["on_save_checkpoint", "on_load_checkpoint"], "state_dict"),
+}
 
 
 def check_arguments(
@@ -40,6 +52,7 @@ def check_arguments(
             f"optimizer= must be an optimizer, not {_named(optimizer)}: write "
             f"torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
+    check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
     if evaluation is not None:
         check_eval_loader("evaluation=", evaluation)
     for name, metric in _mapping(metrics).items():
@@ -57,7 +70,24 @@ def check_arguments(
                 f"callbacks= has {_named(callback)}, which is not a Callback: write the call, such "
                 f"as callbacks=[EarlyStopping()], and derive your own from hybridtrain.Callback"
             )
+        check_hooks(callback)
     return found
+
+
+def check_hooks(callback: Callback) -> None:
+    """Refuses a callback with a method that looks like a hook and would never be called.
+
+    Raises:
+        ConfigError: names the hook that may be meant.
+    """
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
+            other = _OTHER_HOOKS.get(name)
+            meant = f"did you mean {other!r}?" if other else did_you_mean(name, hooks, "hooks")
+            raise ConfigError(
+                f"{type(callback).__name__}.{name} is not a hook, and is never called: {meant}"
+            )
 
 
 def check_eval_loader(argument: str, data: Any) -> None:
@@ -160,8 +190,8 @@ def batch_norms_watched(model: HybridModel, train: BatchSource) -> Iterator[None
             hook.remove()
     found = {name: one for part in world.gather(fails) for name, one in part.items()}
     text = (
-        f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 (replicas: "
-        f"{world.replicas}, chunks={chunks})"
+        f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 "
+        f"(replicas: {world.replicas}, chunks={chunks})"
     )
     way_out = "set drop_last=true, lower chunks=, or choose another batch_size="
     if single := [name for name, one in found.items() if one]:

@@ -253,4 +253,7 @@ def test_where_the_input_of_a_batch_norm_is_not_seen_the_last_batch_is_a_warning
     ours.model.options = dataclasses.replace(ours.model.options, compile=True)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         ours.fit()
-    assert "a micro-batch of it has 1 (replicas: 1, chunks=2); a batch norm may refuse it: set" in caplog.text
+    assert (
+        "a micro-batch of it has 1 (replicas: 1, chunks=2); a batch norm may refuse it: set"
+        in caplog.text
+    )
