@@ -47,7 +47,7 @@ class PipelineConfig:
     chunks: Any = PipelineOptions.chunks
     """A number, or `auto`: the fastest, by the price of a step."""
     schedule: str = PipelineOptions.schedule
-    """`1f1b`, `gpipe`, or `auto`: the fastest, by the price of a step."""
+    """One of `PipelineOptions.schedule`, or `auto`: the fastest, by the price of a step."""
     stages_per_device: int = PipelineOptions.stages_per_device
     max_inflight: int | None = PipelineOptions.max_inflight
     split: Any = PipelineOptions.split
@@ -100,6 +100,7 @@ class TrainerConfig:
     log_every: int = 10
     eval_every: int | None = None
     eval_every_epochs: int | None = None
+    eval_first: bool = False
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
