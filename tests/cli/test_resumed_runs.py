@@ -91,12 +91,12 @@ def test_the_best_of_a_run_that_marks_none_names_the_key_that_marks_one(
 def test_the_overrides_of_all_commands_of_a_run_are_kept_the_last_of_each_key(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    succeed(capfd, *SMALL, "optim.lr=0.01", "trainer.steps=2", "+optim.eps=1e-7")
+    succeed(capfd, *SMALL, "optim.lr=0.01", "trainer.steps=2", "optim.eps=1e-7")
     succeed(capfd, "run_name=digits", "optim.lr=0.02", "trainer.steps=4")
     file = Path("outputs/digits/overrides.yaml")
     kept = yaml.safe_load(file.read_text())
     steps = [o for o in SMALL if not o.startswith("trainer.steps")]
-    assert kept == [*steps, "+optim.eps=1e-7", "run_name=digits", "optim.lr=0.02",
+    assert kept == [*steps, "optim.eps=1e-7", "run_name=digits", "optim.lr=0.02",
                     "trainer.steps=4"]  # fmt: skip
     file.write_text("[")
     succeed(capfd, "run_name=digits", "trainer.steps=5")

@@ -12,3 +12,21 @@ def test_an_exception_in_a_step_ends_all_processes(who):
     assert "in layer '2', which was given float32[3, 4]" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
     assert "the end was reached" not in output
+
+
+@pytest.mark.timeout(600)  # several launches in one test
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_exactly(
+    engine, who, tmp_path
+):
+    for step in (2, 4, 6):  # the first, a middle and the last evaluation
+        output = torchrun_script(
+            2, WORKERS / "failing_evaluation.py", engine, who, step, tmp_path, ok=False
+        )
+        assert "ArithmeticError: boom" in output
+        assert "in the metric 'flaky'" in output
+        assert "the end was reached" not in output
+        assert (tmp_path / str(step) / "checkpoints" / f"step_{step:08d}").is_dir()
+    output = torchrun_script(2, WORKERS / "failing_evaluation.py", engine, who, 0, tmp_path)
+    assert output.count("all went on") == 2
