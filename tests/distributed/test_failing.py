@@ -1,7 +1,8 @@
 """An exception in a step ends the run with its own message, and no process is left waiting."""
 
 import pytest
-from support.launch import WORKERS, torchrun_script
+from support import forked
+from support.launch import WORKERS, environment, torchrun_script
 
 
 @pytest.mark.parametrize("who", ["all", "1"])
@@ -20,13 +21,18 @@ def test_an_exception_in_a_step_ends_all_processes(who):
 def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_exactly(
     engine, who, tmp_path
 ):
+    def launch(step):
+        (tmp_path / "output.txt").unlink(missing_ok=True)
+        arguments = [str(tmp_path), engine, str(who), str(step)]
+        return forked.run(2, WORKERS / "failing_evaluation.py", arguments, environment(), 200)
+
     for step in (2, 4, 6):  # the first, a middle and the last evaluation
-        output = torchrun_script(
-            2, WORKERS / "failing_evaluation.py", engine, who, step, tmp_path, ok=False
-        )
+        status, output = launch(step)
+        assert status == 1, output
         assert "ArithmeticError: boom" in output
         assert "in the metric 'flaky'" in output
         assert "the end was reached" not in output
         assert (tmp_path / str(step) / "checkpoints" / f"step_{step:08d}").is_dir()
-    output = torchrun_script(2, WORKERS / "failing_evaluation.py", engine, who, 0, tmp_path)
+    status, output = launch(0)
+    assert status == 0, output
     assert output.count("all went on") == 2
