@@ -164,7 +164,7 @@ def check_names(options: Any, settings: Mapping[str, Any], others: Sequence[str]
     Args:
         options: the dataclass.
         settings: by name.
-        others: what may be meant too, arguments that are no fields.
+        others: what may be meant too, arguments that are not fields.
 
     Raises:
         TypeError: there is no such field.
