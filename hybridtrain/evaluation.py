@@ -74,8 +74,9 @@ def evaluate(
         metric.reset()
 
     def measure(output: Any, targets: Any) -> Tensor:
-        for metric in metrics.values():
-            metric.update(main_output(output), targets)
+        for name, metric in metrics.items():
+            with _errors_of(name):
+                metric.update(main_output(output), targets)
         return checked_loss(loss_fn(output, targets))
 
     loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
@@ -107,13 +108,25 @@ def evaluate(
     with warnings.catch_warnings(), _synchronised_by(model, device, metrics):
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-        result |= {name: float(metric.compute()) for name, metric in metrics.items()}
+        for name, metric in metrics.items():
+            with _errors_of(name):
+                result[name] = float(metric.compute())
     if count and not math.isfinite(result["loss"]) and world.is_main:
         _log.warning(
             "the evaluation's loss is %s: the model has diverged, or the data are not finite",
             result["loss"],
         )
     return result
+
+
+@contextmanager
+def _errors_of(metric: str) -> Iterator[None]:
+    """Adds the name of the metric to an error of the block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the metric {metric!r}")
+        raise
 
 
 @_phase()

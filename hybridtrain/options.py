@@ -7,9 +7,11 @@ defaults for its own. Nothing here imports torch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
 from hybridtrain.schedule import SCHEDULES, Placement, placement_of
@@ -18,11 +20,43 @@ SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 CheckpointSpec = str | Sequence[str] | Mapping[str, int]
 
 Options = TypeVar("Options", bound=Any)
+Init = TypeVar("Init", bound=Callable[..., None])
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
 CHECKPOINT_MODES = ("never", "except_last", "always")
+
+# Names that other libraries have for arguments of this one.
+OTHER_NAMES = {
+    **dict.fromkeys(["train_batch_size", "per_device_train_batch_size"], "batch_size"),
+    **dict.fromkeys(["num_workers", "dataloader_num_workers"], "workers"),
+    **dict.fromkeys(["max_epochs", "num_epochs", "num_train_epochs"], "epochs"),
+    **dict.fromkeys(["max_steps", "num_steps", "num_train_steps"], "steps"),
+    **dict.fromkeys(["gradient_accumulation_steps", "accumulate_grad_batches"], "accumulate"),
+    **dict.fromkeys(["max_grad_norm", "grad_clip", "gradient_clip_val"], "clip_norm"),
+    **dict.fromkeys(["logging_steps", "log_every_n_steps"], "log_every"),
+    **dict.fromkeys(["eval_steps", "val_check_interval"], "eval_every"),
+    **dict.fromkeys(["eval_on_start", "num_sanity_val_steps"], "eval_first"),
+    **dict.fromkeys(["bf16", "fp16", "mixed_precision"], "precision"),
+    **dict.fromkeys(["save_steps", "save_every"], "checkpoint_every"),
+    **dict.fromkeys(["save_total_limit", "max_to_keep"], "keep"),
+    "gradient_checkpointing": "checkpoint",
+    **dict.fromkeys(["microbatches", "num_microbatches"], "chunks"),
+    **dict.fromkeys(["num_stages", "pipeline_parallel_size"], "nb_part"),
+    **dict.fromkeys(["train_loader", "train_dataloader", "train_dataloaders"], "train"),
+    **dict.fromkeys(["eval_loader", "val_loader", "valid_loader", "test_loader"], "evaluation"),
+    **dict.fromkeys(["eval_dataloader", "val_dataloader", "val_dataloaders"], "evaluation"),
+    **dict.fromkeys(["train_dataset", "train_data"], "train"),
+    **dict.fromkeys(["eval_dataset", "val_dataset", "eval_data", "val_data"], "evaluation"),
+    **dict.fromkeys(["scheduler", "lr_scheduler"], "lr_schedule"),
+    **dict.fromkeys(["logger", "loggers", "monitors"], "monitor"),
+    **dict.fromkeys(["criterion", "loss"], "loss_fn"),
+    "compute_metrics": "metrics",
+    "monitor": "value",
+    "save_top_k": "k",
+    "dirpath": "directory",
+}
 
 
 @dataclass(frozen=True)
@@ -124,8 +158,13 @@ def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
     return replace(options, **settings) if settings else options
 
 
-def check_names(options: Any, settings: Mapping[str, Any]) -> None:
+def check_names(options: Any, settings: Mapping[str, Any], others: Sequence[str] = ()) -> None:
     """Checks that the dataclass `options`, or an instance of it, has fields of these names.
+
+    Args:
+        options: the dataclass.
+        settings: by name.
+        others: what may be meant too, arguments that are not fields.
 
     Raises:
         TypeError: there is no such field.
@@ -133,7 +172,34 @@ def check_names(options: Any, settings: Mapping[str, Any]) -> None:
     known = [one.name for one in fields(options)]
     for name in settings:
         if name not in known:
-            raise TypeError(f"unknown setting {name}=: {did_you_mean(name, known, 'settings')}")
+            raise TypeError(f"unknown setting {name}=: {_meant(name, [*known, *others])}")
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    other = OTHER_NAMES.get(name)
+    return f"did you mean {other!r}?" if other in known else did_you_mean(name, known, "settings")
+
+
+def names_checked(init: Init) -> Init:
+    """Decorates an `__init__`: an argument that it does not have is told with the nearest one."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{type(self).__name__}: unknown setting {name}=: {_meant(name, known)}"
+                )
+        init(self, *args, **kwargs)
+
+    return cast(Init, checked)
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Raises a ConfigError, if it is not a number of samples."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be a positive number of samples")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -18,10 +20,11 @@ from hybridtrain.callbacks.base import Callback
 from hybridtrain.callbacks.states import CallbackStates
 from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.batch import Batch, BatchSource, take
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import as_source
-from hybridtrain.errors import ConfigError, DivergedError, Interrupted
+from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
 from hybridtrain.loss_weights import StepWeights
@@ -29,6 +32,7 @@ from hybridtrain.losses import LossFn
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
+from hybridtrain.monitor.base import call_hook
 from hybridtrain.options import check_names
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
@@ -36,12 +40,15 @@ from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
 from hybridtrain.training.checks import (
+    batch_norms_watched,
     check_arguments,
     check_eval_loader,
+    check_hooks,
     check_last_batch,
     check_state_names,
 )
 from hybridtrain.training.interruption import Interruptions
+from hybridtrain.training.optimizer_check import check_lr_schedule
 from hybridtrain.training.optimizer_step import OptimizerStep, replay
 from hybridtrain.training.progress import Progress
 from hybridtrain.training.run_stats import RunStats
@@ -77,7 +84,8 @@ class Trainer:
         states: what else is saved and restored, by name: anything with `state_dict` and
             `load_state_dict` of tensors and plain values, such as a moving average of the weights.
             Rank 0's state counts; every process calls `state_dict`, so that one may gather.
-        monitor: receives what is logged; one more callback, after all others.
+        monitor: receives what is logged; one more callback, after all others. One that raises is
+            left out for the rest of the run.
         callbacks: follow the run; see `Callback`. Every process has them, with their states in the
             checkpoint; those that are `main_only` run on rank 0.
         training_step: in place of the method of that name, with this trainer as first argument.
@@ -111,10 +119,12 @@ class Trainer:
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
-        check_names(TrainerOptions, settings)
+        check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
+        check_lr_schedule(lr_schedule)
+        check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
         self.optimizer = optimizer
@@ -153,6 +163,8 @@ class Trainer:
         self._checkpoints = RunCheckpoints(self._best)
         # the last evaluation, and its step
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
+        # whether weights, optimizer and callbacks are those of `step`
+        self._between_steps = False
         self._tell("on_init")
 
     def _chosen_loss(self, loss_fn: LossFn | None) -> LossFn:
@@ -202,10 +214,15 @@ class Trainer:
                 self._tell("on_start")
                 self.model.zero_grad()  # of a fit before that has ended in the middle of a step
                 self.optimizer.zero_grad()
+                self._try_evaluation()
                 # of measurements, and of models before this one
                 self.model.pipeline.reset_peak_memory()
                 self.throughput = Throughput()
-                self._train(stream)
+                try:
+                    self._train(stream)
+                except Exception as error:
+                    self._save_finished_step(error)
+                    raise
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -253,7 +270,7 @@ class Trainer:
     def _tell(self, hook: str, *args: object) -> None:
         """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
         for callback in (*self.callbacks, self.monitor):
-            getattr(callback, hook)(self, *args)
+            call_hook(callback, hook, self, *args)
 
     @contextmanager
     def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
@@ -268,7 +285,7 @@ class Trainer:
             interrupted = isinstance(error, Interrupted)
             for callback in (*self.callbacks, self.monitor):
                 try:
-                    callback.on_exception(self, error)
+                    call_hook(callback, "on_exception", self, error)
                 except Exception:  # which must not take the place of the run's own
                     _log.exception("on_exception of %s has failed", type(callback).__name__)
             raise
@@ -277,13 +294,15 @@ class Trainer:
             stream.close()
             with ExitStack() as ends:  # all of them, even if one fails
                 for callback in reversed((*self.callbacks, self.monitor)):
-                    ends.callback(callback.on_end, self)
+                    ends.callback(call_hook, callback, "on_end", self)
             if interrupted:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
-        if self.step > 0:
-            self._evaluate_and_save_if_due()  # what an interruption has kept it from
+        self._save_and_evaluate_if_due()  # what an interruption or an error has kept it from
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._reaches_last_batch():
+            watched = batch_norms_watched(self.model, self.train)
         while not self._ended:
             self._interruptions.begin_step()
             log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
@@ -293,7 +312,10 @@ class Trainer:
             activity.now(f"step {self.step + 1}: train")
             # a tensor, if the user chose so; read before the schedule changes it in place
             lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
-            norm = self._take_step(batches, timeline=log_due or timeline_due)
+            self._between_steps = False
+            with watched:
+                norm = self._take_step(batches, timeline=log_due or timeline_due)
+            watched, self._between_steps = nullcontext(), True
             if log_due:
                 self._log(lr, norm)
             if timeline_due and self._stats.recorded:
@@ -303,7 +325,7 @@ class Trainer:
                 self._stop()
             if self._ended:
                 self._finite.check_not_all_empty(self.step)
-            self._evaluate_and_save_if_due(save="save" in wanted)
+            self._save_and_evaluate_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its present weights, or their average; see `evaluate`."""
@@ -343,20 +365,27 @@ class Trainer:
             UserError: the replicas' weights are apart.
             CheckpointError: it cannot be written, or the one before in the background was not.
         """
+        self._save(required)
+
+    def _save(self, required: bool, again: bool = False) -> None:
+        """See `save`; with `again` a checkpoint of this step is replaced."""
         if self.store is None:
             return
-        if self._checkpoints.step != self.step:
+        saved = self._checkpoints.step == self.step
+        if again or not saved:
             activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step, self.optimizer)
             check_replicas(self.model.net, self.world)
             self._stats.gather()
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
+            required = required and not saved
             path = self._checkpoints.write(self, required=required, prune=prune)
-            if path is None:
+            if path is not None:
+                self._tell("on_save", path)
+            elif not saved:
                 self._checkpoints.mark_best(self, saved=False)
                 return
-            self._tell("on_save", path)
         self._checkpoints.mark_best(self)
         self._interruptions.saved()
 
@@ -479,6 +508,13 @@ class Trainer:
         last = step == self.total_steps or (step == self.step and self._ended)
         return last or (every is not None and step % every == 0)
 
+    def _reaches_last_batch(self) -> bool:
+        """Returns whether the run has the last batch of an epoch before it."""
+        if self.train.batches_per_epoch is None:
+            return False
+        left = self.train.batches_per_epoch - self.batch
+        return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
+
     def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
         """Trains on `batches`; returns the gradients' norm before clipping."""
         norm = self._step.take(
@@ -511,28 +547,72 @@ class Trainer:
         values |= self._stats.read_stages(self.optimizer)
         self._tell("on_log", values)
 
-    def _evaluate_and_save_if_due(self, save: bool = False) -> None:
-        options, last = self.options, self._ended
-        if self.evaluation is not None and (
-            self._evaluated[0] != self.step or (last and self._evaluated[1] is None)
-        ):
-            evaluates = self._is_due(options.eval_every, self.step)
-            if evaluates or self._progress.ends_epoch(options.eval_every_epochs):
-                activity.now(f"step {self.step}: evaluate")
-                with self.throughput.pause():
-                    save |= self._evaluate_in_run()
-        last = self._ended  # which an evaluation may decide
-        save |= self._is_due(options.checkpoint_every, self.step)
-        save |= self._progress.ends_epoch(options.checkpoint_every_epochs)
+    def _save_and_evaluate_if_due(self, save: bool = False) -> None:
+        """Saves before it evaluates: an evaluation that fails must not lose the step.
+
+        A run that is resumed there does the evaluation that the checkpoint does not know of.
+        """
+        if self.step > 0:
+            save |= self._is_due(self.options.checkpoint_every, self.step)
+            save |= self._progress.ends_epoch(self.options.checkpoint_every_epochs)
+        self._save_in_run(save)
+        if not self._evaluation_is_due():
+            return
+        is_new = self._evaluated[0] != self.step
+        with self.throughput.pause():
+            save = self._evaluate_in_run()
+        # once more at the end of a run, or it would not be known to be complete
+        self._save_in_run(save or self._ended, again=self._ended and is_new)
+
+    def _evaluation_is_due(self) -> bool:
+        step, result = self._evaluated
+        if self.evaluation is None or (step == self.step and not (self._ended and result is None)):
+            return False
+        if self.step == 0:
+            return self.options.eval_first
+        every, every_epochs = self.options.eval_every, self.options.eval_every_epochs
+        return self._is_due(every, self.step) or self._progress.ends_epoch(every_epochs)
+
+    def _save_in_run(self, save: bool, again: bool = False) -> None:
+        last, best = self._ended, self._best.step == self.step
         # nothing is saved on the way until a step succeeds
-        best = self._best.step == self.step
         if save and (last or best or not self._finite.skipping):
             with self.throughput.pause():  # without space for one on the way, the run goes on
-                self.save(required=last)
+                self._save(required=last, again=again)
+
+    def _save_finished_step(self, error: Exception) -> None:
+        """Saves what `error` would lose, such as that of a callback, if the last step is complete.
+
+        Only where this is the only process: the others do not know that they should save too.
+        """
+        expected = isinstance(error, CheckpointError | DivergedError | Interrupted)
+        learnt = self.step > self._finite.empty and not self._finite.skipping
+        if self.world.size > 1 or expected or not learnt or not self._between_steps:
+            return
+        try:
+            self._save(required=False)
+        except Exception as another:  # which must not take the place of the run's own
+            _log.warning("step %d was not saved after the error: %s", self.step, another)
+
+    def _try_evaluation(self) -> None:
+        """Evaluates one batch, which counts for nothing, to find errors before the first step.
+
+        It changes nothing that training depends on. Where an evaluation comes first, it is enough.
+        """
+        if self.evaluation is None or self._ended or self._evaluation_is_due():
+            return
+        activity.now(f"step {self.step}: evaluate")
+        draws = default_generators()
+        with self._evaluation_context():
+            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, stop=lambda: True)
+        for metric in self.metrics.values():
+            metric.reset()
+        rewind(draws)
 
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
+        activity.now(f"step {self.step}: evaluate")
         share = getattr(self.evaluation, "samples", None)
         with self._evaluation_context():
             result = evaluate(

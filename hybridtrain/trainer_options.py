@@ -59,6 +59,9 @@ class TrainerOptions:
     """Steps between two evaluations; None: only at the end."""
     eval_every_epochs: int | None = None
     """Epochs between two evaluations."""
+    eval_first: bool = False
+    """Evaluate before the first step too, which is logged at step 0. Otherwise one batch of the
+    evaluation runs there, which counts for nothing, so that an error in a metric is found."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; None: only at the end."""
     checkpoint_every_epochs: int | None = None
@@ -89,6 +92,8 @@ class TrainerOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be positive")
+        if type(self.eval_first) is not bool:
+            raise ConfigError(f"eval_first={self.eval_first} must be true or false")
         check_choice("best_mode", self.best_mode, ("min", "max"))
         seconds(self.max_time)
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from hybridtrain.app.run_lock import RunLock
 from hybridtrain.app.run_log import LogLines
 from hybridtrain.app.settings import Settings
 from hybridtrain.app.settled import agreed, leave_out_leftovers
-from hybridtrain.checkpoint.init_from import parse_init_from
+from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.loader import EvalLoader, TrainLoader
@@ -200,6 +201,8 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     if writes:
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)
+        if (initial := parse_init_from(config.init_from)) and not store.steps():
+            world.on_main(lambda: check_exists(Path(initial["source"])))
     directory.log_to_files(world.rank)
     for note in settings.notes:
         _log.info("%s", note)
@@ -312,9 +315,15 @@ def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
             f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
             f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
         )
-    for metric in chosen.values():
-        if not isinstance(metric, Mapping):
-            check_choice("trainer.metrics", metric, METRICS)
+    for name, metric in chosen.items():
+        if isinstance(metric, Mapping):
+            continue
+        if "." in str(metric):
+            raise ConfigError(
+                f"trainer.metrics={metric} names a class, which goes with a _target_: "
+                f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
+            )
+        check_choice("trainer.metrics", metric, METRICS)
     return {
         name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)

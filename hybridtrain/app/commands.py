@@ -19,6 +19,7 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.callbacks import build_callbacks
 from hybridtrain.app.changes import in_words
+from hybridtrain.app.compose import with_later
 from hybridtrain.app.fitted_world import fit_to_devices
 from hybridtrain.app.hidden import to_yaml
 from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
@@ -293,7 +294,10 @@ def _write_config(context: RunContext) -> None:
     if settings.of_run is not None and context.store.steps():
         config.resume = settings.of_run.resume  # where the run has begun
         config.init_from = settings.of_run.init_from
-    context.directory.write_config(config, settings.overrides, settings.texts)
+    overrides = settings.overrides
+    if settings.of_run is not None:
+        overrides = with_later(context.directory.overrides(), overrides)
+    context.directory.write_config(config, overrides, settings.texts)
 
 
 def _values(evaluation: Mapping[str, float] | None) -> str:

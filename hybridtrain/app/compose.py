@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,6 +163,13 @@ def given_keys(overrides: Sequence[str]) -> list[str]:
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
+def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Returns the overrides of two commands, without those whose key or group `later` sets."""
+    keys = given_keys(later)
+    kept = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
+    return [*compress(earlier, kept), *later]
+
+
 def given_recipe(overrides: Sequence[str]) -> str | None:
     """Returns the recipe that `overrides` name, as it is written there."""
     for override in overrides:
@@ -193,6 +201,16 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
                         f"{override.input_line}: glob() chooses among the options of a group "
                         f"(optim=glob(*)), and none of {key} fits; list the values: "
                         f"{key}=value1,value2"
+                    )
+                if override.is_interval_sweep():
+                    raise ConfigError(
+                        f"{override.input_line}: interval() is for a search, and a sweep runs "
+                        f"every value: list them, {key}=1e-4,1e-3, or write {key}=range(1,4)"
+                    )
+                if str(override.input_line).endswith("="):
+                    raise ConfigError(
+                        f"{override.input_line} has no value: write {key}=null, or a list of "
+                        f"values, {key}=value1,value2"
                     )
             # Not through hydra.main: within its jobs no further config can be composed.
             return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
-from hybridtrain.options import LoaderOptions, PipelineOptions
+from hybridtrain.options import LoaderOptions, PipelineOptions, check_batch_size
 
 LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
 """The keys of `data` that are fields of `LoaderOptions`."""
@@ -47,7 +47,7 @@ class PipelineConfig:
     chunks: Any = PipelineOptions.chunks
     """A number, or `auto`: the fastest, by the price of a step."""
     schedule: str = PipelineOptions.schedule
-    """`1f1b`, `gpipe`, or `auto`: the fastest, by the price of a step."""
+    """One of `PipelineOptions.schedule`, or `auto`: the fastest, by the price of a step."""
     stages_per_device: int = PipelineOptions.stages_per_device
     max_inflight: int | None = PipelineOptions.max_inflight
     split: Any = PipelineOptions.split
@@ -100,6 +100,7 @@ class TrainerConfig:
     log_every: int = 10
     eval_every: int | None = None
     eval_every_epochs: int | None = None
+    eval_first: bool = False
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error."""
     tf32: bool = False
@@ -302,9 +303,7 @@ def check(config: Config) -> None:
                 f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
                 f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
-    batch_size = config.data.get("batch_size")
-    if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(f"data.batch_size={batch_size} must be a positive number of samples")
+    check_batch_size(config.data.get("batch_size"))
     name = config.run_name or ""
     if not name or name != name.strip(". ") or "/" in name:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import get_type_hints
 
 from hybridtrain.app.config import LOADER_KEYS, Config
 from hybridtrain.errors import DataError, UserError
+from hybridtrain.options import OTHER_NAMES as ARGUMENTS
 
 KEYS: dict[str, str] = {
     **{name: f"data.{name}" for name in LOADER_KEYS},
@@ -34,23 +35,9 @@ _KEYS_OF_DATA = {**KEYS, "timeout_s": "data.timeout_s"}
 
 # Well-known names of other libraries, for settings that have another one here.
 OTHER_NAMES = {
+    **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
     **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
-    **dict.fromkeys(["per_device_train_batch_size", "train_batch_size"], "data.batch_size"),
-    **dict.fromkeys(["num_workers", "dataloader_num_workers"], "data.workers"),
-    **dict.fromkeys(["max_epochs", "num_epochs", "num_train_epochs"], "trainer.epochs"),
-    **dict.fromkeys(["max_steps", "num_steps", "num_train_steps"], "trainer.steps"),
-    "gradient_accumulation_steps": "trainer.accumulate",
-    "accumulate_grad_batches": "trainer.accumulate",
-    **dict.fromkeys(["max_grad_norm", "grad_clip", "gradient_clip_val"], "trainer.clip_norm"),
-    **dict.fromkeys(["logging_steps", "log_every_n_steps"], "trainer.log_every"),
-    **dict.fromkeys(["eval_steps", "val_check_interval"], "trainer.eval_every"),
-    **dict.fromkeys(["bf16", "fp16", "mixed_precision"], "trainer.precision"),
-    **dict.fromkeys(["save_steps", "save_every"], "checkpoint.every_steps"),
-    **dict.fromkeys(["save_total_limit", "max_to_keep"], "checkpoint.keep"),
     **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
-    "gradient_checkpointing": "pipeline.checkpoint",
-    **dict.fromkeys(["microbatches", "num_microbatches"], "pipeline.chunks"),
-    **dict.fromkeys(["num_stages", "pipeline_parallel_size"], "pipeline.nb_part"),
 }
 
 # A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.config import GROUP_KEYS
@@ -19,7 +19,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
 from hybridtrain.sharded_optimizer import ShardedOptimizer
-from hybridtrain.training.optimizer_check import needs_closure
+from hybridtrain.training.optimizer_check import check_lr_schedule, check_steps_alone
 
 _log = logging.getLogger(__name__)
 
@@ -127,11 +127,7 @@ def build_optimizer(
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
     )
-    if needs_closure(optimizer):
-        raise ConfigError(
-            f"{key}._target_={config['_target_']}: its step computes the loss several times, which "
-            f"a pipeline does not do; choose another optimizer"
-        )
+    check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
     return optimizer
 
 
@@ -188,11 +184,7 @@ def build_lr_schedule(
         defaults=lengths,
         ignore=["warmup_steps"],
     )
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise ConfigError(
-            "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
-            "step only if its schedule depends on the step alone; use another"
-        )
+    check_lr_schedule(schedule)
     if not warmup:
         return schedule
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)

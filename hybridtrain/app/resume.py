@@ -120,6 +120,11 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
         return store.newest()
     if resume in ("last", "best"):
         found = store.newest() if resume == "last" else store.best()
+        if found is None and resume == "best":
+            raise CheckpointError(
+                f"resume=best: no checkpoint in {store.root} is marked as the best; "
+                f"checkpoint.best=loss marks it while a run trains. resume=last is the newest"
+            )
         if found is None:
             raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
         return found

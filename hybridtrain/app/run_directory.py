@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from hybridtrain.app.config import Config
 from hybridtrain.app.hidden import to_yaml
@@ -82,6 +84,14 @@ class RunDirectory:
         """Writes `config.yaml` and `overrides.yaml`; `texts` as in `to_yaml`."""
         self._write("config.yaml", to_yaml(config, texts))
         self._write("overrides.yaml", OmegaConf.to_yaml(list(overrides)))
+
+    def overrides(self) -> list[str]:
+        """Returns those of `overrides.yaml`; none if it cannot be read."""
+        try:
+            found = OmegaConf.to_container(OmegaConf.load(self.path / "overrides.yaml"))
+        except (OSError, YAMLError, OmegaConfBaseException):
+            return []
+        return [str(each) for each in found] if isinstance(found, list) else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`; NaN and the infinities are null."""

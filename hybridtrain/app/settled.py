@@ -22,6 +22,11 @@ def leave_out_leftovers(settings: Settings) -> None:
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
         kept = (*LOADER_KEYS, *GROUP_KEYS, "warmup_steps")
+        if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
+            settings.notes.append(
+                f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "
+                f"leave it out, set {group}.warmup_steps=0"
+            )
         names = [name for name in leftovers if name not in kept]
         for name in instantiate.not_taken(group, values, names, allow):
             if (value := values.pop(name, None)) is not None:

@@ -19,7 +19,8 @@ class Callback:
 
     Every process calls every hook at the same place of the loop, in the order of `callbacks=`, with
     those that are `main_only` last. So a hook may communicate, and must do so on all processes or
-    on none. An exception of a hook ends the run.
+    on none. An exception of a hook ends the run, in one process after a save of the last complete
+    step.
 
     What a callback keeps from step to step, and a resumed run needs, is its `state_dict`, which
     goes into the checkpoint under `state_name`. A checkpoint without it is resumed with a warning:

@@ -11,6 +11,7 @@ from hybridtrain.callbacks.base import Callback
 from hybridtrain.callbacks.comparison import Comparison
 from hybridtrain.checkpoint.tensor_files import write_weights
 from hybridtrain.errors import ConfigError
+from hybridtrain.options import names_checked
 
 if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
@@ -32,6 +33,7 @@ class BestWeights(Callback):
         ConfigError: an argument is out of its range.
     """
 
+    @names_checked
     def __init__(
         self, directory: str | Path, value: str = "loss", mode: str = "min", k: int = 3
     ) -> None:

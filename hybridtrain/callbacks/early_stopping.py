@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.callbacks.comparison import Comparison
 from hybridtrain.errors import ConfigError
+from hybridtrain.options import names_checked
 
 if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
@@ -32,6 +33,7 @@ class EarlyStopping(Callback):
         ConfigError: an argument is out of its range.
     """
 
+    @names_checked
     def __init__(
         self, value: str = "loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.options import names_checked
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -43,6 +44,7 @@ class EMA(Callback):
     ExponentialMovingAverage and of timm.
     """
 
+    @names_checked
     def __init__(self, decay: float = 0.999, evaluates: bool = True, warmup: bool = True) -> None:
         if not 0 < decay < 1:
             raise ConfigError(f"decay={decay} must be between 0 and 1")

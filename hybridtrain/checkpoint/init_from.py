@@ -174,6 +174,16 @@ def _plain(name: str) -> str:
     return name
 
 
+def check_exists(source: Path) -> None:
+    """Makes sure that there is something at `source`.
+
+    Raises:
+        CheckpointError: there is not.
+    """
+    if not source.is_file() and not source.is_dir():
+        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+
+
 def _locate(source: Path, best: bool) -> Path:
     """Returns the file, the checkpoint or the folder of the Hub that `source` means.
 
@@ -186,8 +196,7 @@ def _locate(source: Path, best: bool) -> Path:
             f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
             f"{', '.join(_TORCH_FILES)}"
         )
-    if not source.is_dir():
-        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+    check_exists(source)
     if (source / MANIFEST).exists():
         verify(source)
         return source

@@ -19,7 +19,7 @@ from hybridtrain.data.faults import name_of
 from hybridtrain.data.fetch import fetch
 from hybridtrain.data.stream import StreamLoader, is_stream
 from hybridtrain.errors import DataError
-from hybridtrain.options import LoaderOptions
+from hybridtrain.options import LoaderOptions, check_batch_size
 from hybridtrain.world import World
 
 __all__ = ["Batch", "EvalLoader", "LoaderOptions", "TrainLoader", "permutation", "share_of"]
@@ -37,6 +37,7 @@ class TrainLoader:
         options: how batches are loaded.
 
     Raises:
+        ConfigError: `batch_size` is not a positive number.
         DataError: the data set has less than one batch, or can only be iterated over.
     """
 
@@ -55,6 +56,7 @@ class TrainLoader:
                 f"{name_of(dataset)} has no samples by number (`__getitem__` and `__len__`): pass "
                 f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
             )
+        check_batch_size(batch_size)
         self.dataset = dataset
         self.batch_size = batch_size
         self.samples = len(dataset)
@@ -116,6 +118,9 @@ class EvalLoader:
 
     Attributes:
         samples: of this replica; None if it is not known.
+
+    Raises:
+        ConfigError: `batch_size` is not a positive number.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class EvalLoader:
         *,
         options: LoaderOptions | None = None,
     ) -> None:
+        check_batch_size(batch_size)
         self._dataset = dataset
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world

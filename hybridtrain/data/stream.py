@@ -30,7 +30,7 @@ from hybridtrain.data.fetch import WatchedLoader, collated, prefetch, whole_batc
 from hybridtrain.data.stream_part import Reader, Start, StreamPart, has_state
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch.activity import activity
-from hybridtrain.options import LoaderOptions
+from hybridtrain.options import LoaderOptions, check_batch_size
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class StreamLoader:
         batches_per_epoch: None where `dataset` has no length.
 
     Raises:
+        ConfigError: `batch_size` is not a positive number.
         DataError: `dataset` can be iterated over only once, or there are fewer samples in a batch
             than replicas that `dataset` is divided over.
     """
@@ -98,6 +99,7 @@ class StreamLoader:
         seed: int = 0,
         options: LoaderOptions | None = None,
     ) -> None:
+        check_batch_size(batch_size)
         self.dataset, self.divided = _divide(dataset, world, options or LoaderOptions())
         self.batch_size = batch_size
         self._world = world

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.schedule import Spans
@@ -16,32 +15,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., None])
 
+def call_hook(callback: Callback, hook: str, *args: Any, **kwargs: Any) -> None:
+    """Calls a method of a callback; a monitor that raises does not end the run.
 
-def never_fatal(method: Method) -> Method:
-    """Decorates a method of a monitor that writes: what it cannot write does not end the run.
-
-    After a full disk, a directory that is gone or a closed terminal, the monitor warns once, and
-    does nothing any more.
+    It may have met a full disk, a server that is away or a closed terminal, or have a bug. It is
+    let go with one warning, and left out from then on.
     """
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.broken:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) and "closed file" not in str(error):
-                raise
-            self.broken = True
-            self.abandon()
-            _log.warning(
-                "%s has stopped, and training goes on without it: %s", type(self).__name__, error
-            )
-
-    return cast(Method, call)
+    if not isinstance(callback, Monitor):
+        getattr(callback, hook)(*args, **kwargs)
+        return
+    if callback.broken:
+        return
+    try:
+        getattr(callback, hook)(*args, **kwargs)
+    except Exception as error:
+        callback.broken = True
+        with suppress(Exception):
+            callback.abandon()
+        _log.warning(
+            "%s has stopped, and training goes on without it: %s: %s",
+            type(callback).__name__, type(error).__name__, error,
+        )  # fmt: skip
 
 
 class Monitor(Callback):
@@ -56,10 +51,11 @@ class Monitor(Callback):
     `eval/loss`, `eval/accuracy`. The values are numbers on the host, because only the loop may
     decide to wait for a device.
 
-    An exception of a monitor ends the run, unless it writes with methods that are `never_fatal`.
+    A monitor that raises does not end the run: it is left out from then on, with one warning. What
+    may end a run is a `Callback`.
 
     Attributes:
-        broken: a `never_fatal` method has failed.
+        broken: it has raised.
     """
 
     main_only = True
@@ -137,31 +133,28 @@ class Monitors(Monitor):
 
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`."""
-        for monitor in self._monitors:
-            monitor.start(total_steps=total_steps, first_step=first_step, texts=texts)
+        self._tell("start", total_steps=total_steps, first_step=first_step, texts=texts)
 
     def step(self, step: int, samples: int) -> None:
         """See `Monitor.step`."""
-        for monitor in self._monitors:
-            monitor.step(step, samples)
+        self._tell("step", step, samples)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`."""
-        for monitor in self._monitors:
-            monitor.scalars(step, values)
+        self._tell("scalars", step, values)
 
     def evaluating(self, done: int, total: int | None) -> None:
         """See `Monitor.evaluating`."""
-        for monitor in self._monitors:
-            monitor.evaluating(done, total)
+        self._tell("evaluating", done, total)
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`."""
-        for monitor in self._monitors:
-            monitor.timeline(step, predicted, measured)
+        self._tell("timeline", step, predicted, measured)
 
     def close(self) -> None:
-        """Closes all of them, even if one fails; then raises its exception."""
-        with ExitStack() as stack:
-            for monitor in reversed(self._monitors):
-                stack.callback(monitor.close)
+        """See `Monitor.close`."""
+        self._tell("close")
+
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
+        for monitor in self._monitors:
+            call_hook(monitor, method, *args, **kwargs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybridtrain.files import atomic_file
-from hybridtrain.monitor.base import Monitor, never_fatal
+from hybridtrain.monitor.base import Monitor
 
 
 class MetricsFile(Monitor):
@@ -26,7 +26,6 @@ class MetricsFile(Monitor):
         self._file: TextIO | None = None
         self._first_step = -1
 
-    @never_fatal
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; a fresh start (`first_step` 0) begins an empty file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +36,6 @@ class MetricsFile(Monitor):
         self._first_step = first_step
         self._open()
 
-    @never_fatal
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`."""
         if self._file is None:
@@ -52,7 +50,6 @@ class MetricsFile(Monitor):
         line = {"step": step, "time": round(time.time(), 3), **finite}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
-    @never_fatal
     def close(self) -> None:
         """See `Monitor.close`."""
         file, self._file = self._file, None

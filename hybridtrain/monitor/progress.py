@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hybridtrain.monitor.base import Monitor, never_fatal
+from hybridtrain.monitor.base import Monitor
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
 _BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
@@ -34,7 +34,6 @@ class Progress(Monitor):
         self._drawn = 0.0  # when the bar was last drawn in an evaluation
         self._train = ""
 
-    @never_fatal
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; the texts are not shown."""
         self._total_steps = total_steps
@@ -49,13 +48,11 @@ class Progress(Monitor):
                 bar_format=_BAR_WITHOUT_END if total_steps is None else _BAR,
             )
 
-    @never_fatal
     def step(self, step: int, samples: int) -> None:
         """See `Monitor.step`; the bar is drawn at most ten times per second."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    @never_fatal
     def evaluating(self, done: int, total: int | None) -> None:
         """See `Monitor.evaluating`; shown on the bar alone, at most ten times per second."""
         now = self._clock()
@@ -64,7 +61,6 @@ class Progress(Monitor):
             share = f"{done:,} samples" if not total else f"{done / total:.0%}"
             self._bar.set_description_str(f"evaluating: {share}")
 
-    @never_fatal
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the values of `train/` and `eval/`; those of the stages are for the dashboards."""
         if train := _describe_training(values):
@@ -80,7 +76,6 @@ class Progress(Monitor):
                 self._bar.set_description_str(self._train, refresh=False)
             self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
 
-    @never_fatal
     def close(self) -> None:
         """See `Monitor.close`; leaves the last state of the bar on the screen."""
         if self._bar is not None:

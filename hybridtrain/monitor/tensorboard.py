@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import yaml
 
-from hybridtrain.monitor.base import Monitor, never_fatal
+from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.timeline_picture import draw
 from hybridtrain.schedule import Spans
 
@@ -41,7 +41,6 @@ class TensorBoard(Monitor):
         self.directory = directory
         self._writer: SummaryWriter | None = None
 
-    @never_fatal
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; the texts appear in the tab of that name."""
         # takes half a second to import, which only rank 0 of a run that starts should pay
@@ -68,7 +67,6 @@ class TensorBoard(Monitor):
             _add_hyperparameters(self._writer, texts["config"])
         self._writer.flush()
 
-    @never_fatal
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`; queues them for the writer's thread."""
         if self._writer is None:
@@ -76,7 +74,6 @@ class TensorBoard(Monitor):
         for tag, value in values.items():
             self._writer.add_scalar(shown_tag(tag), value, step)
 
-    @never_fatal
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; a picture in the tab of images."""
         if self._writer is None:
@@ -85,7 +82,6 @@ class TensorBoard(Monitor):
         picture = torch.from_numpy(np.asarray(draw(predicted, measured, title)).copy())
         self._writer.add_image("timeline", picture, step, dataformats="HWC")
 
-    @never_fatal
     def close(self) -> None:
         """See `Monitor.close`."""
         writer, self._writer = self._writer, None

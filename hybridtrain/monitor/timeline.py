@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.files import atomic_file, write_atomically
-from hybridtrain.monitor.base import Monitor, never_fatal
+from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.timeline_picture import draw
 from hybridtrain.schedule import WORDS, Spans
 
@@ -18,7 +18,6 @@ class TimelineFiles(Monitor):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    @never_fatal
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; the files of an earlier step are replaced."""
         title = f"{self.directory.resolve().name}, step {step}"

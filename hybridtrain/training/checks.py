@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from hybridtrain.callbacks.base import Callback
-from hybridtrain.data.batch import BatchSource
+from hybridtrain.data.batch import BatchSource, share_of
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
+from hybridtrain.training.optimizer_check import check_steps_alone
+
+_log = logging.getLogger(__name__)
+
+# The hooks of other libraries' callbacks.
+_OTHER_HOOKS = {
+    **dict.fromkeys(["on_train_start", "on_train_begin", "on_fit_start"], "on_start"),
+    **dict.fromkeys(["on_train_batch_end", "on_batch_end", "on_step_end"], "on_step"),
+    **dict.fromkeys(["on_before_optimizer_step", "on_after_backward"], "on_gradients"),
+    **dict.fromkeys(["on_validation_end", "on_validation_epoch_end", "on_test_end"], "on_evaluate"),
+    **dict.fromkeys(["on_validation_batch_end", "on_prediction_step"], "on_evaluation_batch"),
+    **dict.fromkeys(["on_train_end", "on_fit_end"], "on_end"),
+    **dict.fromkeys(["on_save_checkpoint", "on_load_checkpoint"], "state_dict"),
+}
 
 
 def check_arguments(
@@ -33,6 +52,7 @@ def check_arguments(
             f"optimizer= must be an optimizer, not {_named(optimizer)}: write "
             f"torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
+    check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
     if evaluation is not None:
         check_eval_loader("evaluation=", evaluation)
     for name, metric in _mapping(metrics).items():
@@ -50,7 +70,24 @@ def check_arguments(
                 f"callbacks= has {_named(callback)}, which is not a Callback: write the call, such "
                 f"as callbacks=[EarlyStopping()], and derive your own from hybridtrain.Callback"
             )
+        check_hooks(callback)
     return found
+
+
+def check_hooks(callback: Callback) -> None:
+    """Refuses a callback with a method that looks like a hook and would never be called.
+
+    Raises:
+        ConfigError: names the hook that may be meant.
+    """
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in dir(callback):
+        if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
+            other = _OTHER_HOOKS.get(name)
+            meant = f"did you mean {other!r}?" if other else did_you_mean(name, hooks, "hooks")
+            raise ConfigError(
+                f"{type(callback).__name__}.{name} is not a hook, and is never called: {meant}"
+            )
 
 
 def check_eval_loader(argument: str, data: Any) -> None:
@@ -103,15 +140,65 @@ def check_last_batch(model: HybridModel, train: BatchSource) -> None:
     Raises:
         ConfigError: the last batch has fewer samples than there are micro-batches.
     """
-    samples = getattr(train, "samples", None)
-    drops = getattr(getattr(train, "options", None), "drop_last", True)
-    if not model.options.sync_batch_norm or drops or samples is None:
-        return
-    replicas = model.world.replicas
-    last = samples % train.batch_size
-    if last and last // replicas < model.options.chunks:
+    replicas, last = model.world.replicas, _last_batch(train)
+    if model.options.sync_batch_norm and last and last // replicas < model.options.chunks:
         raise ConfigError(
             f"the last batch of an epoch has {last} samples, which are not enough for "
             f"chunks={model.options.chunks} micro-batches on each of {replicas} replicas, as "
             f"sync_batch_norm=true needs: set drop_last=true, or lower chunks="
         )
+
+
+def _last_batch(train: BatchSource) -> int:
+    """Returns the samples of a short last batch of an epoch; 0: none, or not known."""
+    samples = getattr(train, "samples", None)
+    drops = getattr(getattr(train, "options", None), "drop_last", True)
+    return 0 if drops or samples is None else samples % train.batch_size
+
+
+@contextmanager
+def batch_norms_watched(model: HybridModel, train: BatchSource) -> Iterator[None]:
+    """Runs the first step, and then refuses a last batch that a batch norm will fail in.
+
+    One with a micro-batch of 1 sample, that is, if the norm's input has 1 value per channel and
+    sample. Which it has is seen in the step. A collective call.
+
+    Raises:
+        ConfigError: names the norm, the numbers and the ways out.
+    """
+    last, world, chunks = _last_batch(train), model.world, model.options.chunks
+    shares = [share_of(last, replica, world.replicas) for replica in range(world.replicas)]
+    sizes = [max(1, share.stop - share.start) for share in shares]  # without samples it repeats one
+    synchronised = model.options.sync_batch_norm and world.replicas > 1
+    if not last or synchronised or min(chunk_sizes(size, chunks)[-1] for size in sizes) > 1:
+        yield
+        return
+    names = {module: name for name, module in model.net.named_modules()}
+    fails: dict[str, bool] = {}
+
+    def see(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(module, _BatchNorm) and module.training and inputs and module in names:
+            single = inputs[0].shape[1:].numel() == inputs[0].shape[1]
+            fails[names[module]] = single and fails.get(names[module], True)
+
+    # a hook of all modules: those of one module would be part of what a graph depends on
+    hook = None if model.options.compile else register_module_forward_pre_hook(see)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+    found = {name: one for part in world.gather(fails) for name, one in part.items()}
+    text = (
+        f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 "
+        f"(replicas: {world.replicas}, chunks={chunks})"
+    )
+    way_out = "set drop_last=true, lower chunks=, or choose another batch_size="
+    if single := [name for name, one in found.items() if one]:
+        raise ConfigError(
+            f"{text}; the batch norm {single[0]} gets 1 value per channel of it and would fail at "
+            f"the end of the epoch: {way_out}"
+        )
+    norms = any(isinstance(module, _BatchNorm) and module.training for module in names)
+    if norms and not found and world.is_main:  # compiled, or in a graph without modules
+        _log.warning("%s; a batch norm may refuse it: %s", text, way_out)

@@ -7,6 +7,7 @@ import logging
 
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
@@ -18,6 +19,32 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Returns whether a step of `optimizer` computes the loss itself, as that of LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
+
+
+def check_steps_alone(optimizer: Optimizer, key: str) -> None:
+    """Refuses an optimizer whose step computes the loss.
+
+    Raises:
+        ConfigError: it is one; `key` says where it was given.
+    """
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"{key}: its step computes the loss several times, which a pipeline does not do; "
+            f"choose another optimizer"
+        )
+
+
+def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
+    """Refuses a schedule that depends on more than the step.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if isinstance(lr_schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
+            "step only if its schedule depends on the step alone; use another"
+        )
 
 
 class OptimizerCheck:

@@ -22,9 +22,11 @@ from hybridtrain.data.splits import DataSplits
 
 # In which call of its phase a fault happens: in the first step (the data of one is read ahead), or
 # in the fourth, since a run that stands still in its first steps is given more time, and a signal
-# ends a process at once that has not begun to train.
+# ends a process at once that has not begun to train. An evaluation has had a batch of four
+# micro-batches before the first step.
 _FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 3}
 _LATER = {"setup": 1, "save": 1, "data": 56, "forward": 14, "backward": 14, "optimizer": 4}
+_FIRST["evaluate"] = _LATER["evaluate"] = 8
 
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
 CALLS: dict[str, int] = {}
@@ -109,13 +111,17 @@ class FaultySGD(SGD):
 
 
 class FaultyData(Dataset[tuple[Tensor, int]]):
-    """128 random samples of 16 values and 4 classes."""
+    """128 random samples of 16 values and 4 classes; only those of the training have the fault."""
+
+    def __init__(self, trains: bool) -> None:
+        self._trains = trains
 
     def __len__(self) -> int:
         return 128
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        fault("data")
+        if self._trains:
+            fault("data")
         return torch.randn(16, generator=torch.Generator().manual_seed(index)), index % 4
 
 
@@ -129,4 +135,4 @@ def model() -> nn.Module:
 
 def data() -> DataSplits:
     """Returns the training and evaluation data."""
-    return DataSplits(train=FaultyData(), eval=FaultyData(), collate=None)
+    return DataSplits(train=FaultyData(trains=True), eval=FaultyData(trains=False), collate=None)

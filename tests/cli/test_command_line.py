@@ -212,6 +212,7 @@ def test_a_run_with_a_target_of_another_kind_needs_no_tilde(
     said = succeed(capfd, *QUICK, *other, "+lr_schedule.step_size=3")
     assert "optim.eps=1e-08 is left out: torch.optim.SGD does not take it\n" in said
     assert "lr_schedule.eta_min=0.0 is left out" in said
+    assert "lr_schedule.warmup_steps=20 is kept, in front of torch.optim.lr_scheduler." in said
     assert set(OmegaConf.load("outputs/digits/config.yaml").optim) == {
         *("_target_", "lr", "weight_decay")
     }

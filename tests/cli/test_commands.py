@@ -315,7 +315,11 @@ def test_an_allocation_of_slurm_without_srun_is_no_launcher(
     [
         ("optim.lrr=1,2", "optim.lrr: .* did you mean optim.lr?"),
         ("recipe=digits,digts", "recipe=digts is unknown: did you mean 'digits'?"),
-        ("seed=interval(1,2)", ".*INTERVAL_SWEEP"),
+        (
+            "seed=interval(1,2)",
+            r"seed=interval\(1,2\): interval\(\) is for a search, .* list them, seed=1e-4,1e-3",
+        ),
+        ("optim.lr=", "optim.lr= has no value: write optim.lr=null, or a list of values"),
         ("optim.lr=glob(*)", r"optim.lr=glob\(\*\): .* optim.lr=value1,value2"),
         ("seed=[1", ".*'\\[1'"),
     ],

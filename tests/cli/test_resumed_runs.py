@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from cli_runs import LAST, assert_same, assert_same_checkpoint, contents, fail, learned, succeed
 from safetensors.torch import load_file
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
+from hybridtrain.app.compose import with_later
 from hybridtrain.model import HybridModel
 
 
@@ -77,6 +79,33 @@ def test_a_resume_that_would_lose_or_mix_checkpoints_is_refused(
     before = contents(copied)
     assert message in fail(capfd, *SMALL, "trainer.steps=8", f"resume={resume}")
     assert contents(copied) == before
+
+
+def test_the_best_of_a_run_that_marks_none_names_the_key_that_marks_one(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(capfd, "evaluate", "run_name=digits", "resume=best")
+    assert "is marked as the best; checkpoint.best=loss marks it while a run trains" in said
+
+
+def test_the_overrides_of_all_commands_of_a_run_are_kept_the_last_of_each_key(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    succeed(capfd, *SMALL, "optim.lr=0.01", "trainer.steps=2", "optim.eps=1e-7")
+    succeed(capfd, "run_name=digits", "optim.lr=0.02", "trainer.steps=4")
+    file = Path("outputs/digits/overrides.yaml")
+    kept = yaml.safe_load(file.read_text())
+    steps = [o for o in SMALL if not o.startswith("trainer.steps")]
+    assert kept == [*steps, "optim.eps=1e-7", "run_name=digits", "optim.lr=0.02",
+                    "trainer.steps=4"]  # fmt: skip
+    file.write_text("[")
+    succeed(capfd, "run_name=digits", "trainer.steps=5")
+    assert yaml.safe_load(file.read_text()) == ["run_name=digits", "trainer.steps=5"]
+
+
+def test_an_option_that_is_chosen_later_replaces_the_overrides_of_its_group() -> None:
+    first = ["optim.lr=1", "optim=adam", "optimal.x=1", "~trainer.epochs"]
+    assert with_later(first, ["optim=sgd"]) == ["optimal.x=1", "~trainer.epochs", "optim=sgd"]
 
 
 def test_a_restart_by_torchrun_resumes_from_the_newest_checkpoint_and_not_the_named_one(

@@ -9,6 +9,7 @@ import torch
 from cli_runs import fail
 from support.launch import SMALL
 
+from hybridtrain.app import build
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 
@@ -21,6 +22,16 @@ from hybridtrain.app.compose import compose_config
         (["world.devices=[cpu,cpu,cpu]"], "world.devices=['cpu', 'cpu', 'cpu'] names 3 devices"),
         (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
         (["world.backend=mpi"], "world.backend=mpi is not available"),
+        (["init_from=nowhere.pt"], "init_from=nowhere.pt: there is no such file or directory\n"),
+        (
+            ["trainer.metrics={f1: torchmetrics.F1Score}"],
+            "trainer.metrics=torchmetrics.F1Score names a class, which goes with a _target_: "
+            "trainer.metrics={f1: {_target_: torchmetrics.F1Score}}",
+        ),
+        (
+            ["trainer.metrics=[torchmetrics.F1Score]"],
+            "trainer.metrics={F1Score: {_target_: torchmetrics.F1Score}}",
+        ),
         (["model.image_size=3"], "model.image_size=3 is too small"),
         (
             ["output_dir=in_the_way"],
@@ -50,6 +61,13 @@ def test_an_impossible_run_ends_with_one_message_that_names_the_key_or_path(
         data = compose_config(shlex.split(command[1])).data
         assert (data["root"], data["download"]) == ("empty", True)  # it fetches what was missing
     assert not Path("outputs").exists()
+
+
+def test_weights_that_are_not_there_are_told_before_the_data_are_loaded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_data", None)
+    assert "init_from=nowhere.pt: there is no" in fail(capfd, *SMALL, "init_from=nowhere.pt")
 
 
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE"])

@@ -1,7 +1,8 @@
 """An exception in a step ends the run with its own message, and no process is left waiting."""
 
 import pytest
-from support.launch import WORKERS, torchrun_script
+from support import forked
+from support.launch import WORKERS, environment, torchrun_script
 
 
 @pytest.mark.parametrize("who", ["all", "1"])
@@ -12,3 +13,26 @@ def test_an_exception_in_a_step_ends_all_processes(who):
     assert "in layer '2', which was given float32[3, 4]" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
     assert "the end was reached" not in output
+
+
+@pytest.mark.timeout(600)  # several launches in one test
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_exactly(
+    engine, who, tmp_path
+):
+    def launch(step):
+        (tmp_path / "output.txt").unlink(missing_ok=True)
+        arguments = [str(tmp_path), engine, str(who), str(step)]
+        return forked.run(2, WORKERS / "failing_evaluation.py", arguments, environment(), 200)
+
+    for step in (2, 4, 6):  # the first, a middle and the last evaluation
+        status, output = launch(step)
+        assert status == 1, output
+        assert "ArithmeticError: boom" in output
+        assert "in the metric 'flaky'" in output
+        assert "the end was reached" not in output
+        assert (tmp_path / str(step) / "checkpoints" / f"step_{step:08d}").is_dir()
+    status, output = launch(0)
+    assert status == 0, output
+    assert output.count("all went on") == 2

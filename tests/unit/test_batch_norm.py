@@ -1,13 +1,21 @@
 """`batch_norm: deferred`: running statistics move once per step, as on the whole batch."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from support.compare import assert_same, assert_same_gradients, hybrid, plain_step
 from support.engine import Faulty
 from support.nets import floats
+from support.training import rich_net
 from torch import nn
+from torch.utils.data import TensorDataset
+
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.data.loader import TrainLoader
+from hybridtrain.errors import ConfigError
+from hybridtrain.options import LoaderOptions
 
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}]
 NB_PARTS = [1, 2, 3]
@@ -166,3 +174,86 @@ def test_norms_over_1_and_3_dimensions_move_alike(dims):
     plain(x)
     model.train_step(x, None, lambda output, _: output.exp().mean())
     assert_first_norm_is_close(net, plain)
+
+
+# A short last batch of an epoch.
+def small_pictures(size):
+    """A net whose last batch norm sees pictures of `size` x `size`."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(size),
+        nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * size**2, 3),
+    )  # fmt: skip
+
+
+def run_of(net, samples, batch_size=8, chunks=2, pictures=False, **options):
+    world = World.from_env(nb_part=2, devices="cpu")
+    model = HybridModel(net, world, chunks=chunks, **options.pop("pipeline", {}))
+    inputs = floats(samples, 1, 4, 4) if pictures else floats(samples, 6)
+    dataset = TensorDataset(inputs, torch.arange(samples) % 3)
+    loader = LoaderOptions(drop_last=options.pop("drop_last", False))
+    return Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        nn.functional.cross_entropy,
+        TrainLoader(dataset, batch_size, world, options=loader),
+        **({} if "steps" in options else {"epochs": 1}),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("net", "name", "pictures"),
+    [(rich_net, "1", False), (lambda: small_pictures(1), "4", True)],
+    ids=["features", "pictures"],
+)
+@pytest.mark.parametrize("samples", [25, 27])  # a last batch of 1, and of 3 = 2 + 1
+def test_a_last_batch_that_a_batch_norm_will_fail_in_is_an_error_of_the_first_step(
+    net, name, pictures, samples
+):
+    ours = run_of(net(), samples, pictures=pictures)
+    with pytest.raises(ConfigError) as caught:
+        ours.fit()
+    assert ours.step == 1
+    assert str(caught.value) == (
+        f"the last batch of an epoch has {samples % 8} samples, so that a micro-batch of it has 1 "
+        f"(replicas: 1, chunks=2); the batch norm {name} gets 1 value per channel of it and would "
+        f"fail at the end of the epoch: set drop_last=true, lower chunks=, or choose another "
+        f"batch_size="
+    )
+
+
+@pytest.mark.parametrize(
+    ("net", "samples", "options"),
+    [
+        (rich_net, 26 + 2, {}),  # a last batch of 4
+        (rich_net, 25, {"drop_last": True}),
+        (rich_net, 25, {"steps": 3}),  # the last batch is the fourth
+        (lambda: small_pictures(2), 25, {"pictures": True}),
+        (lambda: rich_net().requires_grad_(True), 27, {"chunks": 1}),
+    ],
+)
+def test_a_last_batch_that_is_no_danger_is_no_error(net, samples, options, caplog):
+    ours = run_of(net(), samples, **options)
+    assert ours.fit()["steps"] == ours.total_steps
+    assert not caplog.messages
+
+
+def test_a_batch_norm_in_eval_mode_takes_any_last_batch(caplog):
+    ours = run_of(rich_net(), 25)
+    for module in ours.model.net.modules():
+        module.training = not isinstance(module, nn.BatchNorm1d)
+    assert ours.fit()["steps"] == 4
+    assert not caplog.messages
+
+
+def test_where_the_input_of_a_batch_norm_is_not_seen_the_last_batch_is_a_warning(caplog):
+    ours = run_of(rich_net(), 25)
+    # without a compiler the layers run as they are
+    ours.model.options = dataclasses.replace(ours.model.options, compile=True)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        ours.fit()
+    assert (
+        "a micro-batch of it has 1 (replicas: 1, chunks=2); a batch norm may refuse it: set"
+        in caplog.text
+    )

@@ -59,7 +59,7 @@ def test_each_hook_is_called_at_its_place(tmp_path):
     hooks = [line for line in diary.lines if line[0] != "evaluation_batch"]
     assert hooks == [
         ("init", 0), ("start", 0), ("gradients", 0), ("step", 1), ("gradients", 1), ("step", 2),
-        ("log", 2), ("timeline", 2), ("evaluate", 2), ("save", 2), ("end", 2),
+        ("log", 2), ("timeline", 2), ("save", 2), ("evaluate", 2), ("save", 2), ("end", 2),
     ]  # fmt: skip
     assert ("evaluation_batch", 2) in diary.lines
 

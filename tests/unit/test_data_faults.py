@@ -200,7 +200,8 @@ def test_worker_processes_are_forked_while_no_stage_computes(forks):
         model, optimizer, F.mse_loss, train, evaluation=evaluation, steps=4, eval_every=2
     )
     trainer.fit()
-    assert forks == [False] * 3  # for the training, and for each evaluation
+    # for the batch before the first step, the training, and each evaluation
+    assert forks == [False] * 4
 
 
 IMPORTED_BY = os.getpid()

@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl" if kind is MetricsFile else tmp_path
     with full_disk():
-        monitor = kind(path)  # type: ignore[call-arg]
+        monitor = Monitors([kind(path)])  # type: ignore[call-arg]
         monitor.start(total_steps=9, first_step=0, texts={})
         for step in range(1, 40):
             monitor.scalars(step, {"train/loss": 1.0})
@@ -274,7 +274,7 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(
             time.sleep(0.005)  # TensorBoard writes in a thread
         monitor.close()
     (warning,) = caplog.messages
-    assert warning.startswith(f"{kind.__name__} has stopped, and training goes on without it: [Err")
+    assert warning.startswith(f"{kind.__name__} has stopped, and training goes on without it: OSE")
 
 
 @pytest.mark.parametrize("kind", [MetricsFile, TimelineFiles])
@@ -283,7 +283,8 @@ def test_a_directory_that_has_gone_is_one_warning(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    monitor = kind(folder / "metrics.jsonl" if kind is MetricsFile else folder)  # type: ignore[call-arg]
+    path = folder / "metrics.jsonl" if kind is MetricsFile else folder
+    monitor = Monitors([kind(path)])  # type: ignore[call-arg]
     monitor.start(total_steps=9, first_step=0, texts={})
     shutil.rmtree(folder)
     for step in range(1, 4):
@@ -319,7 +320,7 @@ def test_a_closed_terminal_or_pipe_is_one_warning(
     error: Exception, tty: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = Gone(error, tty)
-    monitor = Progress(stream)
+    monitor = Monitors([Progress(stream)])
     monitor.start(total_steps=99, first_step=0, texts={})
     stream.closed_now = True
     for step in range(1, 40):
@@ -372,11 +373,13 @@ def test_monitors_forward_every_call_to_each_in_order() -> None:
     assert [call[0] for call in calls] == ["a", "b"] * 4
 
 
-def test_every_monitor_is_closed_when_one_fails_to_close() -> None:
+def test_every_monitor_is_closed_when_one_fails_to_close(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[tuple[object, ...]] = []
-    with pytest.raises(OSError, match="disk full"):
-        Monitors([Recorder(calls, "a", fails=True), Recorder(calls, "b")]).close()
+    Monitors([Recorder(calls, "a", fails=True), Recorder(calls, "b")]).close()
     assert calls == [("a", "close"), ("b", "close")]
+    assert "Recorder has stopped, and training goes on without it: OSError: disk full" in (
+        caplog.messages
+    )
 
 
 def test_closing_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:

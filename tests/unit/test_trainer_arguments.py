@@ -6,12 +6,16 @@ from support.compare import cpu_world
 from support.nets import floats
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Trainer
-from hybridtrain.callbacks import EMA
+from hybridtrain.callbacks import EMA, BestWeights, Callback, EarlyStopping
+from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.losses import accuracy
+from hybridtrain.monitor import Monitor
 
 DATA = TensorDataset(floats(8, 4), floats(8, 2, seed=1))
 
@@ -28,6 +32,10 @@ def trainer(**changed):
         "steps": 1,
     }
     return Trainer(**(arguments | changed))
+
+
+def with_method(base, name):
+    return type("Mine", (base,), {name: lambda self, *args: None})()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,20 @@ def trainer(**changed):
         ({"metrics": ["accuracy"]}, r"metrics= must be a dictionary, not list: write metrics="),
         ({"callbacks": [EMA]}, r"callbacks= has the class EMA, .*: write the call"),
         ({"callbacks": EMA(decay=0.9)}, r"callbacks= must be a list: write callbacks=\[EMA\(...\)"),
+        (
+            {"callbacks": [with_method(Callback, "on_train_batch_end")]},
+            r"Mine\.on_train_batch_end is not a hook, and is never called: did you mean 'on_step'",
+        ),
+        ({"callbacks": [with_method(Callback, "on_steps")]}, r"did you mean 'on_step'"),
+        ({"monitor": with_method(Monitor, "on_xyz")}, r"on_xyz is not .*: the hooks are: on_end, "),
+        (
+            {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])},
+            r"optimizer=LBFGS: its step computes the loss several times, which a pipeline does not",
+        ),
+        (
+            {"lr_schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))},
+            r"lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any",
+        ),
     ],
 )
 def test_an_argument_of_another_kind_is_named_with_what_to_write(changed, message):
@@ -57,9 +79,44 @@ def test_an_argument_of_another_kind_is_named_with_what_to_write(changed, messag
         trainer(**changed)
 
 
-def test_an_unknown_setting_is_named_with_the_nearest_known_one():
-    with pytest.raises(TypeError, match="unknown setting epoch=: did you mean 'epochs'"):
-        trainer(epoch=1)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("epoch", "epochs"),
+        ("max_epochs", "epochs"),
+        ("eval_loader", "evaluation"),
+        ("val_dataloaders", "evaluation"),
+        ("metric", "metrics"),
+        ("scheduler", "lr_schedule"),
+        ("gradient_clip_val", "clip_norm"),
+        ("logger", "monitor"),
+    ],
+)
+def test_an_unknown_setting_is_named_with_the_one_that_was_meant(name, meant):
+    with pytest.raises(TypeError, match=f"unknown setting {name}=: did you mean '{meant}'"):
+        trainer(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EarlyStopping(monitor="loss"), "EarlyStopping: unknown setting monitor=: did you"
+         " mean 'value'"),
+        (lambda: EarlyStopping(patiense=3), "did you mean 'patience'"),
+        (lambda: EMA(beta=0.9), "EMA: unknown setting beta=: the settings are: decay, eval"),
+        (lambda: BestWeights("x", save_top_k=2), "BestWeights: .* did you mean 'k'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_setting_of_a_callback_is_named_with_the_one_that_was_meant(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("batch_size", [0, -4, 2.5, None])
+@pytest.mark.parametrize("kind", [Loader, EvalLoader, TrainLoader, StreamLoader])
+def test_a_batch_size_that_is_no_number_of_samples_is_refused(kind, batch_size):
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} must be a positive number of"):
+        kind(DATA, batch_size=batch_size, world=cpu_world(1))
 
 
 @pytest.mark.parametrize("name", ["test", "predict"])
