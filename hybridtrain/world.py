@@ -130,9 +130,9 @@ class World:
             timeout_s: seconds that a collective may take.
             engine: what executes a pipeline; `local`, all stages in one process; `distributed`,
                 `nb_part` processes with a device each.
-            stall_s: seconds without progress after which a training run is ended, with the name of
-                the process that the others wait for; 0: never. The first steps may take four times
-                as long, a checkpoint ten times.
+            stall_s: seconds without progress in a step, an evaluation or a run of a `Trainer` after
+                which the process ends with exit code 4, and names what stands still; 0: never. The
+                first steps may take four times as long, a checkpoint ten times.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
@@ -213,7 +213,7 @@ class World:
         return groups[self.replica]
 
     def _watched(self) -> World:
-        """Adds a watchdog, which runs where there are several processes, and returns this World."""
+        """Adds a watchdog, which runs from now on, and returns this World."""
         running = current()
         if self.size > 1 and running is not None and running.job.size > 1:
             self.watchdog = running  # of another World of these processes
@@ -221,15 +221,17 @@ class World:
         store = get_default_store() if self.size > 1 else None
         job = Job(store, self.rank, self.size)
         self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
+        self.watchdog.start()
         if self.size > 1:
-            self.watchdog.start()
             tell_uncaught_errors()
         return self
 
     def watch(self, stacks: Path) -> None:
-        """Begins to watch this process: from now on until `close` the run ends if another one dies.
+        """Ends the run also between two steps, if another process dies; from now on until `close`.
 
-        A `Trainer` watches by itself while it trains.
+        Every step, evaluation and run of a `Trainer` is watched without: the run ends if another
+        process dies or nothing moves for `stall_s`. Nothing is expected to move between the steps
+        of a script's own loop, unless another process waits there in a step.
 
         Args:
             stacks: the folder for the stacks of all processes, if the run stands still.
@@ -237,9 +239,7 @@ class World:
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
             self.watchdog.tells = False  # the processes share the terminal, and have logs
-            self.watchdog.start()
             activity.now("setup")
-            early_signals.catch()
 
     def say_stages(self, stages: Sequence[int]) -> None:
         """Tells the others which stages this process has, for the reports of failures."""

@@ -90,8 +90,11 @@ class Watchdog:
         self._answered = False
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread, unless it runs, in place of one that runs for this process."""
         global _current
+        if _current is not None and _current is not self:
+            _current.end_threads()
+            atexit.unregister(_current.end_threads)
         _current = self
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
