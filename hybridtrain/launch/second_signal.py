@@ -24,21 +24,19 @@ _PASSED_ON_S = 2.0
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 
 
-class SecondSignal(KeyboardInterrupt):
-    """A second signal has come: what waits for threads to end in order does not wait."""
-
-
 class _Block:
     """A block that a second signal ends.
 
     Attributes:
         numbers: the signals that count.
         first: when the first one came.
+        ends_at_once: whether the handler of the second one has said so.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
         self.numbers = numbers
         self.first: float | None = None
+        self.ends_at_once = False
 
 
 _block: _Block | None = None
@@ -84,6 +82,17 @@ def second_signal_ends(numbers: Collection[int] | None = None) -> Iterator[None]
         _block = None
         with suppress(ValueError, OSError):  # an event loop that has been closed meanwhile
             signal.set_wakeup_fd(previous)
+
+
+def end_at_once() -> None:
+    """Says that a second signal has come: what waits for threads to end in order does not wait."""
+    if _block is not None:
+        _block.ends_at_once = True
+
+
+def ends_at_once() -> bool:
+    """Returns whether `end_at_once` was called in the block that runs."""
+    return _block is not None and _block.ends_at_once
 
 
 def _pipe() -> int:

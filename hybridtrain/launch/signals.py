@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hybridtrain.launch.second_signal import SecondSignal, is_second, second_signal_ends
+from hybridtrain.launch.second_signal import end_at_once, is_second, second_signal_ends
 from hybridtrain.launch.step_flags import StepFlags
 
 STOP_SIGNALS = tuple(
@@ -31,7 +31,7 @@ def stop_on_signals(flags: StepFlags) -> Iterator[None]:
     process ignores (SIGHUP under nohup) stays ignored.
 
     Raises:
-        SecondSignal: at a second signal. Where the main thread is blocked, the process ends.
+        KeyboardInterrupt: at a second Ctrl-C. Where the main thread is blocked, the process ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,8 +50,10 @@ def stop_on_signals(flags: StepFlags) -> Iterator[None]:
         if number in (signal.SIGINT, signal.SIGTERM):
             now = time.monotonic()
             if is_second(number, first, now):
+                end_at_once()
                 restore()
-                raise SecondSignal(*([name] if number == signal.SIGTERM else []))
+                signal.raise_signal(number)  # which ends a script as it would without `fit`
+                return
             if first is None and number == signal.SIGINT and flags.is_main:
                 # os.write: a handler may interrupt a print
                 os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")

@@ -30,7 +30,7 @@ from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
-from hybridtrain.launch.second_signal import SecondSignal
+from hybridtrain.launch.second_signal import ends_at_once
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
 from hybridtrain.pipeline.links import Link
@@ -116,7 +116,7 @@ class ThreadEngine:
                 if run.stop.requested:
                     raise
                 run.abort(interrupt)
-                if isinstance(interrupt, SecondSignal):  # all ends: no step will follow
+                if ends_at_once():  # all ends: no step will follow
                     raise
                 self._dispatch(run)
                 run.join()
@@ -304,9 +304,10 @@ class _StepRun:
             except Empty:
                 continue
             except BaseException as interrupt:
-                stopping = self.stop.requested
+                if self.stop.requested:
+                    raise
                 self.abort(interrupt)
-                if stopping or isinstance(interrupt, SecondSignal):
+                if ends_at_once():
                     raise
 
     def abort(self, error: BaseException) -> None:
