@@ -122,7 +122,8 @@ class World:
         Args:
             nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`); None:
                 the environment variable HYBRIDTRAIN_NB_PART, or 1.
-            devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without;
+            devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without
+                (an error, if the launcher has given GPUs and PyTorch sees none);
                 `"auto"` for the GPUs if there are enough of them, else the CPU; `"cpu"`; `"cuda"`;
                 or a list: `nb_part` devices that every process uses, or those of all local
                 processes one after the other.

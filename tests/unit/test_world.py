@@ -68,6 +68,7 @@ def test_the_variables_of_slurm_are_understood():
         4,
         ("node012", 10000 + 123456 % 20000),
         node_gpus=8,
+        gpus_given="SLURM_GPUS_ON_NODE=8",
         run="Slurm job 123456, step 0, attempt 2",
     )
 
@@ -194,6 +195,38 @@ def test_each_process_gets_the_next_nb_part_gpus(devices):
 @pytest.mark.parametrize("devices", [None, "auto", "cpu"])
 def test_without_gpus_the_stages_are_on_the_cpu(devices):
     assert choose_devices(3, devices, launch(1, 2), 0) == (CPU,) * 3
+
+
+@pytest.mark.parametrize("devices", [None, "auto", "cuda"])
+@pytest.mark.parametrize("launcher", [{}, SLURM, TORCHRUN])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0,1"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-8932f937"),
+        ("SLURM_GPUS_ON_NODE", "2"),
+        ("SLURM_JOB_GPUS", "0,3"),
+    ],
+)
+def test_gpus_that_were_given_and_that_pytorch_does_not_see_are_an_error(
+    devices, launcher, variable, value
+):
+    here = detect({**launcher, variable: value})
+    with pytest.raises(
+        WorldError,
+        match=rf"{variable}={value} gives this process GPUs, and PyTorch .* sees none .*"
+        rf"set \S*devices=cpu",
+    ):
+        choose_devices(1, devices, here, 0)
+    assert choose_devices(1, "cpu", here, 0) == (CPU,)
+    assert choose_devices(1, None, replace(here, local_rank=0), 8) == cuda(0)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_that_the_user_hides_are_none_that_were_given(hidden):
+    here = detect({**SLURM, "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": hidden})
+    assert choose_devices(2, None, here, 0) == (CPU,) * 2
+    assert detect({"SLURM_GPUS_ON_NODE": "0", "SLURM_JOB_GPUS": ""}).gpus_given == ""
 
 
 def test_auto_takes_the_cpu_when_there_are_too_few_gpus():

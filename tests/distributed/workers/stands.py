@@ -78,9 +78,7 @@ def with_smp() -> Callable[[], Any]:
 
 def with_own_loop() -> Callable[[], Any]:
     model = HybridModel(net, world())
-    return lambda: [
-        model.train_step(floats(8, 4), floats(8, 4), F.mse_loss) for _ in range(40)
-    ]
+    return lambda: [model.train_step(floats(8, 4), floats(8, 4), F.mse_loss) for _ in range(40)]
 
 
 heights = {
