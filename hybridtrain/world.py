@@ -23,7 +23,7 @@ of a replica owns which stage).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -193,6 +193,9 @@ class World:
         uses_nccl = self.backend == "nccl"
         if self.size > 1 and uses_nccl:
             check_not_shared(self.gather(physical_gpus(self.devices)))
+            # NCCL's memory is taken now, not in the middle of a run: `sum` and `broadcast_tensor`
+            # are used with what the first and the last stage have
+            self._connect(None, dict.fromkeys((self.devices[0], self.devices[-1])))
         if self.processes_per_replica > 1:
             timeout = timedelta(seconds=self.timeout_s)
             # with gloo for what is on the CPU also where the devices are GPUs
@@ -200,9 +203,13 @@ class World:
             self.pipeline_object_group = self._new_pipeline_group("gloo", _SETUP_TIMEOUT)
             if uses_nccl:
                 # all must take part in its first use, and a step's first messages are between two
-                one = torch.zeros(1, device=self.devices[0])
-                dist.all_reduce(one, group=self.pipeline_group)
+                self._connect(self.pipeline_group, self.devices)
         return self
+
+    def _connect(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
+        """Has NCCL make the communicators of a group, which it does in the first collective."""
+        for device in devices:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Makes the groups of all replicas, a collective call, and returns this replica's."""

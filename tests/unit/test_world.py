@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybridtrain import world as world_module
 from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
 from hybridtrain.launch.environment import Launch, detect, first_host
@@ -321,6 +323,24 @@ def test_a_backend_that_does_not_fit_is_refused(monkeypatch, backend, message):
     clean(monkeypatch)
     with pytest.raises(WorldError, match=message):
         World.from_env(devices="cpu", backend=backend)
+
+
+def test_nccl_connects_all_processes_when_they_join_and_not_at_their_first_sum(monkeypatch):
+    made = []
+    monkeypatch.setattr(world_module, "physical_gpus", lambda devices: [])
+    monkeypatch.setattr(World, "gather", lambda self, value: [value])
+    monkeypatch.setattr(torch, "zeros", lambda count, device: device)
+    monkeypatch.setattr(world_module, "_new_group", lambda *_: "a group")
+    monkeypatch.setattr(dist, "all_reduce", lambda where, group: made.append((where, group)))
+    World(size=2, backend="nccl", devices=cuda(0, 1, 2))._with_pipeline_groups()
+    assert made == [(device, None) for device in cuda(0, 2)]
+    made.clear()
+    one = World(size=2, backend="nccl", devices=cuda(0), processes_per_replica=2)
+    one._with_pipeline_groups()
+    assert made == [(*cuda(0), None), (*cuda(0), "a group")]
+    made.clear()
+    World(size=2, devices=cuda(0))._with_pipeline_groups()
+    assert made == []
 
 
 def test_missing_processes_are_an_error_that_counts_the_expected_ones(monkeypatch):
