@@ -96,9 +96,12 @@ def submit(
 
 
 def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
-    """Returns the override of a job with GPUs whose user has not said on which devices it runs."""
+    """Returns the override of a job with GPUs whose user has not said on which devices it runs.
+
+    So that a job which sees no GPU ends, also where its recipe has `auto`.
+    """
     config, given = settings.config, "world.devices" in given_keys(overrides)
-    is_open = config.submit.gpus_per_node and config.world.devices is None and not given
+    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not given
     return ["world.devices=cuda"] if is_open else []
 
 
