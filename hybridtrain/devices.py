@@ -34,6 +34,8 @@ def choose_devices(
         needed, first = nb_part, 0
     if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
         devices = [devices]
+    if devices in (None, "auto", "cuda") and not gpus and launch.gpus_given:
+        raise WorldError(_not_seen(launch.gpus_given))
     if devices == "auto":
         devices = "cuda" if gpus >= needed else "cpu"
     elif devices is None:
@@ -59,6 +61,17 @@ def choose_devices(
     if len({device.type for device in own}) > 1:
         raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
     return tuple(own)
+
+
+def _not_seen(given: str) -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        why = "it is a build for the CPU alone: install one for CUDA"
+    else:
+        why = f"see what nvidia-smi says on {socket.gethostname()}"
+    return (
+        f"{given} gives this process GPUs, and PyTorch {torch.__version__} sees none ({why}); to "
+        f"train on the CPU, set devices=cpu"
+    )
 
 
 def _device(item: str | int, gpus: int) -> torch.device:

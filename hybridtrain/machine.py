@@ -34,7 +34,8 @@ class Machine:
     memory_gib: float = 16.0
     """Memory of a device, in GiB."""
     reserved_gib: float = 1.0
-    """Memory of a device that the run cannot use: the CUDA context, NCCL, fragmentation."""
+    """Memory of a device that the run cannot use: the CUDA context, NCCL's communicators,
+    fragmentation, the temporary tensors of an operator."""
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
     flops_reached: float = 0.5

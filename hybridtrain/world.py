@@ -23,7 +23,7 @@ of a replica owns which stage).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -122,7 +122,8 @@ class World:
         Args:
             nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`); None:
                 the environment variable HYBRIDTRAIN_NB_PART, or 1.
-            devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without;
+            devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without
+                (an error, if the launcher has given GPUs and PyTorch sees none);
                 `"auto"` for the GPUs if there are enough of them, else the CPU; `"cpu"`; `"cuda"`;
                 or a list: `nb_part` devices that every process uses, or those of all local
                 processes one after the other.
@@ -130,9 +131,9 @@ class World:
             timeout_s: seconds that a collective may take.
             engine: what executes a pipeline; `local`, all stages in one process; `distributed`,
                 `nb_part` processes with a device each.
-            stall_s: seconds without progress after which a training run is ended, with the name of
-                the process that the others wait for; 0: never. The first steps may take four times
-                as long, a checkpoint ten times.
+            stall_s: seconds without progress in a step, an evaluation or a run of a `Trainer` after
+                which the process ends with exit code 4, and names what stands still; 0: never. The
+                first steps may take four times as long, a checkpoint ten times.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
@@ -192,6 +193,9 @@ class World:
         uses_nccl = self.backend == "nccl"
         if self.size > 1 and uses_nccl:
             check_not_shared(self.gather(physical_gpus(self.devices)))
+            # NCCL's memory is taken now, not in the middle of a run: `sum` and `broadcast_tensor`
+            # are used with what the first and the last stage have
+            self._connect(None, dict.fromkeys((self.devices[0], self.devices[-1])))
         if self.processes_per_replica > 1:
             timeout = timedelta(seconds=self.timeout_s)
             # with gloo for what is on the CPU also where the devices are GPUs
@@ -199,9 +203,13 @@ class World:
             self.pipeline_object_group = self._new_pipeline_group("gloo", _SETUP_TIMEOUT)
             if uses_nccl:
                 # all must take part in its first use, and a step's first messages are between two
-                one = torch.zeros(1, device=self.devices[0])
-                dist.all_reduce(one, group=self.pipeline_group)
+                self._connect(self.pipeline_group, self.devices)
         return self
+
+    def _connect(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
+        """Has NCCL make the communicators of a group, which it does in the first collective."""
+        for device in devices:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Makes the groups of all replicas, a collective call, and returns this replica's."""
@@ -213,7 +221,7 @@ class World:
         return groups[self.replica]
 
     def _watched(self) -> World:
-        """Adds a watchdog, which runs where there are several processes, and returns this World."""
+        """Adds a watchdog, which runs from now on, and returns this World."""
         running = current()
         if self.size > 1 and running is not None and running.job.size > 1:
             self.watchdog = running  # of another World of these processes
@@ -221,15 +229,17 @@ class World:
         store = get_default_store() if self.size > 1 else None
         job = Job(store, self.rank, self.size)
         self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
+        self.watchdog.start()
         if self.size > 1:
-            self.watchdog.start()
             tell_uncaught_errors()
         return self
 
     def watch(self, stacks: Path) -> None:
-        """Begins to watch this process: from now on until `close` the run ends if another one dies.
+        """Ends the run also between two steps, if another process dies; from now on until `close`.
 
-        A `Trainer` watches by itself while it trains.
+        Every step, evaluation and run of a `Trainer` is watched without: the run ends if another
+        process dies or nothing moves for `stall_s`. Nothing is expected to move between the steps
+        of a script's own loop, unless another process waits there in a step.
 
         Args:
             stacks: the folder for the stacks of all processes, if the run stands still.
@@ -237,9 +247,7 @@ class World:
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
             self.watchdog.tells = False  # the processes share the terminal, and have logs
-            self.watchdog.start()
             activity.now("setup")
-            early_signals.catch()
 
     def say_stages(self, stages: Sequence[int]) -> None:
         """Tells the others which stages this process has, for the reports of failures."""

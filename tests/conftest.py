@@ -19,6 +19,7 @@ LONG = (
     "test_faults",
     "test_core",
     "test_two_processes",
+    "test_one_process",
     "test_torchrun",
     "test_zoo",
     "test_soak",

@@ -34,6 +34,7 @@ from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
 from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.launch import early_signals
 from hybridtrain.loss_counts import has_class_targets
 from hybridtrain.losses import METRICS, LossFn
 from hybridtrain.model import HybridModel
@@ -192,6 +193,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
+    early_signals.catch()
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,

@@ -68,7 +68,8 @@ def submit(
         check_run(settings)
         layout, config, lines = layout_of(settings.config), settings.config.submit, []
         folder = RunDirectory(settings.config).path
-        run = JobRun(str(settings.config.run_name), folder, list(overrides), config_dir)
+        wanted = [*overrides, *_on_gpus(settings, overrides)]
+        run = JobRun(str(settings.config.run_name), folder, wanted, config_dir)
     if config.to != "slurm":
         if multirun:
             raise ConfigError(f"submit.to={config.to} prints one run: use it without --multirun")
@@ -92,6 +93,16 @@ def submit(
         return 0
     _send(run, script, lines, layout)
     return 0
+
+
+def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
+    """Returns the override of a job with GPUs whose user has not said on which devices it runs.
+
+    So that a job which sees no GPU ends, also where its recipe has `auto`.
+    """
+    config, given = settings.config, "world.devices" in given_keys(overrides)
+    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not given
+    return ["world.devices=cuda"] if is_open else []
 
 
 def check_run(settings: Settings) -> None:
@@ -143,6 +154,7 @@ def _array(
                 f"{' '.join(point.swept)}: the jobs of an array have one layout, and this one has "
                 f"{found[-1][1]}, not {found[0][1]}: submit them one by one"
             )
+        own += _on_gpus(settings, own)
         wanted.append(" ".join(map(shlex.quote, own)))
         if "\n" in wanted[-1]:
             raise ConfigError(f"{' '.join(point.swept)}: a line break cannot be swept over")

@@ -85,9 +85,28 @@ class Activity:
             self.entered.setdefault(kind, self.steps)
             if kind == "evaluate" and not (self.phase or "").endswith(kind):
                 self.evaluations += 1
+        self._set(phase)
+
+    def _set(self, phase: str | None) -> None:
         self.phase = phase
         if self._shared is not None:
             self._shared.write_phase(phase)
+
+    @contextmanager
+    def step(self, trains: bool) -> Iterator[None]:
+        """Notes that a pipeline runs, where no `Trainer` or evaluation has said what it is for.
+
+        So that a step of any script is expected to move on; what comes between two is not.
+        """
+        before = self.phase
+        if before is not None and before != "setup":
+            yield
+            return
+        self.now(f"step {self.steps + 1}: {'train' if trains else 'evaluate'}")
+        try:
+            yield
+        finally:
+            self._set(before)  # not by `now`: the next step is one of the same run
 
     def share(self) -> int:
         """Begins a copy that other processes can read; returns its descriptor, or -1."""

@@ -21,6 +21,7 @@ class Launch:
         local_size: the number of processes on its node.
         master: host and port of the processes' store; None for a single process.
         node_gpus: the GPUs that Slurm gives to all processes on the node; 0: not known.
+        gpus_given: the variable by which this process is given GPUs, as `NAME=value`; "": none.
         run: the run that this process is of, where others could have the same `master`.
         nb_part: the stages that a script is given which does not say how many.
         problem: why the other processes will not come, if that is known.
@@ -33,6 +34,7 @@ class Launch:
     local_size: int
     master: tuple[str, int] | None
     node_gpus: int = 0
+    gpus_given: str = ""
     run: str = ""
     nb_part: int = 1
     problem: str | None = None
@@ -53,6 +55,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
             local_rank=_number(environ, "LOCAL_RANK", "0"),
             local_size=_number(environ, "LOCAL_WORLD_SIZE", str(size)),
             master=_torchrun_master(environ) if size > 1 else None,
+            gpus_given=_gpus_given(environ),
             nb_part=_nb_part(environ),
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
@@ -66,14 +69,27 @@ def detect(environ: Mapping[str, str]) -> Launch:
             local_size=_slurm_local_size(environ, size),
             master=_slurm_master(environ, job, step) if size > 1 else None,
             node_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
+            gpus_given=_gpus_given(environ),
             run=f"Slurm job {job}, step {step}, attempt {environ.get('SLURM_RESTART_COUNT', 0)}",
             nb_part=_nb_part(environ),
             problem=_not_started_by_srun(environ, size),
         )
     return Launch(
         "single", rank=0, size=1, local_rank=0, local_size=1, master=None,
-        nb_part=_nb_part(environ),
+        gpus_given=_gpus_given(environ), nb_part=_nb_part(environ),
     )  # fmt: skip
+
+
+def _gpus_given(environ: Mapping[str, str]) -> str:
+    """Returns the variable that gives this process GPUs; "" if none does, or it hides them."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:  # empty, -1 and Slurm's NoDevFiles: none
+        named = re.match(r"\s*(\d|GPU-|MIG-)", visible)
+        return f"CUDA_VISIBLE_DEVICES={visible}" if named else ""
+    if environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        return f"SLURM_GPUS_ON_NODE={environ['SLURM_GPUS_ON_NODE']}"
+    indices = environ.get("SLURM_JOB_GPUS")
+    return f"SLURM_JOB_GPUS={indices}" if indices else ""
 
 
 def _nb_part(environ: Mapping[str, str]) -> int:

@@ -21,7 +21,9 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from hybridtrain._torch_private import PrefixStore, Store, TCPStore
 from hybridtrain.errors import Rank0UserError, WorldError
@@ -45,10 +47,10 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     deadline = time.monotonic() + timeout_s
     shared = _shared(launch, environ, timeout_s)
     try:
-        prefix = _welcome(shared, launch.size, deadline) if launch.rank == 0 else None
-        prefix = prefix or _arrive(shared, launch, deadline)
-        own = PrefixStore(prefix, shared)
-        outcome = json.loads(own.get("outcome"))
+        if launch.rank == 0:
+            prefix, outcome = _welcome(shared, launch.size, deadline)
+        else:
+            prefix, outcome = _arrive(shared, launch, deadline)
     except (RuntimeError, ValueError) as error:
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
     kind = WorldError if launch.rank == 0 else _ToldByRank0
@@ -62,7 +64,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
             f"srun)"
         )
-    return own
+    return PrefixStore(prefix, shared)
 
 
 def tell_failure(
@@ -82,8 +84,7 @@ def tell_failure(
         if launch.rank == 0:
             _welcome(shared, launch.size, deadline, line)
             return line
-        own = PrefixStore(_arrive(shared, launch, deadline, line), shared)
-        said: str | None = json.loads(own.get("outcome"))["error"]
+        said: str | None = _arrive(shared, launch, deadline, line)[1]["error"]
         return said
     except (RuntimeError, ValueError, WorldError):
         return None
@@ -140,8 +141,10 @@ def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
     )
 
 
-def _welcome(store: Store, size: int, deadline: float, error: str | None = None) -> str:
-    """Hands out a new prefix until every rank has it; rank 0's part.
+def _welcome(
+    store: Store, size: int, deadline: float, error: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Hands out a new prefix until every rank has it; rank 0's part. Returns it and the outcome.
 
     `error` is rank 0's own, which ends the run.
     """
@@ -170,11 +173,16 @@ def _welcome(store: Store, size: int, deadline: float, error: str | None = None)
         left = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
         while left and not store.check(left) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    return prefix
+    return prefix, outcome
 
 
-def _arrive(store: Store, launch: Launch, deadline: float, error: str | None = None) -> str:
-    """Asks for the prefix, says that it has come, and waits for the outcome; or with an `error`."""
+def _arrive(
+    store: Store, launch: Launch, deadline: float, error: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Asks for the prefix, says that it has come, and waits for the outcome; or with an `error`.
+
+    Returns both.
+    """
     rank, hello = launch.rank, uuid.uuid4().hex
     if error is not None:
         store.set(f"failed/{hello}", error)
@@ -196,5 +204,7 @@ def _arrive(store: Store, launch: Launch, deadline: float, error: str | None = N
         ) from waited
     outcome = json.loads(store.get(f"{prefix}/outcome"))
     if outcome["error"] is not None or outcome["missing"]:
-        store.set(f"{prefix}/left/{rank}", "")
-    return prefix
+        # the last word: rank 0 ends at it, and the store with rank 0
+        with suppress(RuntimeError):
+            store.set(f"{prefix}/left/{rank}", "")
+    return prefix, outcome

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridtrain.launch.second_signal import end_at_once, is_second, second_signal_ends
 from hybridtrain.launch.step_flags import StepFlags
 
 STOP_SIGNALS = tuple(
@@ -20,25 +21,23 @@ STOP_SIGNALS = tuple(
 """The signals that ask a run to stop. torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers;
 Slurm sends SIGUSR1 if it is told to (`--signal=USR1@120`)."""
 
-# For one Ctrl-C a worker gets two SIGINTs: the terminal's, and torchrun's which passes its own on.
-_ONE_CTRL_C_S = 2.0
-
 
 @contextmanager
 def stop_on_signals(flags: StepFlags) -> Iterator[None]:
-    """Makes a signal set the flag "stop" while the block runs; a second Ctrl-C ends at once.
+    """Makes a signal set the flag "stop" while the block runs; a second one ends at once.
 
-    Handlers can only be set in the main thread; in another one the signals keep their meaning. A
-    signal that the process ignores (SIGHUP under nohup) stays ignored.
+    The second SIGTERM or Ctrl-C, whichever the first was; the other signals only ask. Handlers can
+    only be set in the main thread; in another one the signals keep their meaning. A signal that the
+    process ignores (SIGHUP under nohup) stays ignored.
 
     Raises:
-        KeyboardInterrupt: at a second Ctrl-C.
+        KeyboardInterrupt: at a second Ctrl-C. Where the main thread is blocked, the process ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous: dict[signal.Signals, Any] = {}
-    first_interrupt: float | None = None
+    first: float | None = None
 
     def restore() -> None:
         while previous:
@@ -46,25 +45,28 @@ def stop_on_signals(flags: StepFlags) -> Iterator[None]:
             signal.signal(number, handler)
 
     def stop(number: int, frame: object) -> None:
-        nonlocal first_interrupt
+        nonlocal first
         name = signal.Signals(number).name
-        if number == signal.SIGINT:
+        if number in (signal.SIGINT, signal.SIGTERM):
             now = time.monotonic()
-            if first_interrupt is not None:
-                if "TORCHELASTIC_RUN_ID" in os.environ and now - first_interrupt < _ONE_CTRL_C_S:
-                    return
+            if is_second(number, first, now):
+                end_at_once()
                 restore()
-                raise KeyboardInterrupt
-            first_interrupt = now
-            if flags.is_main:  # os.write: a handler may interrupt a print
+                signal.raise_signal(number)  # which ends a script as it would without `fit`
+                return
+            if first is None and number == signal.SIGINT and flags.is_main:
+                # os.write: a handler may interrupt a print
                 os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
+            first = first or now
         flags.set("stop", reason=name)
 
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)
         if handler is not signal.SIG_IGN and handler is not None:
             previous[number] = signal.signal(number, stop)
+    counted = [number for number in (signal.SIGINT, signal.SIGTERM) if number in previous]
     try:
-        yield
+        with second_signal_ends(counted):
+            yield
     finally:
         restore()

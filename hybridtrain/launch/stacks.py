@@ -74,6 +74,15 @@ def report(activity: Activity) -> Report:
     return Report(what, blame, (activity.steps,))
 
 
+def stands_in_debugger() -> bool:
+    """Returns whether a thread of this process is in a debugger, where nothing has to move."""
+    return any(
+        frame.f_code.co_filename.endswith("bdb.py") or "pydevd" in frame.f_code.co_filename
+        for innermost in sys._current_frames().values()
+        for frame in _frames(innermost)
+    )
+
+
 def summary(activity: Activity) -> str:
     """Says in a few words what the training loop and the busy lanes are doing."""
     actions = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]

@@ -24,7 +24,7 @@ from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
 from hybridtrain.launch.liveness import BEAT_S, Liveness
 from hybridtrain.launch.processes import has_ended, is_stopped, kill
 from hybridtrain.launch.shared_activity import read
-from hybridtrain.launch.stacks import in_words, report, summary, write_stacks
+from hybridtrain.launch.stacks import in_words, report, stands_in_debugger, summary, write_stacks
 from hybridtrain.launch.torchrun_report import write_error_file
 
 _TICK_S = 0.25
@@ -90,8 +90,11 @@ class Watchdog:
         self._answered = False
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread, unless it runs, in place of one that runs for this process."""
         global _current
+        if _current is not None and _current is not self:
+            _current.end_threads()
+            atexit.unregister(_current.end_threads)
         _current = self
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -299,6 +302,9 @@ class Watchdog:
                     self._job.say("doing", Report(doing, 0))
                     published = doing
             if now - since >= self._limit(phase):
+                if stands_in_debugger():
+                    since = now
+                    continue
                 stall = self.explain_stall(self._job, now - since)
                 if stall is not None:
                     self._end(stall)

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.segment import Segment
+from hybridtrain.launch.activity import activity
+from hybridtrain.launch.second_signal import second_signal_ends
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
@@ -225,7 +227,11 @@ class Pipeline:
         if self._settings is not None and self.rng.active:
             for number in self._settings.changed():
                 self.rng.look_again(number)
-        with nullcontext() if self._norms is None else self._norms.step():
+        with (
+            activity.step(step.schedule.trains),
+            second_signal_ends(),
+            nullcontext() if self._norms is None else self._norms.step(),
+        ):
             values = self._engine.run(step)
         if trains:
             self.rng.end_step()

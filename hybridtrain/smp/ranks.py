@@ -10,6 +10,7 @@ With all stages in one process (`engine="local"`), pp and mp are this process al
 from __future__ import annotations
 
 from enum import Enum
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -146,24 +147,24 @@ def get_tp_group() -> list[int]:
     return members(CommGroup.TP_GROUP)
 
 
-def get_world_process_group() -> dist.ProcessGroup | None:
-    """Returns the `ProcessGroup` of all processes; None if it is this one alone."""
-    return dist.group.WORLD if current().world.size > 1 else None
+def get_world_process_group() -> dist.ProcessGroup:
+    """Returns the `ProcessGroup` of all processes."""
+    return cast(dist.ProcessGroup, dist.group.WORLD) if size() > 1 else current().own_group()
 
 
-def get_mp_process_group() -> dist.ProcessGroup | None:
-    """Returns the `ProcessGroup` of this pipeline; None if it is this process alone."""
-    return current().world.pipeline_group
+def get_mp_process_group() -> dist.ProcessGroup:
+    """Returns the `ProcessGroup` of this pipeline."""
+    return current().world.pipeline_group or current().own_group()
 
 
-def get_dp_process_group() -> dist.ProcessGroup | None:
-    """Returns the `ProcessGroup` of the replicas of these stages; None if there is one replica."""
-    return current().dp_group if current().world.replicas > 1 else None
+def get_dp_process_group() -> dist.ProcessGroup:
+    """Returns the `ProcessGroup` of the processes that have these stages, one of each replica."""
+    return current().dp_group or current().own_group()
 
 
 get_pp_process_group, get_rdp_process_group = get_mp_process_group, get_dp_process_group
 
 
-def get_tp_process_group() -> None:
-    """Returns None: the group is this process alone."""
-    current()
+def get_tp_process_group() -> dist.ProcessGroup:
+    """Returns the `ProcessGroup` of this process alone: there is no tensor parallelism."""
+    return current().own_group()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.smp import config as smp_config
@@ -40,12 +41,13 @@ class Runtime:
         world: the processes and devices.
         launch: what the launcher has said about this process.
         object_group: all processes, for objects; None for one.
-        dp_group: those that have this process's stages, for tensors; None for one.
+        dp_group: those that have this process's stages, for tensors; None with one replica.
         dp_object_group: the same, for objects.
         attendance: which replicas have further batches.
         model: the one model of the script, once it is wrapped.
         optimizers: those that were wrapped, in order.
         resume: a checkpoint to load when the model is partitioned.
+        began_group: whether PyTorch's default group is of `own_group`.
     """
 
     config: SmpConfig
@@ -58,6 +60,32 @@ class Runtime:
     model: DistributedModel | None = None
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
     resume: Callable[[], None] | None = None
+    began_group: bool = False
+    _own_group: dist.ProcessGroup | None = None
+
+    def own_group(self) -> dist.ProcessGroup:
+        """Returns a group of this process alone; not a collective call.
+
+        Not None, which means all processes to PyTorch. With one process PyTorch's default group is
+        begun with the first call, and left by `shutdown`.
+        """
+        if self._own_group is None:
+            if not dist.is_initialized():
+                on_gpu = self.world.devices[0].type == "cuda"
+                backend = "cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo"
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+                self.began_group = True
+            self._own_group = cast(
+                dist.ProcessGroup,
+                dist.new_group([self.world.rank], use_local_synchronization=True),
+            )
+        return self._own_group
+
+    def leave_groups(self) -> None:
+        """Gives up its process groups; those of the World stay."""
+        self.object_group = self.dp_group = self.dp_object_group = self._own_group = None
+        if self.began_group and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 _runtime: Runtime | None = None
@@ -116,13 +144,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     runtime = Runtime(settings, world, launch)
     if world.size > 1:
         runtime.object_group = _new_group("gloo", range(world.size), _LONG)
-        timeout = timedelta(seconds=world.timeout_s)
-        for place in range(world.processes_per_replica):  # all processes make all groups
-            ranks = [world.rank_of(replica, place) for replica in range(world.replicas)]
-            group, objects = _new_group(None, ranks, timeout), _new_group("gloo", ranks, _LONG)
-            if place == world.pipeline_rank:
-                runtime.dp_group, runtime.dp_object_group = group, objects
         if world.replicas > 1:
+            timeout = timedelta(seconds=world.timeout_s)
+            for place in range(world.processes_per_replica):  # all processes make all groups
+                ranks = [world.rank_of(replica, place) for replica in range(world.replicas)]
+                group, objects = _new_group(None, ranks, timeout), _new_group("gloo", ranks, _LONG)
+                if place == world.pipeline_rank:
+                    runtime.dp_group, runtime.dp_object_group = group, objects
             runtime.attendance = Attendance(_new_group("gloo", range(world.size), _LONG))
     _runtime = runtime
     atexit.register(shutdown)
@@ -141,7 +169,7 @@ def shutdown() -> None:
     runtime.model = None
     runtime.resume = None
     runtime.optimizers.clear()
-    runtime.object_group = runtime.dp_group = runtime.dp_object_group = None
+    runtime.leave_groups()
     gc.collect()
     runtime.world.close()
 

@@ -137,6 +137,17 @@ def test_a_run_is_checked_written_and_sent(slurm: Calls, capfd: pytest.CaptureFi
     assert slurm("scontrol") == []
 
 
+def test_a_job_with_gpus_does_not_train_on_the_cpu_unless_the_user_says_so(
+    slurm: Calls, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ["recipe=digits", "submit.gpus_per_node=2", "--dry-run"]
+    assert "world.devices=cuda" in submit(capfd, *wanted)[0]
+    assert submit(capfd, "--multirun", *wanted, "seed=1,2")[0].count("world.devices=cuda") == 2
+    for own in ("world.devices=auto", "world.devices=cpu", "world.devices=null"):
+        assert "world.devices=cuda" not in submit(capfd, *wanted, own)[0]
+    assert "world.devices=cuda" not in submit(capfd, "recipe=digits", "--dry-run")[0]
+
+
 NAME = """a $HOME 'b' "c" = `d` %j #e"""
 TYPED = [
     *DIGITS,

@@ -1,7 +1,10 @@
 """Scripts of smp 1.x, in two and four processes; each cell in all of them."""
 
+import subprocess
+import sys
+
 import pytest
-from support.launch import WORKERS, Results, torchrun_script, worker_module
+from support.launch import WORKERS, Results, environment, torchrun_script, worker_module
 
 PROCESSES = {"smp_rules": [2], "smp_scripts": [2, 4]}
 CELLS = [
@@ -41,3 +44,23 @@ def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error():
     assert "[rank0]" not in output
     assert "step 3: every replica needs the same number of batches" in output
     assert "drop_last=True" in output
+
+
+ALONE = """
+import torch, torch.distributed as dist, hybridtrain.smp as smp
+own = {"engine": "local", "devices": "cpu"}
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "hybridtrain": own})
+for name in ("world", "mp", "pp", "dp", "rdp", "tp"):
+    total = torch.tensor(3.0)
+    dist.all_reduce(total, group=getattr(smp, f"get_{name}_process_group")())
+    assert total == 3.0, name
+smp.shutdown()
+assert not dist.is_initialized()
+"""
+
+
+def test_the_groups_of_a_single_process_are_of_it_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

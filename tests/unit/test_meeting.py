@@ -1,5 +1,6 @@
 """How processes meet: who is another run's, who has failed before, what is told once."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from socket import socket
@@ -8,7 +9,7 @@ import pytest
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
-from hybridtrain.launch import addresses
+from hybridtrain.launch import addresses, meeting
 from hybridtrain.launch.environment import Launch
 from hybridtrain.launch.meeting import meet, tell_failure
 
@@ -95,6 +96,29 @@ def test_an_error_of_rank_0_reaches_those_that_wait_for_it():
     zero, one = launches(2)
     _, found = together(fails(zero, "its disk is full"), joins(one))
     assert isinstance(found, Rank0UserError)
+    assert str(found) == "its disk is full"
+
+
+@pytest.mark.parametrize("joiner", [joins, lambda launch: fails(launch, "the same")])
+def test_an_error_of_rank_0_reaches_a_process_that_looks_when_rank_0_has_ended(monkeypatch, joiner):
+    ended = threading.Event()
+
+    class Slow(meeting.PrefixStore):
+        """Goes on after its last word to rank 0 when that has ended, and the store with it."""
+
+        def set(self, key, value):
+            super().set(key, value)
+            if "/left/" in key:
+                assert ended.wait(30)
+
+    def rank_0():
+        tell_failure(zero, {}, "its disk is full", 10)
+        gc.collect()
+        ended.set()
+
+    zero, one = launches(2)
+    monkeypatch.setattr(meeting, "PrefixStore", Slow)
+    _, found = together(rank_0, joiner(one))
     assert str(found) == "its disk is full"
 
 

@@ -85,6 +85,27 @@ def test_an_end_waits_for_the_checkpoint_that_is_being_written(tmp_path, ends, b
     store.wait()
 
 
+def test_a_process_that_stands_at_a_breakpoint_does_not_stand_still(ends, monkeypatch):
+    at_breakpoint, looked = threading.Event(), threading.Event()
+    record, ended = Activity(), []
+    record.now("step 9: train")
+    watch = Watchdog(Job(None, 0, 1), 0.01, 600, record)
+    monkeypatch.setattr(watch, "_end", lambda failure: ended.append(failure) or watch._ended.set())
+    monkeypatch.setattr(watchdog, "_TICK_S", 0.01)
+    found = watchdog.stands_in_debugger
+    monkeypatch.setattr(watchdog, "stands_in_debugger", lambda: found() and (looked.set() or True))
+    prompt = compile("at_breakpoint.wait(20)", "/usr/lib/python3/bdb.py", "exec")
+    debugger = threading.Thread(target=exec, args=(prompt, {"at_breakpoint": at_breakpoint}))
+    debugger.start()
+    watching = threading.Thread(target=watch._run)
+    watching.start()
+    assert looked.wait(20)
+    assert ended == []
+    at_breakpoint.set()
+    watching.join(20)
+    assert [failure.exit_code for failure in ended] == [EXIT_STALLED]
+
+
 def test_a_save_that_stands_still_is_not_waited_for(ends):
     watch = Watchdog(Job(None, 0, 1), 10, 600)
     watch.exit_code = EXIT_STALLED

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybridtrain import world as world_module
 from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
 from hybridtrain.launch.environment import Launch, detect, first_host
@@ -68,6 +70,7 @@ def test_the_variables_of_slurm_are_understood():
         4,
         ("node012", 10000 + 123456 % 20000),
         node_gpus=8,
+        gpus_given="SLURM_GPUS_ON_NODE=8",
         run="Slurm job 123456, step 0, attempt 2",
     )
 
@@ -196,6 +199,38 @@ def test_without_gpus_the_stages_are_on_the_cpu(devices):
     assert choose_devices(3, devices, launch(1, 2), 0) == (CPU,) * 3
 
 
+@pytest.mark.parametrize("devices", [None, "auto", "cuda"])
+@pytest.mark.parametrize("launcher", [{}, SLURM, TORCHRUN])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0,1"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-8932f937"),
+        ("SLURM_GPUS_ON_NODE", "2"),
+        ("SLURM_JOB_GPUS", "0,3"),
+    ],
+)
+def test_gpus_that_were_given_and_that_pytorch_does_not_see_are_an_error(
+    devices, launcher, variable, value
+):
+    here = detect({**launcher, variable: value})
+    with pytest.raises(
+        WorldError,
+        match=rf"{variable}={value} gives this process GPUs, and PyTorch .* sees none .*"
+        rf"set \S*devices=cpu",
+    ):
+        choose_devices(1, devices, here, 0)
+    assert choose_devices(1, "cpu", here, 0) == (CPU,)
+    assert choose_devices(1, None, replace(here, local_rank=0), 8) == cuda(0)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_that_the_user_hides_are_none_that_were_given(hidden):
+    here = detect({**SLURM, "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": hidden})
+    assert choose_devices(2, None, here, 0) == (CPU,) * 2
+    assert detect({"SLURM_GPUS_ON_NODE": "0", "SLURM_JOB_GPUS": ""}).gpus_given == ""
+
+
 def test_auto_takes_the_cpu_when_there_are_too_few_gpus():
     assert choose_devices(2, "auto", launch(0, 2), 3) == (CPU,) * 2
     assert choose_devices(2, "cpu", launch(0, 2), 8) == (CPU,) * 2
@@ -288,6 +323,24 @@ def test_a_backend_that_does_not_fit_is_refused(monkeypatch, backend, message):
     clean(monkeypatch)
     with pytest.raises(WorldError, match=message):
         World.from_env(devices="cpu", backend=backend)
+
+
+def test_nccl_connects_all_processes_when_they_join_and_not_at_their_first_sum(monkeypatch):
+    made = []
+    monkeypatch.setattr(world_module, "physical_gpus", lambda devices: [])
+    monkeypatch.setattr(World, "gather", lambda self, value: [value])
+    monkeypatch.setattr(torch, "zeros", lambda count, device: device)
+    monkeypatch.setattr(world_module, "_new_group", lambda *_: "a group")
+    monkeypatch.setattr(dist, "all_reduce", lambda where, group: made.append((where, group)))
+    World(size=2, backend="nccl", devices=cuda(0, 1, 2))._with_pipeline_groups()
+    assert made == [(device, None) for device in cuda(0, 2)]
+    made.clear()
+    one = World(size=2, backend="nccl", devices=cuda(0), processes_per_replica=2)
+    one._with_pipeline_groups()
+    assert made == [(*cuda(0), None), (*cuda(0), "a group")]
+    made.clear()
+    World(size=2, devices=cuda(0))._with_pipeline_groups()
+    assert made == []
 
 
 def test_missing_processes_are_an_error_that_counts_the_expected_ones(monkeypatch):

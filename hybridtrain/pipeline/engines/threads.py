@@ -30,6 +30,7 @@ from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
+from hybridtrain.launch.second_signal import ends_at_once
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
 from hybridtrain.pipeline.links import Link
@@ -115,6 +116,8 @@ class ThreadEngine:
                 if run.stop.requested:
                     raise
                 run.abort(interrupt)
+                if ends_at_once():  # all ends: no step will follow
+                    raise
                 self._dispatch(run)
                 run.join()
             if self._gpus:
@@ -294,7 +297,7 @@ class _StepRun:
             raise _PipelineAborted
 
     def join(self) -> None:
-        """Waits until every thread has stopped; a second Ctrl-C does not wait."""
+        """Waits until every thread has stopped; after a second signal it does not wait."""
         while self._running:
             try:
                 self._ends.get(timeout=_LONGEST_WAIT_S)
@@ -304,6 +307,8 @@ class _StepRun:
                 if self.stop.requested:
                     raise
                 self.abort(interrupt)
+                if ends_at_once():
+                    raise
 
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""

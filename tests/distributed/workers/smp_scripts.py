@@ -61,6 +61,37 @@ def check(world, kind, degree, **parameters):
         assert 0 < local < sum(p.numel() for p in net.parameters())
 
 
+def check_groups(world, **parameters):
+    start(world, **parameters)
+    smp.init()
+    own = torch.tensor(2.0**world.rank)
+    for name in ("world", "mp", "pp", "dp", "rdp", "tp"):
+        group = getattr(smp, f"get_{name}_process_group")()
+        members = (
+            list(range(smp.size())) if name == "world" else getattr(smp, f"get_{name}_group")()
+        )
+        total = own.clone()
+        torch.distributed.all_reduce(total, group=group)
+        assert total == sum(2.0**rank for rank in members), name
+        assert torch.distributed.get_process_group_ranks(group) == sorted(members), name
+        assert getattr(smp, f"get_{name}_process_group")() is group
+
+
+@cells.add("an all-reduce over each group is over its members alone, pipelines of two")
+def _(world):
+    check_groups(world, pipeline_parallel_degree=2)
+
+
+@cells.add("an all-reduce over each group is over its members alone, one pipeline")
+def _(world):
+    check_groups(world, pipeline_parallel_degree=world.size)
+
+
+@cells.add("an all-reduce over each group is over its members alone, all stages in a process")
+def _(world):
+    check_groups(world, pipeline_parallel_degree=2, hybridtrain={"engine": "local"})
+
+
 def add(kind, degree, name="", **parameters):
     @cells.add(f"the {kind} script equals the unsplit model, degree {degree}{name}")
     def _(world):
