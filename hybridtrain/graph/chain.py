@@ -109,22 +109,17 @@ class ChainBuilder:
                 )
             if not self._try(export_tracer(self._signature, values, precision)):
                 self._signature = replace(self._signature, flat=True)
-            else:
-                apart = partial(trace, self._signature, outlined_share=TOO_LARGE_SHARE)
-                self._try(apart, len(self._coarse.calls) if self._tracer is not None else 1)
 
-    def _try(self, tracer: Tracer, layers: int = 0) -> str:
+    def _try(self, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
-        It is kept if it can trace the model's own forward, to more than so many `layers`.
+        It is kept if it can trace the model's own forward.
         """
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
             self._failures.append(error)
             return user_line(error)
-        if len(coarse.calls) <= layers:
-            return "it would still be one layer"
         self._tracer, self._coarse = tracer, coarse
         parts = dict(self._net.named_modules())
         for name, reason in coarse.unexpanded.items():
