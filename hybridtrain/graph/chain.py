@@ -161,8 +161,9 @@ class ChainBuilder:
             reasons = dict.fromkeys(map(user_line, self._failures))
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(reasons)}. Move that code into its own submodule, "
-                f"which will be one layer, or pass the model as an nn.Sequential"
+                f"{'; by torch.export: '.join(reasons)}. Put this statement, and all that shares "
+                f"state with it, into the forward of an nn.Module of its own that the model calls: "
+                f"it runs as it is, as one layer. Or pass the model as an nn.Sequential"
             ) from self._failures[0]
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)
