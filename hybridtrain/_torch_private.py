@@ -8,7 +8,7 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -43,6 +43,7 @@ __all__ = [
     "TCPStore",
     "ThreadDraws",
     "TorchDispatchMode",
+    "adds_up_gradients",
     "allow_recompilations",
     "call_uncompiled",
     "compile_module",
@@ -122,7 +123,7 @@ def allow_recompilations(layers: int) -> None:
         setattr(dynamo, name, max(getattr(dynamo, name), 8 * factor * layers))
 
 
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
     """Returns the tables of hooks around the forward and backward of `module`.
 
     Uses `nn.Module._forward_hooks` and its three kin: hooks can be registered, but not listed.
@@ -138,6 +139,15 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether `module` has hooks around its forward or backward."""
     return any(hooks_of(module))
+
+
+def adds_up_gradients() -> bool:
+    """Returns whether an operator that runs belongs to the sum in a leaf's gradient.
+
+    Uses `torch._C._current_autograd_node`: no public name tells which part of a backward runs.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
