@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.frozen import Generators, refused_calls
+from hybridtrain.graph.frozen import Generators, refused_calls, unchanged_containers
 from hybridtrain.graph.segment_graph import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
@@ -204,7 +204,7 @@ class _Tracer(fx.Tracer):
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
             self._inside.append(name)
             try:
-                with self.generators.no_draws():
+                with self.generators.no_draws(), unchanged_containers(m):
                     result = super().call_module(m, forward, args, kwargs)
                 self.expanded[name] = m
             except Exception as error:
@@ -304,6 +304,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(replaced(torch, "is_tensor", is_tensor))
         guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
         guards.enter_context(refused_calls(module))
+        guards.enter_context(unchanged_containers(module))
         guards.enter_context(_ForbidEagerOps())
         guards.enter_context(tracer.generators.no_draws())
         yield

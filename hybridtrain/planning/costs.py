@@ -183,11 +183,13 @@ def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
     for part in layer.module.modules():
         if isinstance(part, Segment):
             known |= part.surroundings()
-        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-            if isinstance(value, Tensor) and id(value) not in known:
-                ours = own(value).requires_grad_(value.requires_grad)
-                is_parameter = isinstance(value, nn.Parameter)
-                known[id(value)] = nn.Parameter(ours, ours.requires_grad) if is_parameter else ours
+        for leaf in tree_leaves(dict(vars(part))):  # of its parameters and buffers, too
+            if isinstance(leaf, torch.Generator):
+                known[id(leaf)] = leaf.clone_state()
+            elif isinstance(leaf, Tensor) and id(leaf) not in known:
+                ours = own(leaf).requires_grad_(leaf.requires_grad)
+                is_parameter = isinstance(leaf, nn.Parameter)
+                known[id(leaf)] = nn.Parameter(ours, ours.requires_grad) if is_parameter else ours
     try:
         module = deepcopy(layer.module, known)
     except Exception as error:
