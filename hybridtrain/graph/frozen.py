@@ -137,7 +137,7 @@ def unchanged_containers(module: nn.Module) -> Iterator[None]:
 
 def _items(container: Any) -> list[Any]:
     keys = list(container)
-    return keys + [*container.values()] if isinstance(container, dict) else keys
+    return [*keys, *container.values()] if isinstance(container, dict) else keys
 
 
 def _refuse(what: str) -> Callable[..., Any]:

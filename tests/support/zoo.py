@@ -191,15 +191,16 @@ def train_plain(net: nn.Module, case: Case) -> Seen:
     """Runs a step with PyTorch alone, in micro-batches that count by their samples."""
     record = _Record()
     net.train()
-    inputs = _parts(case.inputs)
-    for samples, part, targets in zip(SAMPLES, inputs, case.targets.split(SAMPLES), strict=True):
+    parts = zip(SAMPLES, _parts(case.inputs), case.targets.split(SAMPLES), strict=True)
+    for samples, part, targets in parts:
         loss = record.loss(net(**part) if isinstance(part, dict) else net(part), targets)
         (loss * (samples / sum(SAMPLES))).backward()
     record.state(net)
     net.eval()
-    with torch.no_grad():
-        outputs = [net(**part) if isinstance(part, dict) else net(part) for part in inputs]
-    record.add("evaluation", tree_map(lambda *leaves: torch.cat(leaves), *outputs))
+    for number, inputs in enumerate(_evaluated(case)):
+        with torch.no_grad():
+            outputs = [net(**x) if isinstance(x, dict) else net(x) for x in _parts(inputs)]
+        record.add(f"evaluation {number}", tree_map(lambda *leaves: torch.cat(leaves), *outputs))
     return record.seen
 
 
@@ -219,8 +220,14 @@ def train_in_stages(
     model.train_step(case.inputs, case.targets, record.loss)
     record.state(net)
     model.eval()
-    record.add("evaluation", model(case.inputs))
+    for number, inputs in enumerate(_evaluated(case)):
+        record.add(f"evaluation {number}", model(inputs))
     return record.seen, model
+
+
+def _evaluated(case: Case) -> list[Any]:
+    """Returns the inputs, then in other orders: what a call or micro-batch leaves would be seen."""
+    return [tree_map(lambda x, by=by: x.roll(by, 0), case.inputs) for by in range(3)]
 
 
 def _parts(inputs: Any) -> list[Any]:

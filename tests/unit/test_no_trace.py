@@ -1,6 +1,7 @@
 """Making a pipeline leaves no trace in the model, though layers may run to be measured."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import cost_sources
+from hybridtrain.planning import cost_sources, profiler
 from hybridtrain.planning.planner import plan
 
 WIDTH = 6
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(cost_sources, "CAREFUL_SECONDS", 0.0)
+    monkeypatch.setattr(profiler, "SLOW_MS", 0.0)
+    monkeypatch.setattr(profiler, "FIRST_PASS_BUDGET_S", 0.0)
     torch.manual_seed(0)
 
 
@@ -54,8 +57,11 @@ def assert_unchanged(net, before):
     (ours, form), (theirs, form_before) = tree_flatten(state_of(net)), tree_flatten(before)
     assert form == form_before
     for now, then in zip(ours, theirs, strict=True):
-        same = now is then or (np.array_equal(now, then))
-        assert same or torch.equal(now, then)
+        assert now is then or np.array_equal(now, then)
+
+
+def void(_):
+    """What a hook must return that changes no gradient."""
 
 
 class Layer(nn.Module):
@@ -115,9 +121,7 @@ class MaxNorm(Layer):
         self.table = nn.Embedding(WIDTH, WIDTH, max_norm=0.1)
 
     def forward(self, x):
-        return self.linear(x) + self.table(
-            x.argmax(1) if x.dtype == torch.int else torch.arange(len(x))
-        )
+        return self.linear(x) + self.table(torch.arange(len(x)))
 
 
 class Hooked(Layer):
@@ -128,7 +132,10 @@ class Hooked(Layer):
         self.seen = [0]
         outside = self.seen
         self.linear.register_forward_hook(lambda *_: outside.append(1))
-        self.linear.register_full_backward_hook(lambda *_: outside.append(2))
+        self.sums = sums = torch.zeros(WIDTH)
+        self.linear.register_full_backward_hook(
+            lambda _m, _i, out: sums.add_(out[0].sum(0)) and None
+        )
 
     def forward(self, x):
         return self.linear(x) * (1 + 0.1 * len(self.seen))
@@ -141,7 +148,7 @@ class Draws(Layer):
 
     def forward(self, x):
         noise = torch.rand((), generator=self.generator) + random.random() + np.random.rand()
-        return self.linear(x) + float(noise)
+        return self.linear(x) + noise
 
 
 class Reentrant(Layer):
@@ -161,29 +168,32 @@ class WeightNorm(Layer):
 KINDS = [Counts, Collects, Averages, ActNorm, MaxNorm, Hooked, Reentrant, WeightNorm]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Other cases have the same nets.
+NETS = [name for name in CASES if name not in ("padded", "weighted", "transformer")]
+
+
+def planned(net, inputs, chunks=2, costs="measured", **options):
+    options = PipelineOptions(chunks=chunks, **options)
+    return plan(net, options, inputs, Cluster.of_cpus(2), costs=costs)
+
+
+@pytest.mark.parametrize("name", NETS)
 def test_planning_changes_nothing_in_the_nets_that_must_be_exact(name):
     case = CASES[name]
     net, inputs = case.net(), case.batch(6, 0)[0]
     before = state_of(net)
     for options in MEASURED:
-        costs = {key: value for key, value in options.items() if key == "costs"}
-        others = {key: value for key, value in options.items() if key != "costs"}
-        plan(net, PipelineOptions(chunks=2, **others), inputs, Cluster.of_cpus(2), **costs)
+        planned(net, inputs, **options)
         assert_unchanged(net, before)
 
 
-@pytest.mark.parametrize(
-    "options", MEASURED, ids=lambda options: "-".join(map(str, options.values()))
-)
 @pytest.mark.parametrize("kind", [*KINDS, Draws])
-def test_planning_changes_nothing_in_layers_that_change_themselves(kind, options):
+def test_planning_changes_nothing_in_layers_that_change_themselves(kind):
     net, x = nn.Sequential(*(kind() for _ in range(5))), torch.randn(6, WIDTH)
     before = state_of(net)
-    costs = {key: value for key, value in options.items() if key == "costs"}
-    others = {key: value for key, value in options.items() if key != "costs"}
-    plan(net, PipelineOptions(chunks=3, **others), x, Cluster.of_cpus(2), **costs)
-    assert_unchanged(net, before)
+    for options in MEASURED:
+        planned(net, x, **options)
+        assert_unchanged(net, before)
 
 
 @pytest.mark.parametrize("options", MEASURED[:6:3], ids=str)
@@ -206,8 +216,6 @@ class Held(Layer):
 
     def __init__(self):
         super().__init__()
-        import threading
-
         self.lock = threading.Lock()
 
     def forward(self, x):
