@@ -22,10 +22,8 @@ WIDTH = 6
 MEASURED = [
     {"split": "time"},
     {"split": "memory"},
-    {"split": "balanced"},
-    {"schedule": "search"},
+    {"split": "balanced", "schedule": "search"},
     {"schedule": "search-v", "stages_per_device": 2},
-    {"split": "time", "schedule": "search"},
     {"split": "time", "costs": "estimated"},
 ]
 
@@ -133,9 +131,7 @@ class Hooked(Layer):
         outside = self.seen
         self.linear.register_forward_hook(lambda *_: outside.append(1))
         self.sums = sums = torch.zeros(WIDTH)
-        self.linear.register_full_backward_hook(
-            lambda _m, _i, out: sums.add_(out[0].sum(0)) and None
-        )
+        self.linear.register_full_backward_hook(lambda *given: void(sums.add_(given[2][0].sum(0))))
 
     def forward(self, x):
         return self.linear(x) * (1 + 0.1 * len(self.seen))
@@ -196,7 +192,7 @@ def test_planning_changes_nothing_in_layers_that_change_themselves(kind):
         assert_unchanged(net, before)
 
 
-@pytest.mark.parametrize("options", MEASURED[:6:3], ids=str)
+@pytest.mark.parametrize("options", MEASURED[:4:3], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_measuring_a_step_is_that_of_the_plain_model(kind, options):
     torch.manual_seed(0)
