@@ -129,9 +129,9 @@ class Hooked(Layer):
         super().__init__()
         self.seen = [0]
         outside = self.seen
-        self.linear.register_forward_hook(lambda *_: outside.append(1))
+        self.register_forward_hook(lambda *_: outside.append(1))
         self.sums = sums = torch.zeros(WIDTH)
-        self.linear.register_full_backward_hook(lambda *given: void(sums.add_(given[2][0].sum(0))))
+        self.register_full_backward_hook(lambda *given: void(sums.add_(given[2][0].sum(0))))
 
     def forward(self, x):
         return self.linear(x) * (1 + 0.1 * len(self.seen))
