@@ -162,8 +162,8 @@ class ChainBuilder:
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
                 f"{'; by torch.export: '.join(reasons)}. Put this statement, and all that shares "
-                f"state with it, into the forward of an nn.Module of its own that the model calls: "
-                f"it runs as it is, as one layer. Or pass the model as an nn.Sequential"
+                f"state with it, into the forward of a separate nn.Module that the model calls: it "
+                f"runs unchanged, as one layer. Or pass the model as an nn.Sequential"
             ) from self._failures[0]
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)

@@ -41,7 +41,7 @@ class Decides(nn.Module):
 def test_control_flow_in_the_models_own_forward_is_named_with_its_line():
     message = (
         r"Decides cannot be traced.*test_graph_errors\.py:\d+: `if x\.sum\(\) > 0:`.*"
-        r"into the forward of an nn\.Module of its own"
+        r"into the forward of a separate nn\.Module"
     )
     with pytest.raises(SplitError, match=message):
         hybrid(Decides(), 2, example_inputs=samples())

@@ -76,7 +76,7 @@ def test_a_statement_that_cannot_be_traced_is_refused_in_one_line_with_its_place
     assert "\n" not in message
     for part in (f"{kind.__name__} cannot be traced", "test_untraceable.py:", f"`{line}"):
         assert part in message
-    assert "into the forward of an nn.Module of its own that the model calls" in message
+    assert "into the forward of a separate nn.Module that the model calls" in message
     assert_same(kind(), samples(), 1, example_inputs=samples())
 
 
