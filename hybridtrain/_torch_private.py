@@ -8,8 +8,8 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ __all__ = [
     "TCPStore",
     "ThreadDraws",
     "TorchDispatchMode",
+    "adds_up_gradients",
     "allow_recompilations",
+    "allowing_torch_func",
     "call_uncompiled",
     "compile_module",
     "compiled_module",
@@ -121,7 +123,7 @@ def allow_recompilations(layers: int) -> None:
         setattr(dynamo, name, max(getattr(dynamo, name), 8 * factor * layers))
 
 
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
     """Returns the tables of hooks around the forward and backward of `module`.
 
     Uses `nn.Module._forward_hooks` and its three kin: hooks can be registered, but not listed.
@@ -137,6 +139,55 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether `module` has hooks around its forward or backward."""
     return any(hooks_of(module))
+
+
+def adds_up_gradients() -> bool:
+    """Returns whether an operator that runs belongs to the sum in a leaf's gradient.
+
+    Uses `torch._C._current_autograd_node`: no public name tells which part of a backward runs.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
+
+
+@contextmanager
+def allowing_torch_func() -> Iterator[None]:
+    """Lets `torch.func.grad` and its kin run inside hooks on saved tensors, by taking these off.
+
+    They raise where such hooks are on, as those of a checkpoint or of a count of memory are. Uses
+    `torch._C._autograd._top_saved_tensors_default_hooks` and its kin, since the hooks of a caller
+    have no public name, and replaces what torch.func calls to ask for none.
+    """
+    global _allowing
+    with _allowing_lock:
+        _allowing += 1
+        torch.autograd.graph.disable_saved_tensors_hooks = _without_saved_tensors_hooks
+    try:
+        yield
+    finally:
+        with _allowing_lock:
+            _allowing -= 1
+            if not _allowing:
+                torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
+
+
+_allowing = 0  # threads; the function that they replace is there once
+_allowing_lock = threading.Lock()
+_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextmanager
+def _without_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _disable_saved_tensors_hooks(error_message):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:

@@ -17,8 +17,8 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,38 +121,18 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@contextmanager
-def stand_in_values(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Gives the parameters of `module` that are on the meta device values for a while.
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns values for a tensor on the meta device, on `device`.
 
-    They are random, of the usual size of weights, and lie on `device`. Each is a repeated block of
-    numbers, since drawing all of them would take longer than a forward.
+    They are random, of the usual size of weights, and a repeated block of numbers, since drawing
+    all of them would take longer than a forward.
     """
-    block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
-    values: dict[int, nn.Parameter] = {}
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                replaced.append((part, name, parameter))
-                if id(parameter) not in values:
-                    value = _stand_in(parameter, block)
-                    values[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-    try:
-        for part, name, parameter in replaced:
-            part._parameters[name] = values[id(parameter)]
-        yield
-    finally:
-        for part, name, parameter in replaced:
-            part._parameters[name] = parameter
-
-
-def _stand_in(parameter: Tensor, block: Tensor) -> Tensor:
-    value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=block.device)
+    value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     if not value.is_floating_point():
         return value
     if value.dim() < 2:
         return value.fill_(1)
+    block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
     bound = (3 * len(value) / value.numel()) ** 0.5  # keeps the variance of what it multiplies
     flat = value.view(-1)
     whole = len(flat) // _BLOCK * _BLOCK

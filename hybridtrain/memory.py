@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hybridtrain._torch_private import allowing_torch_func
+
 
 @dataclass
 class Saved:
@@ -31,6 +33,7 @@ def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Sav
     """Counts what the forwards inside keep for their backward.
 
     Parameters and buffers are left out, and so are the tensors `given`, which the caller counts.
+    What is kept inside `torch.func.grad` and its kin is not counted.
     """
     saved = Saved()
     apart = {storage_id(t) for t in [*module.parameters(), *module.buffers(), *given]}
@@ -40,7 +43,8 @@ def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Sav
             saved.storages[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, allowing_torch_func():
         yield saved
 
 

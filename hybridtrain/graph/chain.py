@@ -109,22 +109,17 @@ class ChainBuilder:
                 )
             if not self._try(export_tracer(self._signature, values, precision)):
                 self._signature = replace(self._signature, flat=True)
-            else:
-                apart = partial(trace, self._signature, outlined_share=TOO_LARGE_SHARE)
-                self._try(apart, len(self._coarse.calls) if self._tracer is not None else 1)
 
-    def _try(self, tracer: Tracer, layers: int = 0) -> str:
+    def _try(self, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
-        It is kept if it can trace the model's own forward, to more than so many `layers`.
+        It is kept if it can trace the model's own forward.
         """
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
             self._failures.append(error)
             return user_line(error)
-        if len(coarse.calls) <= layers:
-            return "it would still be one layer"
         self._tracer, self._coarse = tracer, coarse
         parts = dict(self._net.named_modules())
         for name, reason in coarse.unexpanded.items():
@@ -166,8 +161,9 @@ class ChainBuilder:
             reasons = dict.fromkeys(map(user_line, self._failures))
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(reasons)}. Move that code into its own submodule, "
-                f"which will be one layer, or pass the model as an nn.Sequential"
+                f"{'; by torch.export: '.join(reasons)}. Put this statement, and all that shares "
+                f"state with it, into the forward of a separate nn.Module that the model calls: it "
+                f"runs unchanged, as one layer. Or pass the model as an nn.Sequential"
             ) from self._failures[0]
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)

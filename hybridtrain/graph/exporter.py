@@ -31,7 +31,7 @@ from hybridtrain._torch_private import exported_guards, has_hooks
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.fake_run import FakeForward, first_change
-from hybridtrain.graph.frozen import Generators, refused_calls
+from hybridtrain.graph.frozen import Generators, refused_calls, unchanged_containers
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -210,6 +210,7 @@ class _ExportGuards:
             replaced(torch, "is_grad_enabled", is_grad_enabled),
             _ForbidCustomBackward(),
             refused_calls(self._module),
+            unchanged_containers(self._module),
             Generators(self._module).no_draws(),
         ):
             yield

@@ -17,7 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import cache, partial
+from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -30,6 +32,7 @@ _CLOCKS = tuple(
     for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
+_OF_MODULE = frozenset(vars(nn.Module()))  # tables of parameters, hooks and the like
 _NOT_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
 
 
@@ -108,6 +111,33 @@ def refused_calls(module: nn.Module) -> Iterator[None]:
                 if id(value) in refused:
                     stack.enter_context(replaced(holder, name, _refuse(refused[id(value)])))
         yield
+
+
+@contextmanager
+def unchanged_containers(module: nn.Module) -> Iterator[None]:
+    """Raises `Untraceable` if a list, dict or set of a module is changed, and puts it back."""
+    held = [
+        (name, value, copy(value))
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if type(value) in (list, dict, set) and name not in _OF_MODULE
+    ]
+    try:
+        yield
+    finally:
+        changed = ""
+        for name, value, before in held:
+            if len(value) != len(before) or not all(map(is_, _items(value), _items(before))):
+                changed = name
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(before)
+        if changed:
+            raise Untraceable(f"changes its attribute {changed!r}, which a graph would not")
+
+
+def _items(container: Any) -> list[Any]:
+    keys = list(container)
+    return [*keys, *container.values()] if isinstance(container, dict) else keys
 
 
 def _refuse(what: str) -> Callable[..., Any]:

@@ -52,11 +52,6 @@ class ModeGraphs:
         found = self.training.unexpanded | self.evaluation.unexpanded
         return {self.prefix + name: reason for name, reason in found.items()}
 
-    @property
-    def changes(self) -> frozenset[tuple[int, str]]:
-        """The attributes that the forward sets, by the identity of the module and the name."""
-        return self.training.changes | self.evaluation.changes
-
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
 

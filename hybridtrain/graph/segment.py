@@ -89,6 +89,14 @@ class Segment(nn.Module):
         pairs = [(getattr(owner, name), getattr(module, own)) for module, own, owner, name in held]
         return [(buffer, copy) for buffer, copy in pairs if buffer is not copy]
 
+    def surroundings(self) -> dict[int, Any]:
+        """Returns what a copy of this segment alone does not copy, as a memo of `copy.deepcopy`.
+
+        That is the user's model, whose mode decides for the copy too, and whose buffers are not
+        those of the copy.
+        """
+        return {id(self._root): self._root, id(self._owners): {}}
+
     def _held(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns the buffers of the user's modules that graphs use: holder, name, owner, name."""
         return [

@@ -22,7 +22,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
 from hybridtrain._torch_private import operator_overloads, operator_schema
-from hybridtrain.graph.stretch import Stretch
 from hybridtrain.graph.traced_graph import TracedGraph
 
 # operator.iadd for operator.add, and so on
@@ -210,24 +209,16 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
     viewed = viewed_by(traced)
-    stateful: dict[int, list[int]] = {}  # the segments of stretches that share state
-    for node, first in viewed.items():
-        stretch = _stretch(node, traced.find)
-        if stretch is not None and stretch.touches:
-            stateful.setdefault(id(stretch.owner[0]), []).append(segment_of[node])
+    for node, base in viewed.items():
         if not node.all_input_nodes:
             continue
-        # a stretch may change, or return views of, each of its inputs
-        for base in {first} if stretch is None else {viewed[n] for n in node.all_input_nodes}:
-            if not _works_in_place(node, traced.find):
-                if base is not node:
-                    has_views.add(base)
-            elif base.op == "get_attr":
-                changed.add(str(base.target))
-            elif base in has_views:
-                no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
-    for uses in stateful.values():
-        no_cut_before.update(range(min(uses) + 1, max(uses) + 1))
+        if not _works_in_place(node, traced.find):
+            if base is not node:
+                has_views.add(base)
+        elif base.op == "get_attr":
+            changed.add(str(base.target))
+        elif base in has_views:
+            no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
     for target in changed:
         readers = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == target]
         uses = [segment_of[user] for reader in readers for user in reader.users]
@@ -245,26 +236,15 @@ def viewed_by(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
         out = node.kwargs.get("out")
         if not shares:
             viewed[node] = node
-        elif _stretch(node, traced.find) is not None:
-            # of the inputs that it may return views of, the earliest
-            bases = {viewed[each] for each in node.all_input_nodes}
-            viewed[node] = next(each for each in traced.graph.nodes if each in bases)
         else:
             viewed[node] = viewed[out if isinstance(out, fx.Node) else node.all_input_nodes[0]]
     return viewed
-
-
-def _stretch(node: fx.Node, find: Callable[[str], Any]) -> Stretch | None:
-    module = find(str(node.target)) if node.op == "call_module" else None
-    return module if isinstance(module, Stretch) else None
 
 
 def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
     """Returns whether the result of `node` may share the memory of its first argument."""
     if node.op == "call_module":
         module = find(str(node.target))
-        if isinstance(module, Stretch):
-            return True
         is_new = type(module).__module__ in _RETURN_NEW_TENSORS
         return not is_new and not any(True for _ in module.parameters())
     if (schema := operator_schema(node.target)) is not None:

@@ -26,8 +26,6 @@ class TraceGuards:
         # not the graphs themselves, which hold tensors
         self._modes = [(graph.expanded, graph.modes) for graph in graphs if graph.modes]
         self._root = graphs[0].module if any(graph.grad_matters for graph in graphs) else None
-        changes = {change for graph in graphs for change in graph.changes}
-        changed = {name for _, name in changes}
         traced = [named for graph in graphs for named in graph.expanded.items()]
         self._hooks = [(name, hooks) for name, module in traced for hooks in hooks_of(module)]
         self._values = [
@@ -35,13 +33,12 @@ class TraceGuards:
             for name, module in traced
             for key, value in vars(module).items()
             if key != "training" and not key.startswith("_") and type(value) in _SIMPLE
-            if (id(module), key) not in changes
         ]
         self._values += [
             (f"the global {held.get('__name__')}", held, key, held[key])
             for graph in graphs
             for held, key in globals_read(graph.expanded.values())
-            if type(held[key]) in _SIMPLE and key not in changed
+            if type(held[key]) in _SIMPLE
         ]
 
     def check(self) -> None:

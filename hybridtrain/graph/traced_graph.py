@@ -39,8 +39,6 @@ class TracedGraph:
         output_spec: the structure of the output, if the graph returns its leaves alone.
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
-        changes: the attributes that statements taken out of a forward set: the identity of the
-            module, and the name.
     """
 
     graph: fx.Graph
@@ -50,7 +48,6 @@ class TracedGraph:
     unexpanded: dict[str, str] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
     grad_matters: bool = False
-    changes: frozenset[tuple[int, str]] = frozenset()
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,10 +24,8 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.frozen import Generators, refused_calls
-from hybridtrain.graph.outline import Outline
+from hybridtrain.graph.frozen import Generators, refused_calls, unchanged_containers
 from hybridtrain.graph.segment_graph import IN_PLACE_OPERATORS, viewed_by
-from hybridtrain.graph.stretch import Stretch, changes_container, outputs, variables
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -59,36 +56,31 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+# Methods that change a list or dict, and that tensors do not have.
+_CONTAINER_METHODS = {
+    "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",
+}  # fmt: skip
+
+
 def trace(
     signature: CallSignature,
     module: nn.Module,
     should_expand: ShouldExpand,
-    outlined_share: float | None = None,
 ) -> TracedGraph:
     """Returns the forward of `module` as a graph, in the mode that the module is in.
 
     A question for the grad mode gets the answer of a training step in training mode, and of an
     evaluation in the other. The forward is traced twice, to find what changes by itself.
 
-    With `outlined_share`, statements that cannot be traced become separate layers (see
-    `outline`), in the module's own forward and in those of submodules with more than this share of
-    its parameters.
-
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
     kept: dict[str, str] = {}  # modules that would freeze something, with the reason
     generators = Generators(module)
-    outlines = None if outlined_share is None else Outlines(module, outlined_share)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
-        while True:
-            tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled, outlines)
-            try:
-                return tracer, tracer.traced(module)
-            except Exception as error:
-                if outlines is None or not outlines.take_out("", error):
-                    raise
+        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled)
+        return tracer, tracer.traced(module)
 
     while True:
         tracer, traced = run(module.training)
@@ -103,8 +95,6 @@ def trace(
             break
         path, place, reason = fault
         if not path:
-            if outlines is not None and outlines.of("").take_out_globals():
-                continue
             raise Untraceable(reason, place)
         kept[path] = f"{place}: {reason}"
     if tracer.asked_grad_mode:
@@ -114,37 +104,6 @@ def trace(
             grad_matters = True
         traced = replace(traced, grad_matters=grad_matters)
     return traced
-
-
-class Outlines:
-    """The forwards of a model that statements are taken out of.
-
-    Args:
-        module: the model.
-        share: submodules with more than this share of its parameters may be taken apart.
-    """
-
-    def __init__(self, module: nn.Module, share: float) -> None:
-        self._module = module
-        self._least = share * sum(p.numel() for p in module.parameters())
-        self._outlines: dict[str, Outline] = {}
-
-    def find(self, name: str) -> Outline | None:
-        """Returns that of the module `name`, if something is taken out of it."""
-        return self._outlines.get(name)
-
-    def take_out(self, name: str, error: Exception) -> bool:
-        """Takes out the statement in the module `name` that `error` comes from, if possible."""
-        module = self._module.get_submodule(name)
-        if name and sum(p.numel() for p in module.parameters()) <= self._least:
-            return False
-        return self.of(name).take_out(error)
-
-    def of(self, name: str) -> Outline:
-        """Returns that of the module `name`, from which nothing may be taken yet."""
-        if name not in self._outlines:
-            self._outlines[name] = Outline(self._module.get_submodule(name))
-        return self._outlines[name]
 
 
 class _Tracer(fx.Tracer):
@@ -159,7 +118,6 @@ class _Tracer(fx.Tracer):
         kept: Mapping[str, str],
         generators: Generators,
         grad_enabled: bool,
-        outlines: Outlines | None,
     ) -> None:
         super().__init__()
         self.calls: dict[fx.Node, list[Call]] = {}
@@ -170,8 +128,6 @@ class _Tracer(fx.Tracer):
         self.generators = generators
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
-        self._outlines = outlines
-        self._stretches: dict[str, Stretch] = {}
         self._inside = [""]  # the expanded modules that are being run
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
@@ -194,18 +150,12 @@ class _Tracer(fx.Tracer):
         finally:
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
-        held: dict[str, Any] = constants | self._stretches
         traced = TracedGraph(
             graph=graph,
             calls={node: self.calls[node] for node in graph.nodes if node in self.calls},
-            find=lambda name: held[name] if name in held else attrgetter(name)(module),
+            find=lambda name: constants[name] if name in constants else attrgetter(name)(module),
             expanded=self.expanded,
             unexpanded=self.unexpanded,
-            changes=frozenset(
-                (id(each.owner[0]), name)
-                for each in self._stretches.values()
-                for name in each.touches
-            ),
         )
         _settle_augmented_assignments(traced)
         return traced
@@ -226,7 +176,7 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """Returns the forward and the proxies of its arguments; the others keep their defaults."""
-        signature, forward = self._signature, self._forward_of("", self.root)
+        signature, forward = self._signature, self.root.forward
         proxies = {n: self.create_proxy("placeholder", n, (), {}) for n in signature.names}
         values = list((proxies | dict(signature.constants)).values())
 
@@ -253,18 +203,14 @@ class _Tracer(fx.Tracer):
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
             self._inside.append(name)
-            while True:
-                try:
-                    with self.generators.no_draws(), self._outlined(name, m):
-                        result = super().call_module(m, forward, args, kwargs)
-                    self.expanded[name] = m
-                    break
-                except Exception as error:
-                    self.module_stack, self.num_calls = OrderedDict(stack), dict(calls)
-                    self._erase_after(last)
-                    if self._outlines is None or not self._outlines.take_out(name, error):
-                        self.unexpanded[name], is_leaf = user_line(error), True
-                        break
+            try:
+                with self.generators.no_draws(), unchanged_containers(m):
+                    result = super().call_module(m, forward, args, kwargs)
+                self.expanded[name] = m
+            except Exception as error:
+                self.module_stack, self.num_calls = stack, calls
+                self._erase_after(last)
+                self.unexpanded[name], is_leaf = user_line(error), True
             self._inside.pop()
         if is_leaf:
             result = super().call_module(m, forward, args, kwargs)
@@ -277,7 +223,7 @@ class _Tracer(fx.Tracer):
         """Creates a node, unless an `autograd.Function` asks for it."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
         node = super().create_node(*args, **kwargs)
-        if node.op.startswith("call_") and node.op != "call_module" and changes_container(node):
+        if node.op == "call_method" and node.target in _CONTAINER_METHODS:
             raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
         self.places[node] = self._inside[-1], current_user_line()
         return node
@@ -308,41 +254,6 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns a `_GuardedProxy`."""
         return _GuardedProxy(node, self)
-
-    def _forward_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """Returns the forward of a module, without the statements that are taken out of it."""
-        outline = self._outlines.find(name) if self._outlines is not None else None
-        if outline is None:
-            return module.forward
-
-        def run_stretch(number: int, values: dict[str, Any]) -> Any:
-            code = outline.stretches[number]
-            fixed, given = variables(module, code, values)
-            layer = f"{name}.{code.name}".lstrip(".")
-            count = self.num_calls[layer] = self.num_calls.get(layer, -1) + 1
-            target = f"{layer}@{count}"
-            if code.reason:
-                self.unexpanded[layer] = code.reason
-            self._stretches[target] = Stretch(module, code, fixed, list(given), outline.changes)
-            result = self.create_proxy("call_module", target, tuple(given.values()), {})
-            self.calls[result.node] = [(layer, count)]
-            return outputs(code, values, result)
-
-        function = outline.forward(run_stretch)
-        return module.forward if function is None else MethodType(function, module)
-
-    @contextmanager
-    def _outlined(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Replaces the forward of a module by that without the statements taken out of it."""
-        forward = self._forward_of(name, module)
-        if forward == module.forward:
-            yield
-            return
-        vars(module)["forward"] = forward
-        try:
-            yield
-        finally:
-            del vars(module)["forward"]
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -393,6 +304,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(replaced(torch, "is_tensor", is_tensor))
         guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
         guards.enter_context(refused_calls(module))
+        guards.enter_context(unchanged_containers(module))
         guards.enter_context(_ForbidEagerOps())
         guards.enter_context(tracer.generators.no_draws())
         yield

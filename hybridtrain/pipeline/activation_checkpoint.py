@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain._torch_private import StopRecomputation
+from hybridtrain._torch_private import StopRecomputation, allowing_torch_func
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.options import CheckpointSpec
@@ -103,7 +103,8 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
         if first:
             first = False
             try:
-                return run(snapshots, *args)
+                with allowing_torch_func():
+                    return run(snapshots, *args)
             except BaseException as error:
                 # PyTorch 2.11's checkpoint must be left without an exception: else the hooks that
                 # it has put into this thread stay as long as the exception, and are then removed
@@ -111,7 +112,7 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 failure = error
                 return None
         try:
-            with as_recomputation():
+            with as_recomputation(), allowing_torch_func():
                 return run(snapshots, *args)
         except RuntimeError as error:
             # What ends a recomputation once all is there, raised inside TorchScript, comes out as

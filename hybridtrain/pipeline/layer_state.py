@@ -29,7 +29,6 @@ from torch.nn.parameter import is_lazy
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.graph.segment import Segment
-from hybridtrain.graph.stretch import Stretch
 
 # What holds the attributes, buffers or parameters of a module, by name.
 _Holder = MutableMapping[str, Any]
@@ -119,12 +118,6 @@ class LayerState:
         # the places that a forward has changed
         self._replaced: set[_Place] = set()
         self._changed_in_place: set[_Place] = set()
-        for part in parts:
-            if isinstance(part, Stretch):
-                for holder in part.state():
-                    # set by another layer perhaps, so that this one would not be seen to do it
-                    self._replaced |= {(len(self._holders), name) for name in part.touches}
-                    self._add(holder, "attribute")
         self._is_first = True
         self._index(list(chain.from_iterable(self._views)))
 

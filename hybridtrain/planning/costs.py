@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hybridtrain._torch_private import hooks_of
+from hybridtrain.construction import default_generators, rewind
+from hybridtrain.errors import ConfigError
 from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.graph.segment import Segment
 from hybridtrain.memory import storage_id
 from hybridtrain.skip import popped_by, skip_scope, stashed_by
 
@@ -89,15 +93,13 @@ def run_layer(
     given: Given,
     precision: Callable[[], AbstractContextManager[object]],
     clock: Clock,
-    state: Mapping[str, Tensor] | None = None,
 ) -> LayerRun:
-    """Runs `module` alone, as a stage would: its inputs begin a separate graph.
+    """Runs `module`, a copy of a layer's, alone, as a stage would: its inputs begin a graph.
 
     The forward runs in the context `precision`. There is a backward where gradients are enabled and
-    an output requires one. `state` stands for all parameters and buffers of the module.
+    an output requires one; it leaves no gradients.
     """
-    weights = module.parameters() if state is None else state.values()
-    leaves = [tensor for tensor in weights if tensor.requires_grad]
+    leaves: list[Tensor] = [tensor for tensor in module.parameters() if tensor.requires_grad]
     copy = works_in_place(module)
 
     def enter(tensor: Tensor) -> Tensor:
@@ -110,8 +112,6 @@ def run_layer(
 
     def forward() -> tuple[Any, dict[str, Any]]:
         with precision(), skip_scope(popped) as values:
-            if state is not None:
-                return functional_call(module, dict(state), (value,)), values
             return module(value), values
 
     (output, values), forward_ms = clock(forward)
@@ -121,9 +121,11 @@ def run_layer(
     backward_ms = 0.0
     if torch.is_grad_enabled() and roots:
         ones = [torch.ones_like(root) for root in roots]
-        gradients, backward_ms = clock(
-            lambda: torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-        )
+        # not autograd.grad, in which a reentrant checkpoint in the layer could not run
+        _, backward_ms = clock(lambda: torch.autograd.backward(roots, ones))
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
     return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
 
 
@@ -168,24 +170,52 @@ def run_chain(
     return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]
 
 
+def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a layer's module, whose runs leave no trace in the model.
+
+    `own` returns what stands in it for a parameter, a buffer or another tensor. Hooks do not run in
+    it, and synchronised batch norms normalise by themselves: other processes do not take part.
+
+    Raises:
+        ConfigError: the module cannot be copied.
+    """
+    known: dict[int, Any] = {}
+    for part in layer.module.modules():
+        if isinstance(part, Segment):
+            known |= part.surroundings()
+        for leaf in tree_leaves(dict(vars(part))):  # of its parameters and buffers, too
+            if isinstance(leaf, torch.Generator):
+                known[id(leaf)] = leaf.clone_state()
+            elif isinstance(leaf, Tensor) and id(leaf) not in known:
+                ours = own(leaf).requires_grad_(leaf.requires_grad)
+                is_parameter = isinstance(leaf, nn.Parameter)
+                known[id(leaf)] = nn.Parameter(ours, ours.requires_grad) if is_parameter else ours
+    try:
+        module = deepcopy(layer.module, known)
+    except Exception as error:
+        raise ConfigError(
+            f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose a "
+            f"split that is not measured, such as split=uniform or split=size"
+        ) from error
+    for part in module.modules():
+        for hooks in hooks_of(part):
+            hooks.clear()
+        if isinstance(part, nn.SyncBatchNorm):
+            part.forward = MethodType(_BatchNorm.forward, part)  # type: ignore[method-assign]
+    return module
+
+
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
-    """Restores the default generators; gradients are on if some module is in training mode.
-
-    Synchronised batch norms normalise by themselves: other processes do not take part.
-    """
+    """Restores the default generators; gradients are on if some module is in training mode."""
     trains = any(part.training for layer in layers for part in layer.module.modules())
     gpus = [device] if device.type == "cuda" else []
-    parts = {id(part): part for layer in layers for part in layer.module.modules()}
-    synchronised = [part for part in parts.values() if isinstance(part, nn.SyncBatchNorm)]
-    for norm in synchronised:
-        norm.forward = MethodType(_BatchNorm.forward, norm)  # type: ignore[method-assign]
+    before = default_generators()
     try:
         with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
             yield
     finally:
-        for norm in synchronised:
-            del norm.forward
+        rewind(before)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode
+from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
@@ -26,6 +26,7 @@ from hybridtrain.planning.costs import (
     Given,
     LayerCost,
     LayerRun,
+    copy_of,
     run_chain,
     run_layer,
     tensors_of,
@@ -141,14 +142,12 @@ def count_chain(
         return result, 0.0
 
     def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
-        module = layer.module
-        state = {name: _fake(p) for name, p in module.named_parameters()}
-        state |= {name: _fake(b) for name, b in module.named_buffers()}
         work.append([])
         inputs_of.append(tree_map_only(Tensor, _meta, given))
         try:
-            with count_saved(module, list(state.values())) as saved:
-                ran = run_layer(module, given, precision or nullcontext, clock, state)
+            module = copy_of(layer, _fake)
+            with count_saved(module) as saved:
+                ran = run_layer(module, given, precision or nullcontext, clock)
         except Exception as error:
             raise SplitError(
                 f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
@@ -206,6 +205,8 @@ class _TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if adds_up_gradients():  # for fake tensors by copies, which real ones do not need
+            return result
         written = tensors_of(result)  # none: a question, such as for the device
         self.operators += bool(written)
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:

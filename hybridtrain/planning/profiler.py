@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.construction import stand_in_values
+from hybridtrain._torch_private import has_hooks
+from hybridtrain.construction import stand_in
 from hybridtrain.graph.layer import Layer
 from hybridtrain.memory import count_saved
-from hybridtrain.planning.costs import Given, LayerCost, LayerRun, run_chain, run_layer, undisturbed
+from hybridtrain.planning.costs import (
+    Given,
+    LayerCost,
+    LayerRun,
+    copy_of,
+    run_chain,
+    run_layer,
+    undisturbed,
+)
 
 # How often `LayerProfiler.repeat` times each layer, at most.
 MAX_REPEATS = 10
@@ -54,16 +62,16 @@ class _Timing(NamedTuple):
 class LayerProfiler:
     """Measures the layers of a chain.
 
-    It leaves no gradient and changes no buffer, no default generator and none of the inputs. Layers
-    run in the mode they are in; if all are in evaluation mode there is no backward. At first every
-    layer is warmed up and timed once, or only warmed up if this takes long.
+    Copies of the layers run, one at a time, so that none leaves a trace in the model. The default
+    generators and the inputs stay as they were. Layers run in the mode they are in; if all are in
+    evaluation mode there is no backward. At first every layer is warmed up and timed once, or only
+    warmed up if this takes long.
 
     Args:
-        layers: the chain; parameters may be on the meta device, and have random values while their
-            layer runs.
+        layers: the chain; for parameters on the meta device there are random values.
         inputs: a micro-batch, as the first layer takes it.
         devices: those of the process's stages, which share its intra-op threads. Layers run on the
-            first, and are on the CPU between their runs if not all are the same device.
+            first.
         precision: the context that a forward runs in, such as autocast.
         optimizer_tensors_per_param: as for `count`.
 
@@ -107,8 +115,8 @@ class LayerProfiler:
         with self._as_in_a_step([timing.layer for timing in self._timings]):
             for _ in range(MAX_REPEATS):
                 for timing in self._timings:
-                    with self._prepared(timing.layer):
-                        self._run(timing)
+                    with self._copied(timing.layer) as (module,):
+                        self._run(timing, module)
                 if perf_counter() > deadline:
                     break
 
@@ -132,12 +140,11 @@ class LayerProfiler:
         timing = max(self._timings, key=lambda t: median(t.forward_ms) + median(t.backward_ms))
         alone: list[float] = []
         together: list[float] = []
-        with self._as_in_a_step([timing.layer]), self._prepared(timing.layer):
-            module, gradients = timing.layer.module, torch.is_grad_enabled()
-            try:
-                modules = [module, *(copy.deepcopy(module) for _ in range(others))]
-            except Exception:  # a module of the user's that cannot be copied
-                return 1.0
+        with (
+            self._as_in_a_step([timing.layer]),
+            self._copied(timing.layer, 1 + others) as modules,
+        ):
+            gradients = torch.is_grad_enabled()
 
             def run(module: nn.Module) -> float:
                 with torch.set_grad_enabled(gradients):  # of each thread its own
@@ -147,54 +154,46 @@ class LayerProfiler:
 
             with ThreadPoolExecutor(len(modules)) as threads:
                 for _ in range(_CONTENTION_REPEATS):
-                    alone.append(threads.submit(run, module).result())
+                    alone.append(threads.submit(run, modules[0]).result())
                     together += threads.map(run, modules)
         return max(1.0, median(together) / median(alone))
 
     def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
         timing = _Timing(layer, given, [], [])
         self._timings.append(timing)
-        with self._prepared(layer):
-            with count_saved(layer.module) as saved:
-                ran = self._run(timing)
+        with self._copied(layer) as (module,):
+            with count_saved(module) as saved:
+                ran = self._run(timing, module)
             slow = ran.forward_ms + ran.backward_ms > SLOW_MS
             if not slow or perf_counter() < self._patient_until:
-                self._run(timing)
+                self._run(timing, module)
         return ran, saved.storages
 
-    def _run(self, timing: _Timing) -> LayerRun:
+    def _run(self, timing: _Timing, module: nn.Module) -> LayerRun:
         clock = partial(_timed, self._device)
-        ran = run_layer(timing.layer.module, timing.given, self._precision, clock)
+        ran = run_layer(module, timing.given, self._precision, clock)
         timing.forward_ms.append(ran.forward_ms)
         timing.backward_ms.append(ran.backward_ms)
         self._recent.append(ran)
         return ran
 
     @contextmanager
-    def _prepared(self, layer: Layer) -> Iterator[None]:
-        """Brings a layer to the device, with copies in the place of its buffers.
+    def _copied(self, layer: Layer, number: int = 1) -> Iterator[list[nn.Module]]:
+        """Yields copies of a layer on the device, and names the layer in what they raise."""
 
-        Parameters on the meta device have values for as long as the layer runs.
-        """
-        with stand_in_values(layer.module, self._device), self._on_device(layer):
-            yield
+        def own(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return stand_in(tensor, self._device)
+            return tensor.detach().to(self._device, copy=True)
 
-    @contextmanager
-    def _on_device(self, layer: Layer) -> Iterator[None]:
-        kept = []
+        modules = [copy_of(layer, own).to(self._device) for _ in range(number)]
         try:
-            kept = [(part, part._buffers) for part in layer.module.to(self._device).modules()]
-            for part, buffers in kept:
-                part._buffers = {k: b if b is None else b.clone() for k, b in buffers.items()}
-            yield
+            yield modules
         except Exception as error:
             error.add_note(f"in layer {layer.name!r}, while its cost was measured")
+            if any(map(has_hooks, layer.module.modules())):
+                error.add_note("hooks of modules do not run while costs are measured")
             raise
-        finally:
-            for part, buffers in kept:
-                part._buffers = buffers
-            if len(set(self._devices)) > 1:
-                layer.module.to("cpu")
 
     @contextmanager
     def _as_in_a_step(self, layers: Sequence[Layer]) -> Iterator[None]:

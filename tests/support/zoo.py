@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from hybridtrain import HybridModel, Verification, World
+from hybridtrain import HybridModel, Verification, World, verify
 from hybridtrain.graph.segment import Segment
 
 # How many samples of the batch each of the two micro-batches has.
@@ -146,7 +147,10 @@ def _logits(output: Any) -> list[Tensor]:
 def verified(
     case: Case, stages: int, split: str = "size", times: int = 2
 ) -> tuple[Verification, HybridModel]:
-    """Verifies `times` steps and evaluations of the model in `stages` stages on the CPU."""
+    """Verifies `times` steps and evaluations of the model in `stages` stages on the CPU.
+
+    Each has the samples in another order, so that what a call leaves behind would be seen.
+    """
     model = HybridModel(
         case.net,
         World.from_env(nb_part=stages, devices="cpu"),
@@ -154,7 +158,9 @@ def verified(
         split=split,
         example_inputs=case.inputs,
     )
-    return model.verify(case.inputs, case.targets, loss_fn, times=times), model
+    whole = (case.inputs, case.targets)
+    batches = [tree_map(lambda x, by=by: x.roll(by, 0), whole) for by in range(times)]
+    return verify(model, batches, loss_fn), model
 
 
 def traced_by(model: HybridModel) -> str:
