@@ -9,9 +9,10 @@ A loss that is contradicted by its own count is an error. A plain function, whic
 mean over samples, may compare samples with one another on purpose: that is a warning. Losses of
 PyTorch and of `hybridtrain.losses` are known, and are not looked at.
 
-The samples are those of one micro-batch, or two micro-batches of one sample each: the ones whose
-parts count most unevenly, since equal parts tell little of a count. Nothing is proven of a loss
-that draws random numbers, raises an error for the parts, or is not finite.
+The samples of a plain function are those of the batch, as far as their outputs take little memory.
+With a count they are those of one micro-batch, or two micro-batches of one sample each: the ones
+whose parts count most unevenly, since equal parts tell little of a count. Nothing is proven of a
+loss that draws random numbers, raises an error for the parts, or is not finite.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from hybridtrain import losses
 from hybridtrain.errors import ConfigError
-from hybridtrain.loss_counts import Loss, checked_loss, function_of, name_of
+from hybridtrain.loss_counts import Loss, checked_loss, function_of, has_count, name_of
 from hybridtrain.loss_weights import Counts
 from hybridtrain.losses import LossFn, MeanLoss, SumLoss
 from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 # How far both sides may be apart, relative to the larger values, and at all. Sums in another order
 # explain 1e-6; an output in half precision is rounded, and may tip when it is computed again.
 _RELATIVE, _RELATIVE_OF_HALF, _ABSOLUTE = 1e-4, 1e-2, 1e-6
+
+_KEPT_BYTES = 2**26  # of the outputs of earlier micro-batches
 
 
 def kind_of(loss_fn: Any) -> Hashable:
@@ -85,29 +88,28 @@ class LossProof:
         warns: bool,
     ) -> None:
         self._loss_fn, self._loss, self._warns = loss_fn, loss, warns
+        self._chunk_sizes, self._batch_targets = sizes, targets
+        self._outputs: list[Any] = []
+        self._values: list[Tensor] = []
+        self._copy: Any = None
+        self._half = False
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         # first sample, sizes of the parts, micro-batches
         cases = [
-            (start, (size - size // 2, size // 2), (number,))
+            (start, (size - size // 2, size // 2), range(number, number + 1))
             for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
             if size > 1
-        ] or [(start, (1, 1), (start, start + 1)) for start in range(len(sizes) - 1)]
-
-        def parts_of(batch: Any, start: int, parts: tuple[int, int]) -> list[Any]:
-            both = split(batch, [start, sum(parts), sum(sizes) - start - sum(parts)])[1]
-            return [both, *split(both, parts)]
-
+        ] or [(start, (1, 1), range(start, start + 2)) for start in starts[:-1]]
         counts: list[Sequence[float]] = [parts for _, parts, _ in cases]
         if isinstance(loss, MeanLoss):
-            found = [
-                loss.count(*part)
-                for start, parts, _ in cases
-                for part in zip(
-                    parts_of(inputs, start, parts)[1:],
-                    parts_of(targets, start, parts)[1:],
+            found = []
+            for start, parts, _ in cases:
+                pairs = zip(
+                    self._parts(inputs, start, parts),
+                    self._parts(targets, start, parts),
                     strict=True,
                 )
-            ]
+                found += [loss.count(*pair) for pair in list(pairs)[1:]]
             numbers = Counts(found).numbers()
             counts = [numbers[at : at + 2] for at in range(0, len(numbers), 2)]
         uneven = [
@@ -117,12 +119,17 @@ class LossProof:
         chosen = uneven.index(max(uneven))
         start, self._sizes, self._microbatches = cases[chosen]
         self._counts = counts[chosen]
-        self.inputs = parts_of(inputs, start, self._sizes)
-        self._targets = parts_of(targets, start, self._sizes)
-        self._outputs: list[Any] = []
-        self._values: list[Tensor] = []
-        self._copy: Any = None
-        self._half = False
+        self.inputs = self._parts(inputs, start, self._sizes)
+        self._targets = self._parts(targets, start, self._sizes)
+        self._grows = not has_count(loss)
+        if self._grows:
+            self._microbatches = range(len(sizes))
+
+    def _parts(self, batch: Any, start: int, parts: Sequence[int]) -> list[Any]:
+        """Returns the samples from `start` on, together and in two parts."""
+        rest = sum(self._chunk_sizes) - start - sum(parts)
+        both = split(batch, [start, sum(parts), rest])[1]
+        return [both, *split(both, parts)]
 
     def look(self, microbatch: int, output: Any) -> None:
         """Looks at the output of a micro-batch of the training step.
@@ -132,21 +139,28 @@ class LossProof:
         """
         if microbatch not in self._microbatches:
             return
-        self._outputs.append(map_tensors(Tensor.detach, output))
-        if len(self._outputs) < len(self._microbatches):
+        leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        if any(not t.dim() or t.shape[0] != self._chunk_sizes[microbatch] for t in leaves):
+            self._microbatches = range(0)  # not cut along its samples
             return
-        leaves = [leaf for leaf in leaves_of(self._outputs[0]) if isinstance(leaf, Tensor)]
-        size = sum(self._sizes) // len(self._microbatches)
-        if any(not leaf.dim() or leaf.shape[0] != size for leaf in leaves):
-            return  # not cut along its samples
+        self._outputs.append(map_tensors(_single, output))
+        if self._grows:
+            size = sum(self._chunk_sizes[: microbatch + 1])
+            kept = len(self._outputs) * sum(t.nbytes for t in leaves)
+            if size > 1 and kept > _KEPT_BYTES:
+                self._microbatches = range(microbatch + 1)
+            self._sizes = self._counts = size - size // 2, size // 2
+        if microbatch + 1 < self._microbatches.stop:
+            return
         both = self._outputs[0] if len(self._outputs) == 1 else merge(self._outputs)
         self._outputs.clear()
+        if self._grows:
+            self._targets = self._parts(self._batch_targets, 0, self._sizes)
         device = leaves[0].device if leaves else torch.device("cpu")
-        # in single precision, so that rounding does not hide a difference
         with torch.autocast(device.type, enabled=False):
             for number, part in enumerate([both, *split(both, self._sizes)]):
-                # copies: a loss may work in place
-                self._call(number, map_tensors(_single, part), device)
+                # a copy: a loss may work in place
+                self._call(number, map_tensors(torch.clone, part), device)
         self._judge()
 
     def head(self, microbatch: int, output: Any) -> HeadOutput:
@@ -251,7 +265,8 @@ def _copied(loss_fn: Any) -> Any:
 
 
 def _single(tensor: Tensor) -> Tensor:
-    """Returns a copy, in single precision if it is in half."""
+    """Returns a copy, in single precision if it is in half: rounding would hide differences."""
+    tensor = tensor.detach()
     if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
         return tensor.float()
     return tensor.clone()
