@@ -148,8 +148,9 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
             loss_fn = inspect.unwrap(loss_fn)
         else:
             break
-    base = next((k for k in type(loss_fn).__mro__ if k.__module__ == _TORCH_LOSSES), None)
-    if base is None or type(loss_fn).forward is not base.forward:
+    kinds: tuple[Any, ...] = type(loss_fn).__mro__
+    base = next((kind for kind in kinds if kind.__module__ == _TORCH_LOSSES), None)
+    if base is None or kinds[0].forward is not base.forward:
         return loss_fn, settings
     if issubclass(base, nn.CrossEntropyLoss | nn.NLLLoss):
         base = F.cross_entropy  # which has the same count

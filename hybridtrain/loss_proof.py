@@ -54,12 +54,15 @@ def kind_of(loss_fn: Any) -> Hashable:
         return type(loss_fn), kind_of(function_of(loss_fn)), kind_of(loss_fn.count)
     if isinstance(loss_fn, functools.partial):
         return kind_of(loss_fn.func)
-    return getattr(loss_fn, "__code__", None) or type(loss_fn)
+    code: Hashable = getattr(loss_fn, "__code__", type(loss_fn))
+    return code
 
 
-def by_model(loss: Loss) -> bool:
+def by_model(loss: Loss, targets: Any) -> bool:
     """Returns whether the model computes the loss itself, so that its output has no samples."""
-    return function_of(loss) is losses.model_output
+    if function_of(loss) is losses.model_output:
+        return True
+    return targets is None and isinstance(loss, MeanLoss)
 
 
 class LossProof:

@@ -343,7 +343,7 @@ class HybridModel:
         if sum(sizes) > 1:
             warns = self.world.replica == 0
             proof = LossProof(loss_fn, loss, inputs, targets, sizes, warns)
-        if targets is not None and not by_model(loss):
+        if not by_model(loss, targets):
             return proof
         modes = [(module, module.training) for module in self.net.modules()]
         self.eval()  # without dropout, and without changes of running statistics

@@ -124,9 +124,9 @@ class StepLoss(Tensor):
     """The loss of a step: a tensor without a graph, which says so where one calls `backward`."""
 
     # what is computed from it is a plain tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a UserError."""
         raise UserError(
             "train_step has run the backward already: the gradients are in parameter.grad, and the "
