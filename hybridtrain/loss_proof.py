@@ -54,8 +54,9 @@ def kind_of(loss_fn: Any) -> Hashable:
         return type(loss_fn), kind_of(function_of(loss_fn)), kind_of(loss_fn.count)
     if isinstance(loss_fn, functools.partial):
         return kind_of(loss_fn.func)
-    code: Hashable = getattr(loss_fn, "__code__", type(loss_fn))
-    return code
+    kind: Any = type(loss_fn)
+    found: Hashable = getattr(loss_fn, "__code__", kind)
+    return found
 
 
 def by_model(loss: Loss, targets: Any) -> bool:

@@ -137,6 +137,10 @@ class StepLoss(Tensor):
         """Pickles a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Returns a plain tensor."""
+        return self.as_subclass(Tensor).clone()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
 

@@ -97,7 +97,7 @@ def test_labels_to_ignore_are_found_in_the_leaves_of_targets(pack):
     targets[:3] = -100
     model = HybridModel(net(), cpu_world(2), chunks=3)
     with pytest.raises(BatchError, match="the labels contain -100"):
-        model.train_step(inputs, pack(targets), lambda o, t: F.cross_entropy(o, [*t][0]))
+        model.train_step(inputs, pack(targets), lambda output, _: output.mean())
 
 
 NO_MEANS = {
