@@ -130,8 +130,8 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
     """Returns the function or the class of PyTorch that `loss_fn` is a form of, and its settings.
 
     It is looked for in `functools.partial`, under `torch.compile`, and among the bases of a class
-    that keeps their forward. A loss of the user's own is returned as it is, with the settings of
-    its `partial`.
+    that keeps their forward. A loss of the user is returned unchanged, with the settings of its
+    `partial`.
     """
     settings: dict[str, Any] = {}
     while True:
@@ -169,7 +169,7 @@ def is_known(loss_fn: Any) -> bool:
 
 
 def function_of(loss_fn: Any) -> Any:
-    """Returns the function in a `SumLoss` or `MeanLoss`; any other loss as it is."""
+    """Returns the function in a `SumLoss` or `MeanLoss`; any other loss unchanged."""
     if isinstance(loss_fn, SumLoss):
         return loss_fn.loss_sum
     return loss_fn.loss_mean if isinstance(loss_fn, MeanLoss) else loss_fn

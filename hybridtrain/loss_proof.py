@@ -264,7 +264,7 @@ class LossProof:
 
 
 def _copied(loss_fn: Any) -> Any:
-    """Returns a copy of what has a state of its own; not of what a bound method belongs to."""
+    """Returns a copy, but for a bound method, whose object may be a whole trainer."""
     return loss_fn if hasattr(loss_fn, "__self__") else copy.deepcopy(loss_fn)
 
 

@@ -104,7 +104,7 @@ class BatchWeight:
 
     @property
     def is_step(self) -> bool:
-        """Whether the batch is the only one of its replica in the step."""
+        """True if the batch is the only one of its replica in the step."""
         return not isinstance(self._weight, StepWeights) or len(self._weight) == 1
 
     def share(self, microbatch: int) -> float:

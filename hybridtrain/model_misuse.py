@@ -78,7 +78,7 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """Checks the loss function of a training step.
 
     Raises:
-        ConfigError: it is no function, as where arguments are swapped, or has parameters that the
+        ConfigError: it is not a function, as where arguments are swapped, or has parameters that the
             replicas would train apart.
     """
     if not callable(loss_fn):
