@@ -78,8 +78,8 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """Checks the loss function of a training step.
 
     Raises:
-        ConfigError: it is not a function, as where arguments are swapped, or has parameters that the
-            replicas would train apart.
+        ConfigError: it is not a function, as where arguments are swapped, or has parameters that
+            the replicas would train apart.
     """
     if not callable(loss_fn):
         raise ConfigError(
