@@ -209,7 +209,7 @@ class LossProof:
         if len(self._values) < 3 or not any(self._counts):
             return
         # the one wait for a GPU
-        both, *parts = torch.stack(self._values).tolist()
+        both, *parts = torch.stack(self._values).cpu().tolist()
         is_sum = isinstance(self._loss, SumLoss)
         total = 1 if is_sum else sum(self._counts)
         shares = [1 if is_sum else count / total for count in self._counts]
