@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtrain import losses
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.losses import IGNORED, LossFn, MeanLoss, SumLoss
 from hybridtrain.microbatch import leaves_of, split
 from hybridtrain.output_loss import count_of_output
@@ -44,6 +45,12 @@ class TargetCount:
                 f"{type(targets).__name__}"
             )
         if targets.is_floating_point():
+            if targets.dim() < 2:
+                raise BatchError(
+                    f"cross_entropy and nll need targets= that are classes, of dtype int64 "
+                    f"(targets.long()), not {str(targets.dtype).removeprefix('torch.')} of shape "
+                    f"{tuple(targets.shape)}; probabilities have the classes in dim 1"
+                )
             return targets.numel() // targets.shape[1]
         valid = targets != self.ignore_index
         if self.weight is None:
@@ -87,7 +94,8 @@ def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
     """Returns `loss_fn` as a `SumLoss` or a `MeanLoss` if its count is known, else unchanged.
 
     Known are losses with a method `count`, `cross_entropy` and `nll` of PyTorch and of
-    `hybridtrain.losses`, also in a `functools.partial`, and `nn.CrossEntropyLoss` and `nn.NLLLoss`.
+    `hybridtrain.losses`, `nn.CrossEntropyLoss` and `nn.NLLLoss` and what is derived from them with
+    the same forward; also in a `functools.partial` and under `torch.compile`.
     `losses.model_output` is counted as `net`, a model of transformers, computes it.
 
     Raises:
@@ -100,19 +108,12 @@ def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
         return SumLoss(loss_fn, loss_fn.count)
     if loss_fn is losses.model_output and net is not None:
         return MeanLoss(loss_fn, count_of_output(net))
-    settings: dict[str, Any] = {}
-    function: Any = loss_fn
-    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
-        function, settings = loss_fn.func, loss_fn.keywords
-    elif type(loss_fn).__module__ == "torch.nn.modules.loss":
-        settings = vars(loss_fn) | dict(loss_fn.named_buffers())
-        if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
-            function = F.cross_entropy
+    function, settings = _unwrapped(loss_fn)
     if settings.get("reduction") in ("sum", "none"):
-        name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f'loss_fn={name} with reduction="{settings["reduction"]}": leave it at "mean", or say '
-            f"what the sum is divided by: SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
+            f'loss_fn={name_of(function)} with reduction="{settings["reduction"]}": leave it at '
+            f'"mean", or say what the sum is divided by: '
+            f"SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
         )
     if any(function is known for known in _BY_TARGETS):
         return MeanLoss(
@@ -120,6 +121,64 @@ def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
         )
     plain: LossFn = loss_fn
     return plain
+
+
+_TORCH_LOSSES = nn.modules.loss.__name__
+
+
+def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the function or the class of PyTorch that `loss_fn` is a form of, and its settings.
+
+    It is looked for in `functools.partial`, under `torch.compile`, and among the bases of a class
+    that keeps their forward. A loss of the user is returned unchanged, with the settings of its
+    `partial`.
+    """
+    settings: dict[str, Any] = {}
+    while True:
+        if isinstance(loss_fn, functools.partial):
+            args, named = loss_fn.args, loss_fn.keywords
+            try:
+                given = inspect.signature(loss_fn.func).bind_partial(*args, **named).arguments
+            except (TypeError, ValueError):
+                given = named
+            settings, loss_fn = {**given, **settings}, loss_fn.func
+        elif isinstance(loss_fn, nn.Module) and "_orig_mod" in loss_fn._modules:
+            loss_fn = loss_fn._modules["_orig_mod"]
+        elif hasattr(loss_fn, "_torchdynamo_orig_callable"):
+            loss_fn = inspect.unwrap(loss_fn)
+        else:
+            break
+    kinds: tuple[Any, ...] = type(loss_fn).__mro__
+    base = next((kind for kind in kinds if kind.__module__ == _TORCH_LOSSES), None)
+    if base is None or kinds[0].forward is not base.forward:
+        return loss_fn, settings
+    if issubclass(base, nn.CrossEntropyLoss | nn.NLLLoss):
+        base = F.cross_entropy  # which has the same count
+    return base, {**vars(loss_fn), **dict(loss_fn.named_buffers()), **settings}
+
+
+def is_known(loss_fn: Any) -> bool:
+    """Returns whether `loss_fn` is a loss of PyTorch or of `hybridtrain.losses`, in any form."""
+    function, _ = _unwrapped(loss_fn)
+    name = getattr(function, "__name__", "")
+    if isinstance(function, type):
+        return function.__module__ == _TORCH_LOSSES
+    if function is losses.model_output:  # what it is a mean over is up to the model
+        return False
+    return any(getattr(home, name, None) is function for home in (F, losses))
+
+
+def function_of(loss_fn: Any) -> Any:
+    """Returns the function in a `SumLoss` or `MeanLoss`; any other loss unchanged."""
+    if isinstance(loss_fn, SumLoss):
+        return loss_fn.loss_sum
+    return loss_fn.loss_mean if isinstance(loss_fn, MeanLoss) else loss_fn
+
+
+def name_of(loss_fn: Any) -> str:
+    """Returns the name of a loss, for an error message."""
+    named = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    return str(getattr(named, "__name__", type(named).__name__))
 
 
 def has_count(loss: Loss) -> bool:
@@ -133,14 +192,11 @@ def has_class_targets(loss_fn: LossFn) -> bool:
     return isinstance(loss, MeanLoss) and isinstance(loss.count, TargetCount)
 
 
-_WITHOUT_IGNORED = ("torch.nn.functional", "torch.nn.modules.loss", "hybridtrain.losses")
-
-
 def refuse_ignored(loss_fn: LossFn, inputs: Any, targets: Any) -> None:
     """Refuses labels of -100 for a loss that does not say what it averages over.
 
-    Looks at integer targets, or without targets at `inputs["labels"]`; on the CPU alone, so that
-    no step waits for a GPU.
+    Looks at the integer tensors of the targets, or without targets at `inputs["labels"]`; on the
+    CPU alone, so that no step waits for a GPU.
 
     Raises:
         BatchError: there are such labels, and `loss_fn` would be weighted by samples.
@@ -148,21 +204,24 @@ def refuse_ignored(loss_fn: LossFn, inputs: Any, targets: Any) -> None:
     labels = targets
     if targets is None and isinstance(inputs, Mapping):
         labels = inputs.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.is_cpu:
-        return
-    if not labels.numel() or int(labels.min()) != IGNORED:
-        return
-    kind: Any = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
-    if getattr(kind, "__module__", "") in _WITHOUT_IGNORED:
-        return  # of PyTorch or ours, where -100 is a number like others
-    name = getattr(kind, "__name__", kind)
+    if not any(map(_ignores, leaves_of(labels))) or is_known(loss_fn):
+        return  # for other losses of PyTorch and ours -100 is a number like others
     raise BatchError(
-        f"the labels contain {IGNORED}, and loss_fn={name} does not say what it averages over: its "
-        f"micro-batches, batches and replicas would be weighted by their samples. Pass PyTorch's "
-        f"cross_entropy or nll_loss, losses.model_output for output.loss of transformers, or "
-        f"MeanLoss(loss_fn, count) with count(inputs, targets)=(targets != {IGNORED}).sum(), or "
-        f"len(targets) for a mean over samples"
+        f"the labels contain {IGNORED}, and loss_fn={name_of(loss_fn)} does not say what it "
+        f"averages over: its micro-batches, batches and replicas would be weighted by their "
+        f"samples. Pass PyTorch's cross_entropy or nll_loss, losses.model_output for output.loss "
+        f"of transformers, or MeanLoss(loss_fn, count) with "
+        f"count(inputs, targets)=(targets != {IGNORED}).sum(), or len(targets) for a mean over "
+        f"samples"
     )
+
+
+def _ignores(labels: Any) -> bool:
+    if not isinstance(labels, Tensor) or not labels.is_cpu or not labels.numel():
+        return False
+    if labels.is_floating_point() or labels.is_complex():
+        return False
+    return int(labels.min()) == IGNORED
 
 
 def checked_loss(loss: object) -> Tensor:
@@ -170,7 +229,14 @@ def checked_loss(loss: object) -> Tensor:
 
     Raises:
         BatchError: it is not a 0-dim tensor.
+        UserError: it was computed from parameters that this process does not have.
     """
+    if isinstance(loss, Tensor) and loss.is_meta:
+        raise UserError(
+            "loss_fn reads parameters or buffers of the model that another process has: with "
+            "engine=distributed it can use the output and the targets alone (for an L2 penalty, "
+            "weight_decay= of the optimizer), or set engine=local"
+        )
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
     if isinstance(loss, tuple) and len(loss) == 2:

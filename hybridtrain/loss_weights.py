@@ -102,6 +102,11 @@ class BatchWeight:
         """The count of the batch in the step: 0 for one that only fills a place."""
         return self.divisor if self._counts_in_step else 0
 
+    @property
+    def is_step(self) -> bool:
+        """True if the batch is the only one of its replica in the step."""
+        return not isinstance(self._weight, StepWeights) or len(self._weight) == 1
+
     def share(self, microbatch: int) -> float:
         """Returns the gradient of the loss function's value for `microbatch`."""
         weight, units, divisor = self._weight, self.units, self.divisor

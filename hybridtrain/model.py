@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,15 +16,20 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError
-from hybridtrain.loss_counts import Loss, checked_loss, has_count, with_count, zero_of
+from hybridtrain.loss_counts import Loss, checked_loss, has_count, is_known, with_count, zero_of
 from hybridtrain.loss_gradients import LossGradients
+from hybridtrain.loss_proof import LossProof, by_model, kind_of
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
 from hybridtrain.model_misuse import (
+    NO_GRAPH,
+    StepLoss,
     check_arguments,
     check_grad_mode,
+    check_loss_function,
     no_attribute,
+    no_item,
     sequence_first_layer,
 )
 from hybridtrain.options import PipelineOptions, with_settings
@@ -185,6 +190,8 @@ class HybridModel:
         self._sequence_first = sequence_first_layer(net)
         self._loss_gradient = LossGradients()
         self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
+        self._says_no_graph = False  # once
+        self._proven = set[Hashable]()  # kinds of losses; see `loss_proof`
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
@@ -260,13 +267,15 @@ class HybridModel:
                 the stage and the micro-batch. Gradients are incomplete then.
         """
         check_grad_mode()
+        check_loss_function(loss_fn, self.net, self.world)
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
         input_parts = split(inputs, sizes)
-        target_parts = split(self.pipeline.to_output_device(targets), sizes)
+        targets_there = self.pipeline.to_output_device(targets)
+        target_parts = split(targets_there, sizes)
         loss = self.with_count(loss_fn)
         if isinstance(weight, BatchWeight):
             weights = weight
@@ -280,8 +289,13 @@ class HybridModel:
         else:
             weights = self.step_weights([(inputs, targets)], loss_fn)[0]
         is_mean = isinstance(loss, MeanLoss)
+        proof = None
+        if len(sizes) > 1 or self.world.replicas > 1 or not weights.is_step:
+            proof = self._proof(loss_fn, loss, inputs, targets_there, sizes)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
+            if proof is not None:
+                proof.look(microbatch, output)
             if is_mean and not weights.units[microbatch]:
                 value = zero_of(output)  # the mean of nothing is not a number
             else:
@@ -301,7 +315,41 @@ class HybridModel:
                 timeline=recorded,
             )
         self._batch_check.finish()
-        return TrainStepResult(weights.mean(losses), samples, recorded, weights.count)
+        mean = weights.mean(losses)
+        if type(mean) is Tensor:
+            mean = mean.as_subclass(StepLoss)
+        return TrainStepResult(mean, samples, recorded, weights.count)
+
+    def _proof(
+        self, loss_fn: LossFn, loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int]
+    ) -> LossProof | None:
+        """Returns what looks at the outputs of a first step with a loss; None if nothing must.
+
+        All processes call it together, since a loss of the model's own takes an evaluation.
+        """
+        kind = kind_of(loss_fn)
+        if kind in self._proven or is_known(loss_fn):
+            return None
+        self._proven.add(kind)
+        proof = None
+        if sum(sizes) > 1:
+            warns = self.world.replica == 0
+            proof = LossProof(loss_fn, loss, inputs, targets, sizes, warns)
+        if not by_model(loss, targets):
+            return proof
+        modes = [(module, module.training) for module in self.net.modules()]
+        self.eval()  # without dropout, and without changes of running statistics
+        try:
+            # begun by all replicas, also by one that has a single sample
+            with self.whole_weights(), torch.no_grad(), self.autocast():
+                if proof is not None:
+                    schedule = self._forward_schedule(len(proof.inputs))
+                    self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
+        finally:
+            for module, training in modes:
+                module.training = training
+            self.rng.redetect()
+        return None
 
     def step_weights(
         self,
@@ -357,6 +405,9 @@ class HybridModel:
         inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
         if args and kwargs:
             raise BatchError("pass the inputs all by position or all by keyword")
+        if self.training and torch.is_grad_enabled() and not self._says_no_graph:
+            self._says_no_graph = True
+            log.warning(NO_GRAPH)
         outputs = self.map_outputs(inputs, None, lambda output, _: output)
         if len(outputs) > 1:
             check_samples(outputs, chunk_sizes(batch_size(inputs), self.options.chunks))
@@ -579,6 +630,9 @@ class HybridModel:
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self.__dict__.get("net"), name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        no_item(index)
 
     def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(

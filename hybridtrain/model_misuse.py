@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.layer import layers_of
+from hybridtrain.loss_counts import function_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.world import World
 
@@ -64,6 +66,82 @@ def check_grad_mode() -> None:
             "train_step computes gradients, and torch.inference_mode() is on around it, where "
             "there are none: leave it out for training"
         )
+
+
+def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
+    """Checks the loss function of a training step.
+
+    Raises:
+        ConfigError: it is not a function, as where arguments are swapped, or has parameters that
+            the replicas would train apart.
+    """
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn= must be a function, not a {type(loss_fn).__name__}: the order is "
+            f"train_step(inputs, targets, loss_fn)"
+        )
+    if world.replicas > 1 and (trained := trained_by_loss(loss_fn, net)):
+        raise ConfigError(
+            f"the loss has trainable parameters ({', '.join(trained[:3])}), and only those of the "
+            f"model are averaged over the replicas: make them part of the model, whose forward may "
+            f"return them beside its output, or freeze them with requires_grad_(False)"
+        )
+
+
+def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
+    """Returns the names of the trainable parameters of a loss that the model does not have."""
+    inner: Any = loss_fn
+    while not isinstance(inner, nn.Module):
+        if isinstance(inner, partial):
+            inner = inner.func
+        elif function_of(inner) is not inner:
+            inner = function_of(inner)
+        elif isinstance(getattr(inner, "__self__", None), nn.Module):
+            inner = inner.__self__
+        else:
+            return []
+    own = [(name, p) for name, p in inner.named_parameters() if p.requires_grad]
+    if not own:
+        return []
+    theirs = {id(parameter) for parameter in net.parameters()}
+    return [name for name, parameter in own if id(parameter) not in theirs]
+
+
+NO_GRAPH = (
+    "the output of model(inputs) has no graph, and a backward of it would fail: "
+    "model.train_step(inputs, targets, loss_fn) runs forward, loss and backward. Where no backward "
+    "is meant, call the model under torch.no_grad()"
+)
+
+
+class StepLoss(Tensor):
+    """The loss of a step: a tensor without a graph, which says so where one calls `backward`."""
+
+    # what is computed from it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a UserError."""
+        raise UserError(
+            "train_step has run the backward already: the gradients are in parameter.grad, and the "
+            "optimizer's step is next"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles a plain tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Returns a plain tensor."""
+        return self.as_subclass(Tensor).clone()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+
+def no_item(index: Any) -> NoReturn:
+    """Raises a TypeError that says where to find a submodule."""
+    raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
 
 
 def no_attribute(net: nn.Module | None, name: str) -> NoReturn:

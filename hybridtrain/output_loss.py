@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses import IGNORED, CountFn
 
-_WAY_OUT = (
+WAY_OUT = (
     "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
-    '(inputs["labels"] != -100).sum())'
+    '(inputs["labels"] != -100).sum()), with inputs["labels"][:, 1:] for a causal language model'
 )
 
 
@@ -34,20 +34,40 @@ def count_of_output(net: nn.Module) -> CountFn:
     Raises:
         ConfigError: it cannot be told from the forward of `net`.
     """
-    name = type(net).__name__
-    try:
-        source = inspect.getsource(inspect.unwrap(type(net).forward))
-    except (OSError, TypeError):
-        source = ""
-    if getattr(getattr(net, "config", None), "output_router_logits", False):
-        raise ConfigError(
-            f"loss=model_output: {name} adds its router's loss, which is not a mean over labels: "
-            f"set output_router_logits=False, or {_WAY_OUT}"
-        )
-    count = _RULES.get(_rule(net, name, source))
-    if count is None:
-        raise ConfigError(f"loss=model_output: what {name} averages over is unknown; {_WAY_OUT}")
-    return count
+    for found in _inside(net):
+        config, name = getattr(found, "config", None), type(found).__name__
+        for setting in ("output_router_logits", "z_loss_coefficient"):
+            if any(
+                getattr(part, setting, 0) for part in (config, getattr(config, "text_config", None))
+            ):
+                raise ConfigError(
+                    f"loss=model_output: {name} adds a second loss, which is not a mean over "
+                    f"labels: set {setting}=0 in its config, or {WAY_OUT}"
+                )
+        try:
+            source = inspect.getsource(inspect.unwrap(type(found).forward))
+        except (OSError, TypeError):
+            source = ""
+        count = _RULES.get(_rule(found, name, source))
+        if count is not None:
+            return _attended if count is _valid and "active_loss" in source else count
+    raise ConfigError(
+        f"loss=model_output: what {type(net).__name__} averages over is unknown; {WAY_OUT}"
+    )
+
+
+def _inside(net: nn.Module) -> Iterator[nn.Module]:
+    """Gives `net` and the modules that it may be a wrapper of, such as that of PEFT, in turn.
+
+    A wrapper may change what it returns, too: the proof of the first step sees that.
+    """
+    while True:
+        yield net
+        base = getattr(net, "get_base_model", None)
+        children = [base()] if callable(base) else list(net.children())
+        if len(children) != 1 or children[0] is net:
+            return
+        net = children[0]
 
 
 def _rule(net: nn.Module, name: str, source: str) -> str:
@@ -73,8 +93,9 @@ def _labels(inputs: Any) -> Tensor:
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, Tensor):
         raise BatchError("loss=model_output: the inputs must be a mapping with labels")
-    if "num_items_in_batch" in inputs:
-        raise BatchError("loss=model_output: leave num_items_in_batch out of the inputs")
+    for name in ("num_items_in_batch", "output_router_logits"):
+        if inputs.get(name) not in (None, False):
+            raise BatchError(f"loss=model_output: leave {name} out of the inputs")
     return labels
 
 
@@ -84,6 +105,12 @@ def _shifted(inputs: Any, _: Any) -> Tensor:
 
 def _valid(inputs: Any, _: Any) -> Tensor:
     return (_labels(inputs) != IGNORED).sum()
+
+
+def _attended(inputs: Any, _: Any) -> Tensor:
+    valid = _labels(inputs) != IGNORED
+    mask = inputs.get("attention_mask")
+    return (valid if mask is None else valid & (mask == 1)).sum()
 
 
 def _samples(inputs: Any, _: Any) -> Tensor | int:

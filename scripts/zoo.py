@@ -205,7 +205,9 @@ Inception) are part of the loss. The models of `transformers` are those of their
 classes with four layers of width 32; sentences are of different lengths, padded, with an attention
 mask. Without a mask, transformers picks another attention kernel for itself than for an export, and
 the last bits may differ (LoRA of peft on Qwen2 with 40 tokens: 5.0e-7 of the largest entry of a
-gradient; bitwise with a mask, or with `attn_implementation="eager"`). Where a model uses one
+gradient; bitwise with a mask, or with `attn_implementation="eager"`). `loss=model_output` counts a
+model with LoRA of peft as the model inside, and a test compares the gradients of a GPT-2's LoRA.
+Where a model uses one
 parameter in several places (GPT-2's embedding and output layer, ALBERT's one layer) that are in
 different stages, the parts of its gradient are added up in another order, and the last bits differ.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import model_output
+from hybridtrain.losses import MeanLoss, model_output
 from hybridtrain.output_loss import count_of_output
 
 transformers = pytest.importorskip("transformers")
@@ -97,6 +97,96 @@ def test_a_model_whose_rule_is_unknown_is_refused():
         count_of_output(Own(make("BertForMaskedLM").config))
     with pytest.raises(ConfigError, match="what Linear averages over"):
         count_of_output(nn.Linear(2, 2))
+
+
+class Wrapper(nn.Module):
+    """A model of one's own around one of transformers."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids, labels):
+        return self.lm(input_ids=input_ids, labels=labels)
+
+
+def assert_exact(net, loss_fn):
+    inputs = inputs_for(make("GPT2LMHeadModel"))
+    reference = copy.deepcopy(net)
+    expected = reference(**inputs).loss
+    expected.backward()
+    model = HybridModel(net, cpu_world(2), chunks=3, example_inputs=inputs)
+    out = model.train_step(inputs, None, loss_fn)
+    torch.testing.assert_close(out.loss, expected.detach(), **ALMOST)
+    assert_same_gradients(model, reference, **ALMOST)
+
+
+def test_a_wrapper_is_counted_as_the_model_inside():
+    assert_exact(Wrapper(make("GPT2LMHeadModel")), model_output)
+
+
+def test_lora_by_peft_is_exact():
+    peft = pytest.importorskip("peft")
+    settings = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    assert_exact(peft.get_peft_model(make("GPT2LMHeadModel"), config).eval(), model_output)
+
+
+def every_label(inputs, _):
+    return (inputs["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [model_output, lambda output, _: output.loss])
+def test_a_count_that_the_models_loss_contradicts_is_an_error_that_names_both_numbers(loss_fn):
+    net = make("GPT2LMHeadModel")
+    inputs = inputs_for(net)
+    model = HybridModel(net, cpu_world(2), chunks=3, example_inputs=inputs)
+    said = r"is [\d.]+ for 2 samples, and [\d.]+ as the mean .*counts \d+ and \d+: .*\[:, 1:\]"
+    with pytest.raises(ConfigError, match=said):
+        model.train_step(inputs, None, MeanLoss(loss_fn, every_label))
+
+
+def test_the_proof_of_the_models_loss_changes_neither_modes_nor_draws():
+    def train(proves):
+        net = make("GPT2LMHeadModel", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1).train()
+        net.transformer.h[0].eval()
+        inputs = inputs_for(net)
+        model = HybridModel(net, cpu_world(2), chunks=3, example_inputs=inputs)
+        if not proves:
+            model._proof = lambda *_: None
+        torch.manual_seed(1)
+        out = model.train_step(inputs, None, model_output)
+        assert not net.transformer.h[0].training
+        assert net.lm_head.training
+        return [out.loss, torch.rand(1), *(p.grad for p in model.parameters())]
+
+    for mine, plain in zip(train(True), train(False), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_labels_that_the_attention_mask_leaves_out_do_not_count():
+    net = make("BioGptForTokenClassification", num_labels=3)
+    inputs = inputs_for(make("BertForTokenClassification", num_labels=3))
+    inputs["attention_mask"] = (torch.arange(LENGTH) < 3).expand(SAMPLES, -1).long()
+    inputs["attention_mask"][4:, 1:] = 0
+    expected = copy.deepcopy(net)(**inputs).loss
+    model = HybridModel(net, cpu_world(2), chunks=3, example_inputs=inputs)
+    out = model.train_step(inputs, None, model_output)
+    torch.testing.assert_close(out.loss, expected.detach(), **ALMOST)
+
+
+def test_a_second_loss_is_refused_in_a_nested_config_and_in_the_batch():
+    net = make("GPT2LMHeadModel")
+    inputs = inputs_for(net)
+    with pytest.raises(BatchError, match="leave output_router_logits out"):
+        count_of_output(net)(inputs | {"output_router_logits": True}, None)
+    net.config.z_loss_coefficient = 0.1
+    with pytest.raises(ConfigError, match="set z_loss_coefficient=0"):
+        count_of_output(net)
+    net.config.z_loss_coefficient = 0
+    net.config.text_config = transformers.MixtralConfig(output_router_logits=True)
+    with pytest.raises(ConfigError, match="set output_router_logits=0"):
+        count_of_output(net)
 
 
 def test_answers_outside_their_sequence_are_refused():
