@@ -341,7 +341,7 @@ class HybridModel:
         self.eval()  # without dropout, and without changes of running statistics
         try:
             # begun by all replicas, also by one that has a single sample
-            with self.whole_weights(), torch.no_grad(), self.autocast():
+            with torch.no_grad(), self.autocast():
                 if proof is not None:
                     schedule = self._forward_schedule(len(proof.inputs))
                     self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
