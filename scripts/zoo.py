@@ -34,6 +34,7 @@ from hybridtrain.verification import TOLERANCES
 from tests.support.zoo import (
     TRANSFORMERS,
     Case,
+    in_stages,
     shares,
     torchvision_case,
     traced_by,
@@ -77,19 +78,20 @@ class Result:
 def check(case: Case, stages: Sequence[int], split: str) -> Result:
     """Verifies `case` in each number of stages."""
     result = Result(parameters=sum(p.numel() for p in case.net.parameters()))
-    for count in [1, *stages]:
+    whole = in_stages(replace(case, net=copy.deepcopy(case.net)), 1, split)
+    result.layers, result.traced = len(whole.stages[0].layers), traced_by(whole)
+    del whole
+    for count in stages:
         gc.collect()  # the model before this one
         own = replace(case, net=copy.deepcopy(case.net))
         try:
-            found, model = verified(own, count, split)
+            model = in_stages(own, count, split)
         except SplitError as error:
             result.error = f"{count} stages: {' '.join(str(error).split())}"
             break
-        if count == 1:
-            result.layers, result.traced = len(model.stages[0].layers), traced_by(model)
-        else:
-            result.shares.append(max(shares(model)))
-            result.found.append(found)
+        result.found.append(verified(model, own))
+        result.shares.append(max(shares(model)))
+        del model
     return result
 
 

@@ -144,23 +144,25 @@ def _logits(output: Any) -> list[Tensor]:
     return list(output) if isinstance(output, tuple) else [output.logits]
 
 
-def verified(
-    case: Case, stages: int, split: str = "size", times: int = 2
-) -> tuple[Verification, HybridModel]:
-    """Verifies `times` steps and evaluations of the model in `stages` stages on the CPU.
-
-    Each has the samples in another order, so that what a call leaves behind would be seen.
-    """
-    model = HybridModel(
+def in_stages(case: Case, stages: int, split: str = "size") -> HybridModel:
+    """Returns the model in `stages` stages on the CPU."""
+    return HybridModel(
         case.net,
         World.from_env(nb_part=stages, devices="cpu"),
         chunks=len(SAMPLES),
         split=split,
         example_inputs=case.inputs,
     )
+
+
+def verified(model: HybridModel, case: Case, times: int = 2) -> Verification:
+    """Verifies `times` steps and evaluations.
+
+    Each has the samples in another order, so that what a call leaves behind would be seen.
+    """
     whole = (case.inputs, case.targets)
     batches = [tree_map(lambda x, by=by: x.roll(by, 0), whole) for by in range(times)]
-    return verify(model, batches, loss_fn), model
+    return verify(model, batches, loss_fn)
 
 
 def traced_by(model: HybridModel) -> str:

@@ -7,7 +7,7 @@ it is AlexNet with half a gigabyte of weights, and so is MaxVit, which takes no 
 import gc
 
 import pytest
-from support.zoo import TRANSFORMERS, torchvision_case, transformers_case, verified
+from support.zoo import TRANSFORMERS, in_stages, torchvision_case, transformers_case, verified
 
 # The height and width of the images; 32 for the others. With 64 some gradients of ConvNeXt are laid
 # out in memory otherwise than the values that they belong to.
@@ -53,15 +53,17 @@ def _models_are_let_go(one_intra_op_thread):
 def test_a_model_of_torchvision_computes_in_stages_what_it_does_unsplit(name):
     # the auxiliary classifier of Inception takes images of 299 x 299
     options = {"aux_logits": False} if name == "inception_v3" else {}
-    found, model = verified(torchvision_case(name, SIZES.get(name, 32), **options), stages=3)
-    assert len(model.stages) == 3
+    case = torchvision_case(name, SIZES.get(name, 32), **options)
+    found = verified(in_stages(case, 3), case)
     assert found.exact, found
     assert found.bitwise, found
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE, *thorough(MORE_OF_TRANSFORMERS)])
 def test_a_model_of_transformers_computes_in_stages_what_it_does_unsplit(name):
-    found, model = verified(transformers_case(name, layers=2 if name in LANGUAGE else 4), stages=2)
+    case = transformers_case(name, layers=2 if name in LANGUAGE else 4)
+    model = in_stages(case, 2)
+    found = verified(model, case)
     assert found.exact, found
     # the gradients of a parameter in two stages are added up in another order
     assert found.bitwise or model.pipeline.has_ties, found
