@@ -325,26 +325,21 @@ class HybridModel:
     ) -> LossProof | None:
         """Returns what looks at the outputs of a first step with a loss; None if nothing must.
 
-        All processes call it together, since a loss of the model's own takes an evaluation.
+        All processes of a pipeline call it together: a loss of the model's own takes a forward.
         """
         kind = kind_of(loss_fn)
-        if kind in self._proven or is_known(loss_fn):
+        if kind in self._proven or is_known(loss_fn) or sum(sizes) == 1:
             return None
         self._proven.add(kind)
-        proof = None
-        if sum(sizes) > 1:
-            warns = self.world.replica == 0
-            proof = LossProof(loss_fn, loss, inputs, targets, sizes, warns)
+        proof = LossProof(loss_fn, loss, inputs, targets, sizes, warns=self.world.replica == 0)
         if not by_model(loss, targets):
             return proof
         modes = [(module, module.training) for module in self.net.modules()]
         self.eval()  # without dropout, and without changes of running statistics
         try:
-            # begun by all replicas, also by one that has a single sample
             with torch.no_grad(), self.autocast():
-                if proof is not None:
-                    schedule = self._forward_schedule(len(proof.inputs))
-                    self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
+                schedule = self._forward_schedule(len(proof.inputs))
+                self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
         finally:
             for module, training in modes:
                 module.training = training
