@@ -45,6 +45,7 @@ def evaluate(
     metrics: Mapping[str, Metric],
     stop: Callable[[], bool] | None = None,
     on_batch: Callable[[int], object] = lambda samples: None,
+    one_batch: bool = False,
 ) -> dict[str, float]:
     """Returns the mean loss and the metrics over all samples of `data`; a collective call.
 
@@ -60,6 +61,8 @@ def evaluate(
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
             replica is free in that, and those that go on are waited for.
         on_batch: called after each batch with the samples of this process so far.
+        one_batch: evaluate the first batch alone. A metric that cannot be computed from it, as one
+            that needs more samples, is a warning.
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
@@ -96,7 +99,7 @@ def evaluate(
                     if unit:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=unit)
             on_batch(done)
-            if stop is not None and model.pipeline.any_process(stop()):
+            if one_batch or (stop is not None and model.pipeline.any_process(stop())):
                 break
     finally:
         for module, training in modes:
@@ -109,8 +112,13 @@ def evaluate(
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         for name, metric in metrics.items():
-            with _errors_of(name):
-                result[name] = float(metric.compute())
+            try:
+                with _errors_of(name):
+                    result[name] = float(metric.compute())
+            except Exception as error:
+                if not one_batch:
+                    raise
+                _log.warning("the metric %r cannot be computed from one batch: %s", name, error)
     if count and not math.isfinite(result["loss"]) and world.is_main:
         _log.warning(
             "the evaluation's loss is %s: the model has diverged, or the data are not finite",

@@ -65,7 +65,7 @@ class TargetCount:
             isinstance(targets, Tensor)
             and not targets.is_floating_point()
             and targets.is_cpu
-            and targets.dim()
+            and targets.numel()
             and self.weight is None
             and self.ignore_index < 0
             and int(targets.min()) >= 0  # all count: one pass in place of one for each part
@@ -124,6 +124,7 @@ def with_count(loss_fn: Any, net: nn.Module | None = None) -> Loss:
 
 
 _TORCH_LOSSES = nn.modules.loss.__name__
+_CALLS = "forward", "__call__"
 
 
 def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -144,13 +145,15 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
             settings, loss_fn = {**given, **settings}, loss_fn.func
         elif isinstance(loss_fn, nn.Module) and "_orig_mod" in loss_fn._modules:
             loss_fn = loss_fn._modules["_orig_mod"]
-        elif hasattr(loss_fn, "_torchdynamo_orig_callable"):
-            loss_fn = inspect.unwrap(loss_fn)
+        elif (own := getattr(loss_fn, "_torchdynamo_orig_callable", None)) is not None and (
+            getattr(loss_fn, "__wrapped__", None) is own  # else of what a decorator has wrapped
+        ):
+            loss_fn = inspect.unwrap(own)
         else:
             break
     kinds: tuple[Any, ...] = type(loss_fn).__mro__
     base = next((kind for kind in kinds if kind.__module__ == _TORCH_LOSSES), None)
-    if base is None or kinds[0].forward is not base.forward:
+    if base is None or any(getattr(kinds[0], n) is not getattr(base, n) for n in _CALLS):
         return loss_fn, settings
     if issubclass(base, nn.CrossEntropyLoss | nn.NLLLoss):
         base = F.cross_entropy  # which has the same count

@@ -11,8 +11,9 @@ PyTorch and of `hybridtrain.losses` are known, and are not looked at.
 
 The samples of a plain function are those of the batch, as far as their outputs take little memory.
 With a count they are those of one micro-batch, or two micro-batches of one sample each: the ones
-whose parts count most unevenly, since equal parts tell little of a count. Nothing is proven of a
-loss that draws random numbers, raises an error for the parts, or is not finite.
+whose parts both count, and most unevenly, since equal parts tell little of a count. Nothing is
+proven of a loss that draws random numbers, raises an error for the parts, or is not finite, nor of
+a method of an object that is not a module, which a call may change.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ import functools
 import logging
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtrain import losses
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.loss_counts import Loss, checked_loss, function_of, has_count, name_of
 from hybridtrain.loss_weights import Counts
 from hybridtrain.losses import LossFn, MeanLoss, SumLoss
 from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
 from hybridtrain.output_loss import WAY_OUT
+from hybridtrain.pipeline.layer_rng import default_generator_lock
 from hybridtrain.pipeline.step import HeadOutput
 
 _log = logging.getLogger(__name__)
@@ -77,7 +81,8 @@ class LossProof:
     Args:
         loss_fn: of the step.
         loss: the result of `with_count`.
-        inputs, targets: of the batch; the targets beside the model's outputs.
+        inputs, targets: of the batch, as its counts are given them.
+        targets_there: the targets beside the model's outputs.
         sizes: of its micro-batches; two samples or more.
         warns: whether this process says what is only a warning.
     """
@@ -88,11 +93,12 @@ class LossProof:
         loss: Loss,
         inputs: Any,
         targets: Any,
+        targets_there: Any,
         sizes: Sequence[int],
         warns: bool,
     ) -> None:
         self._loss_fn, self._loss, self._warns = loss_fn, loss, warns
-        self._chunk_sizes, self._batch_targets = sizes, targets
+        self._chunk_sizes, self._batch_targets = sizes, targets_there
         self._outputs: list[Any] = []
         self._values: list[Tensor] = []
         self._copy: Any = None
@@ -117,14 +123,14 @@ class LossProof:
             numbers = Counts(found).numbers()
             counts = [numbers[at : at + 2] for at in range(0, len(numbers), 2)]
         uneven = [
-            abs(a / parts[0] - b / parts[1]) / (a + b) if a + b else -1.0
+            (bool(a and b), abs(a / parts[0] - b / parts[1]) / (a + b) if a + b else -1.0)
             for (a, b), (_, parts, _) in zip(counts, cases, strict=True)
         ]
         chosen = uneven.index(max(uneven))
         start, self._sizes, self._microbatches = cases[chosen]
         self._counts = counts[chosen]
         self.inputs = self._parts(inputs, start, self._sizes)
-        self._targets = self._parts(targets, start, self._sizes)
+        self._targets = self._parts(targets_there, start, self._sizes)
         self._grows = not has_count(loss)
         if self._grows:
             self._microbatches = range(len(sizes))
@@ -156,8 +162,11 @@ class LossProof:
             self._sizes = self._counts = size - size // 2, size // 2
         if microbatch + 1 < self._microbatches.stop:
             return
-        both = self._outputs[0] if len(self._outputs) == 1 else merge(self._outputs)
-        self._outputs.clear()
+        outputs, self._outputs = self._outputs, []
+        try:
+            both = outputs[0] if len(outputs) == 1 else merge(outputs)
+        except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
+            return
         if self._grows:
             self._targets = self._parts(self._batch_targets, 0, self._sizes)
         device = leaves[0].device if leaves else torch.device("cpu")
@@ -193,7 +202,8 @@ class LossProof:
             return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
 
         try:
-            with torch.random.fork_rng(gpus), torch.no_grad():
+            # stages in other threads may use the same generators
+            with default_generator_lock, torch.random.fork_rng(gpus), torch.no_grad():
                 before = generators()
                 if not number:
                     self._copy = _copied(self._loss_fn)
@@ -263,9 +273,37 @@ class LossProof:
         )
 
 
+def can_be_copied(loss_fn: Any) -> bool:
+    """Returns whether calls of a copy leave no trace: not for a method, such as a trainer's."""
+    owner = getattr(function_of(loss_fn), "__self__", None)
+    return owner is None or isinstance(owner, nn.Module)
+
+
 def _copied(loss_fn: Any) -> Any:
-    """Returns a copy, but for a bound method, whose object may be a whole trainer."""
-    return loss_fn if hasattr(loss_fn, "__self__") else copy.deepcopy(loss_fn)
+    """Returns a copy, whose calls change nothing that `loss_fn` keeps.
+
+    Of a function too, with what it has from the function around it: a list of losses, a counter.
+    Tensors, modules and functions there are shared. What a function keeps in a global is not
+    copied.
+    """
+    if isinstance(loss_fn, functools.partial):
+        return functools.partial(_copied(loss_fn.func), *loss_fn.args, **loss_fn.keywords)
+    if isinstance(loss_fn, MeanLoss):
+        return replace(loss_fn, loss_mean=_copied(loss_fn.loss_mean))
+    if isinstance(loss_fn, SumLoss):
+        return replace(loss_fn, loss_sum=_copied(loss_fn.loss_sum))
+    if not isinstance(loss_fn, FunctionType):
+        return copy.deepcopy(loss_fn)
+    kept = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+    cells = tuple(CellType(v if isinstance(v, _SHARED) else copy.deepcopy(v)) for v in kept)
+    own = FunctionType(
+        loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__, cells
+    )
+    own.__kwdefaults__ = loss_fn.__kwdefaults__
+    return own
+
+
+_SHARED = Tensor, nn.Module, type, FunctionType
 
 
 def _single(tensor: Tensor) -> Tensor:

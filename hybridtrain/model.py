@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.loss_counts import Loss, checked_loss, has_count, is_known, with_count, zero_of
 from hybridtrain.loss_gradients import LossGradients
-from hybridtrain.loss_proof import LossProof, by_model, kind_of
+from hybridtrain.loss_proof import LossProof, by_model, can_be_copied, kind_of
 from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
 from hybridtrain.losses import LossFn, MeanLoss
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
@@ -120,7 +120,7 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self._begin(net, world, options, example_inputs, plan, planner.layers_of(plan))
+        self._begin(net, world, options, plan, planner.layers_of(plan))
 
     @classmethod
     @torch.inference_mode(False)
@@ -169,7 +169,7 @@ class HybridModel:
         if parts is None:
             return cls(build(), world, options, example_inputs=example_inputs)
         model = cls.__new__(cls)
-        model._begin(parts.net, world, options, example_inputs, parts.plan, parts.planned)
+        model._begin(parts.net, world, options, parts.plan, parts.planned)
         return model
 
     def _begin(
@@ -177,7 +177,6 @@ class HybridModel:
         net: nn.Module,
         world: World,
         options: PipelineOptions,
-        example_inputs: Any,
         plan: Plan,
         planned: PlannedLayers,
     ) -> None:
@@ -291,7 +290,7 @@ class HybridModel:
         is_mean = isinstance(loss, MeanLoss)
         proof = None
         if len(sizes) > 1 or self.world.replicas > 1 or not weights.is_step:
-            proof = self._proof(loss_fn, loss, inputs, targets_there, sizes)
+            proof = self._proof(loss_fn, loss, inputs, targets, targets_there, sizes)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
@@ -321,7 +320,13 @@ class HybridModel:
         return TrainStepResult(mean, samples, recorded, weights.count)
 
     def _proof(
-        self, loss_fn: LossFn, loss: Loss, inputs: Any, targets: Any, sizes: Sequence[int]
+        self,
+        loss_fn: LossFn,
+        loss: Loss,
+        inputs: Any,
+        targets: Any,
+        targets_there: Any,
+        sizes: Sequence[int],
     ) -> LossProof | None:
         """Returns what looks at the outputs of a first step with a loss; None if nothing must.
 
@@ -331,7 +336,10 @@ class HybridModel:
         if kind in self._proven or is_known(loss_fn) or sum(sizes) == 1:
             return None
         self._proven.add(kind)
-        proof = LossProof(loss_fn, loss, inputs, targets, sizes, warns=self.world.replica == 0)
+        if not can_be_copied(loss_fn):
+            return None
+        warns = self.world.replica == 0
+        proof = LossProof(loss_fn, loss, inputs, targets, targets_there, sizes, warns)
         if not by_model(loss, targets):
             return proof
         modes = [(module, module.training) for module in self.net.modules()]
@@ -340,11 +348,27 @@ class HybridModel:
             with torch.no_grad(), self.autocast():
                 schedule = self._forward_schedule(len(proof.inputs))
                 self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if self.world.pipeline_group is not None:  # the other processes wait
+                error.add_note("in an evaluation that compares the model's loss with its count")
+                raise
+            log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
         finally:
             for module, training in modes:
                 module.training = training
             self.rng.redetect()
         return None
+
+    @contextmanager
+    def unproven(self, loss_fn: LossFn) -> Iterator[None]:
+        """Takes `loss_fn` in the block for what it says, without a look at it in the first step."""
+        before, self._proven = self._proven, {*self._proven, kind_of(loss_fn)}
+        try:
+            yield
+        finally:
+            self._proven = before
 
     def step_weights(
         self,

@@ -139,7 +139,7 @@ class ShardedOptimizer(Optimizer):
         if isinstance(self._inner, CombinedOptimizer):
             raise ConfigError(
                 "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
-                "shard=none or shard=full"
+                "shard=none"
             )
         if needs_closure(self._inner):
             raise ConfigError(

@@ -604,7 +604,8 @@ class Trainer:
         activity.now(f"step {self.step}: evaluate")
         draws = default_generators()
         with self._evaluation_context():
-            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, stop=lambda: True)
+            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
+        activity.forget("evaluate")
         for metric in self.metrics.values():
             metric.reset()
         rewind(draws)

@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.loss_counts import checked_loss
+from hybridtrain.loss_counts import checked_loss, function_of, name_of
 from hybridtrain.loss_weights import BatchWeight
 from hybridtrain.losses import LossFn, MeanLoss, SumLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes, split
@@ -214,7 +214,8 @@ def verify(
 @contextmanager
 def _as_before(model: HybridModel) -> Iterator[None]:
     """Undoes what the block does to the gradients, buffers, modes and draws of `model`."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # copies: a step adds up in the same memory
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.net.modules()]
     step = model.rng.step
@@ -239,6 +240,10 @@ class _Recorded:
     loss: LossFn
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def __name__(self) -> str:
+        return name_of(function_of(self.loss))
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
         # a copy: the loss may work in place
@@ -328,7 +333,7 @@ class _Comparison:
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
-        with self._seeds(len(parts)) as seeds:
+        with self._seeds(len(parts)) as seeds, model.unproven(loss):
             result = model.train_step(*batch, loss, weight=weights)
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))

@@ -62,7 +62,3 @@ def write_outputs(path: Path, outputs: Any) -> None:
                 file.write((json.dumps(finite(values), allow_nan=False) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error
-
-
-def _known_to_numpy(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor

@@ -251,7 +251,7 @@ def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]
     """
     states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
     for name, state in states.items():
-        if isinstance(state, Mapping) and isinstance(state.get("average"), Mapping):
+        if isinstance(state, Mapping) and {"average", "updates", "evaluates"} <= state.keys():
             return dict(state["average"]) if state["evaluates"] else {}
         if name == "ema":  # of an earlier version, which had nothing but the average
             return dict(state)

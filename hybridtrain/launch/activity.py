@@ -87,6 +87,11 @@ class Activity:
                 self.evaluations += 1
         self._set(phase)
 
+    def forget(self, kind: str) -> None:
+        """Takes a kind of work for one that has not begun: what was done was a trial of it."""
+        self.entered.pop(kind, None)
+        self.evaluations = 0
+
     def _set(self, phase: str | None) -> None:
         self.phase = phase
         if self._shared is not None:

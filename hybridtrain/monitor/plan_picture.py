@@ -21,7 +21,6 @@ _KINDS = {
     "weights": "#2171b5",
     "gradients": "#6baed6",
     "state": "#74c476",
-    "shards": "#6a51a3",
     "activations": "#fd8d3c",
     "boundaries": "#bdbdbd",
 }

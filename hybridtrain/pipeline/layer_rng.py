@@ -180,7 +180,7 @@ class LayerRNG:
 _CPU_GENERATOR = torch.default_generator
 
 # Serialises the use of the process's default generators, by operations that take no other.
-_default_generator_lock = threading.Lock()
+default_generator_lock = threading.Lock()
 
 
 class LayerDraws(Protocol):
@@ -269,7 +269,7 @@ class _SeededDraws(InterceptedDraws):
             return operation(*args, **kwargs)
         on_cpu = device.type == "cpu"
         default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
-        with _default_generator_lock:
+        with default_generator_lock:
             before = default.get_state()
             default.set_state(generator.get_state())
             try:

@@ -139,7 +139,7 @@ def test_cfg_job_shows_each_key_with_its_comment(capfd: pytest.CaptureFixture[st
     assert main(["--cfg", "job", *arguments]) == 0
     shown = capfd.readouterr().out
     assert "  batch_size: 64  # samples per batch, over all replicas\n" in shown
-    assert "  chunks: 8  # micro-batches that a replica's batch is cut into\n" in shown
+    assert "  chunks: 8  # auto, or micro-batches that a replica's batch is cut into\n" in shown
     assert "  workers: 0  # processes per replica that load batches ahead; 0: a thread\n" in shown
     assert "T_max" not in shown
     tree = yaml.safe_load(shown)

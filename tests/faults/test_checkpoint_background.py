@@ -15,6 +15,7 @@ from support.checkpoint_files import content_of, writers
 from support.training import assert_same, rich_net, trainer
 from test_checkpoint_crash import Crash, power, prepare
 
+from hybridtrain.callbacks.base import Callback
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.errors import CheckpointError, Interrupted
@@ -120,16 +121,21 @@ def test_the_end_of_a_run_waits_for_the_last_save_and_raises_its_failure(tmp_pat
     assert store.steps() == []
 
 
+class Stops(Callback):
+    """Raises an error in step 3."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def on_step(self, trainer, samples):
+        if trainer.step == 3:
+            raise self._error
+
+
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, RuntimeError])
 def test_an_exception_of_a_run_waits_for_the_save_under_way(error, tmp_path):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2)
-
-    def stop(step, samples):
-        if step == 3:
-            raise error("stopped")
-
-    ours.monitor.step = stop
+    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(error("stopped"))])
     with pytest.raises(error, match="stopped"):
         ours.fit()
     assert step_of(store.newest()) == 2
@@ -137,14 +143,8 @@ def test_an_exception_of_a_run_waits_for_the_save_under_way(error, tmp_path):
 
 def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(tmp_path, caplog):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2)
+    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(RuntimeError("stopped"))])
     fails(store)
-
-    def stop(step, samples):
-        if step == 3:
-            raise RuntimeError("stopped")
-
-    ours.monitor.step = stop
     with pytest.raises(RuntimeError, match="stopped"):
         ours.fit()
     assert "the checkpoint of step 2 was not saved: mine" in caplog.text
@@ -152,14 +152,8 @@ def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(tmp_path, cap
 
 def test_an_interruption_does_not_promise_a_checkpoint_that_was_not_written(tmp_path):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2)
+    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(Interrupted("saved"))])
     fails(store, CheckpointError)
-
-    def stop(step, samples):
-        if step == 3:
-            raise Interrupted("saved")
-
-    ours.monitor.step = stop
     with pytest.raises(CheckpointError, match="mine"):
         ours.fit()
 

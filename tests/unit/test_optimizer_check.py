@@ -11,15 +11,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.training.optimizer_check import check_optimizer
 
 
-def test_a_head_that_is_replaced_after_the_optimizer_is_refused_before_the_next_step():
-    net = plain_net()
-    training = trainer(net, steps=2)
-    net[4] = nn.Linear(8, 3)
-    with pytest.raises(ConfigError, match=r"holds 2 parameters .* not 4\.weight, 4\.bias.*anew"):
-        training.fit()
-
-
-def test_a_head_that_is_replaced_during_training_is_refused_too():
+def test_a_head_that_is_replaced_during_training_is_one_line():
     net = plain_net()
     training = trainer(net, steps=4)
 
@@ -28,9 +20,17 @@ def test_a_head_that_is_replaced_during_training_is_refused_too():
             net[4] = nn.Linear(8, 3)
 
     training.monitor.step = replace_head
-    with pytest.raises(ConfigError, match=r"not 4\.weight, 4\.bias"):
+    with pytest.raises(ConfigError, match=r"4 was replaced .*make a new HybridModel"):
         training.fit()
     assert training.step == 2
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    net = plain_net()
+    others = torch.optim.SGD(plain_net().parameters(), lr=0.1)
+    training = trainer(net, steps=2, optimizer=lambda _: others)
+    with pytest.raises(ConfigError, match=r"holds 6 parameters .* not 0\.weight, 0\.bias"):
+        training.fit()
 
 
 def test_parameters_that_an_optimizer_leaves_out_are_a_warning(caplog):

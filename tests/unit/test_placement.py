@@ -43,6 +43,7 @@ def test_a_training_step_mixes_no_devices(kind, nb_part, options):
     with fake_gpus("cpu", nb_part) as gpus:
         net = gpus.without_numbers(case.net())
         model = HybridModel(net, gpus.world, chunks=2, **options)
+        model._proof = lambda *_: None  # it compares numbers
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for seed in range(2):  # what the first step finds out may lead the second another way
             loss = model.train_step(*case.batch(5, seed), case.loss).loss
