@@ -145,10 +145,8 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
             settings, loss_fn = {**given, **settings}, loss_fn.func
         elif isinstance(loss_fn, nn.Module) and "_orig_mod" in loss_fn._modules:
             loss_fn = loss_fn._modules["_orig_mod"]
-        elif (own := getattr(loss_fn, "_torchdynamo_orig_callable", None)) is not None and (
-            getattr(loss_fn, "__wrapped__", None) is own  # else of what a decorator has wrapped
-        ):
-            loss_fn = inspect.unwrap(own)
+        elif _is_compiled(loss_fn):
+            loss_fn = inspect.unwrap(loss_fn)
         else:
             break
     kinds: tuple[Any, ...] = type(loss_fn).__mro__
@@ -158,6 +156,12 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
     if issubclass(base, nn.CrossEntropyLoss | nn.NLLLoss):
         base = F.cross_entropy  # which has the same count
     return base, {**vars(loss_fn), **dict(loss_fn.named_buffers()), **settings}
+
+
+def _is_compiled(function: Any) -> bool:
+    """Returns whether `function` is the result of `torch.compile`, and not a decorator's of it."""
+    own = getattr(function, "_torchdynamo_orig_callable", None)
+    return own is not None and getattr(function, "__wrapped__", None) is own
 
 
 def is_known(loss_fn: Any) -> bool:

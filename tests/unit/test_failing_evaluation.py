@@ -270,3 +270,18 @@ def test_an_error_of_the_loss_of_an_evaluation_names_no_metric():
     with pytest.raises(ArithmeticError, match="boom") as caught:
         ours.fit()
     assert not [note for note in caught.value.__notes__ if "metric" in note]
+
+
+def test_a_metric_that_needs_more_than_a_batch_is_a_warning_before_the_first_step(caplog):
+    class Many(Accuracy):
+        """Cannot be computed from one batch of 4."""
+
+        def compute(self):
+            if self.counts[1] <= 4:
+                raise ValueError("needs more samples")
+            return super().compute()
+
+    ours = trainer(rich_net(), steps=2)
+    ours.metrics["many"] = Many()
+    assert 0 <= ours.fit()["eval"]["many"] <= 1
+    assert "the metric 'many' cannot be computed from one batch: needs more samples" in caplog.text

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError, UserError
-from hybridtrain.loss_counts import checked_loss
+from hybridtrain.loss_counts import checked_loss, is_known
 from hybridtrain.losses import MeanLoss, SumLoss
 from hybridtrain.model_misuse import check_loss_function
 
@@ -169,6 +169,48 @@ def test_the_proof_leaves_outputs_draws_and_the_state_of_a_loss_alone():
 
     for mine, plain in zip(train(True), train(False), strict=True):
         assert torch.equal(mine, plain)
+
+
+def test_a_loss_that_is_a_method_or_gets_outputs_of_other_shapes_is_left_alone(caplog):
+    class Own:
+        calls = 0
+
+        def loss(self, output, targets):
+            self.calls += 1
+            return masked(output, targets)
+
+    class Trims(nn.Module):
+        def forward(self, x):
+            return x[:, : 3 + len(x) % 2]
+
+    own = Own()
+    HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), own.loss)
+    assert own.calls == 3
+    model = HybridModel(nn.Sequential(nn.Linear(6, 8), Trims()), cpu_world(2), chunks=2)
+    model.train_step(batch()[0], None, lambda output, _: output.square().mean())
+    assert not caplog.records
+
+
+def test_the_lists_of_a_function_are_not_written_to_by_the_proof():
+    seen = []
+
+    def loss(output, targets):
+        seen.append(len(output))
+        return output.square().mean()
+
+    HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), loss)
+    assert seen == [3, 2, 2]
+
+
+def test_a_decorated_compiled_loss_is_no_known_one():
+    compiled = torch.compile(F.cross_entropy, backend="eager")
+
+    @functools.wraps(compiled)
+    def with_more(output, targets):
+        return compiled(output, targets) + output.square().mean()
+
+    assert is_known(compiled)
+    assert not is_known(with_more)
 
 
 def test_class_targets_in_floating_point_are_one_line():

@@ -352,6 +352,12 @@ def _(world):
         model = hybrid(case.net(), 2)
         found = model.verify(*case.batch(7 + 3 * world.rank, world.rank), case.loss)
         assert found.exact, found
+        model.train_step(*case.batch(7, world.rank), case.loss)
+        before = {
+            n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+        }
+        model.verify(*case.batch(7, world.rank + 2), case.loss, times=1)
+        assert_same(((n, p.grad) for n, p in model.named_parameters()), before, "gradients")
         wrong = copy.deepcopy(model.net)
         if world.rank == 1:
             with torch.no_grad():
