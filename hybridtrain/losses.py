@@ -69,8 +69,8 @@ class MeanLoss:
     nothing, and `loss_mean` is not called for it.
 
     >>> MeanLoss(
-    ...     lambda output, _: output.loss,  # of a causal language model: labels[:, 1:]
-    ...     lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum(),
+    ...     lambda output, _: output.loss,  # of a causal language model, which has no first label
+    ...     lambda inputs, _: (inputs["labels"] != -100)[:, 1:].sum(),
     ... )  # doctest: +SKIP
 
     Args:
