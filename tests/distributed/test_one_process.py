@@ -44,7 +44,7 @@ def ends_of(processes):
     return [(process.returncode, text) for process, text in zip(processes, errors, strict=True)]
 
 
-@pytest.mark.parametrize("place", [ASLEEP, IN_C])
+@pytest.mark.parametrize("place", [ASLEEP, pytest.param(IN_C, marks=pytest.mark.thorough)])
 def test_stall_s_ends_a_script_of_one_process_at_every_height(place):
     for code, errors in ends_of(scripts([(height, place) for height in HEIGHTS], 1)):
         assert code == 4, errors
@@ -70,7 +70,7 @@ def test_a_second_signal_ends_a_script_whose_layer_does_not_return(number, place
         assert ("ended by a second signal" in errors) is (code == 128 + number)
 
 
-@pytest.mark.parametrize("place", [ASLEEP, IN_C])
+@pytest.mark.parametrize("place", [ASLEEP, pytest.param(IN_C, marks=pytest.mark.thorough)])
 def test_sigterm_ends_a_script_without_a_trainer_as_it_ends_any_of_pytorch(place):
     processes = scripts([(height, place) for height in HEIGHTS if height != "trainer"], 0)
     for process in processes:

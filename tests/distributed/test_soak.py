@@ -18,6 +18,7 @@ pytestmark = [
 KINDS = ("kill-rank", "kill-launcher", "kill-all", "terminate", "interrupt", "preempt")
 
 
-def test_ten_faults_at_random_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    status = soak(faults=10, processes=2, steps=200, seed=3, kinds=KINDS)
+@pytest.mark.parametrize("faults", [4, pytest.param(10, marks=pytest.mark.thorough)])
+def test_faults_at_random_change_nothing(faults: int, capsys: pytest.CaptureFixture[str]) -> None:
+    status = soak(faults=faults, processes=2, steps=200, seed=3, kinds=KINDS)
     assert status == 0, capsys.readouterr().out

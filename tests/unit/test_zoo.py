@@ -35,7 +35,7 @@ MORE_FAMILIES = [
     "squeezenet1_1",
     "swin_v2_t",
 ]
-LANGUAGE = ["BertForSequenceClassification", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
+LANGUAGE = ["BertForSequenceClassification", "GPT2LMHeadModel"]
 MORE_OF_TRANSFORMERS = [name for name in TRANSFORMERS if name not in LANGUAGE]
 
 
