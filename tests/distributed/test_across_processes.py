@@ -30,7 +30,7 @@ def test_across_processes(worker, cell, results):
     results(worker).check(cell)
 
 
-@pytest.mark.parametrize("who", ["all", "1"])
+@pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.thorough), "1"])
 def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who):
     output = torchrun_script(2, WORKERS / "failing.py", who, "distributed", ok=False, timeout=200)
     assert "ArithmeticError: boom" in output

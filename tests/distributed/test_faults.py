@@ -1,6 +1,7 @@
 """Processes that fail, die, hang or are interrupted under torchrun, with the command line."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,15 @@ LAST = "checkpoints/step_00000010"
 SHORT = ("trainer.steps=10", "trainer.eval_every=null", "checkpoint.every_steps=1")
 
 
-@pytest.mark.parametrize("fault", ["exception:forward:1", "exit:backward:1"])
+THOROUGH = partial(pytest.param, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("fault", ["exception:forward:1", THOROUGH("exit:backward:1")])
 def test_the_first_error_is_reported_once_with_its_rank(fault: str, tmp_path: Path) -> None:
     assert_named(run(fault, tmp_path))
 
 
-@pytest.mark.parametrize("fault", ["sleep:forward:1", "stop:optimizer:1"])
+@pytest.mark.parametrize("fault", ["sleep:forward:1", THOROUGH("stop:optimizer:1")])
 def test_the_process_that_stands_still_is_named_and_the_stacks_are_kept(
     fault: str, tmp_path: Path
 ) -> None:

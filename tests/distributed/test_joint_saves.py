@@ -29,7 +29,9 @@ def test_joint_saves(cell, processes, results):
     results(processes).check(cell)
 
 
-@pytest.mark.parametrize("when", ["foreground", "background"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("foreground", marks=pytest.mark.thorough), "background"]
+)
 def test_a_process_killed_in_its_write_ends_the_run_and_costs_that_save_only(when, tmp_path):
     output = torchrun_script(2, WORKERS / "killed_save.py", tmp_path, when, ok=False, timeout=300)
     assert "the end was reached" not in output

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from hybridtrain import accelerator as door
 from hybridtrain.accelerator import PeakMemory
-from hybridtrain.pipeline.layer_rng import _default_generator_lock
+from hybridtrain.pipeline.layer_rng import default_generator_lock
 
 PATIENCE_S = 30
 _ROUND = 512  # bytes of the smallest block
@@ -485,7 +485,7 @@ def _with_draws(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
     state = torch.default_generator.get_state()
 
     def run(*args: Any, **settings: Any) -> Any:
-        with _default_generator_lock:
+        with default_generator_lock:
             before = torch.default_generator.get_state()
             torch.default_generator.set_state(state)
             try:

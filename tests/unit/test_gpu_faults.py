@@ -108,7 +108,7 @@ def test_a_dropout_draws_from_a_generator_of_its_own_thread_without_a_lock(monke
             generator = DefaultGenerator()
             generator.set_offset(8)
             monkeypatch.setattr(pipeline, "no_generator", lambda g=generator: g)
-            monkeypatch.setattr(layer_rng, "_default_generator_lock", None)
+            monkeypatch.setattr(layer_rng, "default_generator_lock", None)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(), nn.Linear(WIDTH, WIDTH), Drops())
         model = hybrid(net, 1, chunks=2, seed=7, checkpoint="always")
