@@ -45,11 +45,6 @@ class DeferredBatchNormStats:
             for norm in self._norms:
                 norm.end()
 
-    def close(self) -> None:
-        """Leaves the batch norms as they were."""
-        for norm in self._norms:
-            norm.close()
-
 
 class _Collector:
     """The statistics of one batch norm over the micro-batches of a step."""
@@ -59,10 +54,7 @@ class _Collector:
         self._count = 0
         self._mean: Tensor | None = None
         self._squares: Tensor | None = None
-        self._hook = norm.register_forward_pre_hook(self._collect, with_kwargs=True)
-
-    def close(self) -> None:
-        self._hook.remove()
+        norm.register_forward_pre_hook(self._collect, with_kwargs=True)
 
     def begin(self) -> None:
         self._count, self._mean, self._squares = 0, None, None
