@@ -55,7 +55,7 @@ class StageReducer:
 
     def build(self) -> None:
         """Averages the gradients of those parameters that require one now; a collective call."""
-        self.close()
+        self._stop()
         module, names = self._module, self._names
         parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._tables = [part._buffers.values() for part in parts if part._buffers]
@@ -77,8 +77,7 @@ class StageReducer:
             find_unused_parameters=self._find_unused,
         )
 
-    def close(self) -> None:
-        """Stops averaging, until `build`."""
+    def _stop(self) -> None:
         if self._ddp is not None:
             private.ddp_close(self._ddp)
             self._ddp = None
