@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hybridtrain.session import Session
     from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
+    from hybridtrain.step import OptimizerStep
     from hybridtrain.trainer import Trainer, TrainerOptions
     from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
@@ -28,6 +29,7 @@ __all__ = [
     "EvalLoader",
     "HybridModel",
     "Loader",
+    "OptimizerStep",
     "PipelineOptions",
     "Session",
     "ShardedOptimizer",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "Session": "hybridtrain.session",
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",
+    "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",
     "ShardedOptimizer": "hybridtrain.sharded_optimizer",
     "TrainStepResult": "hybridtrain.model",

@@ -6,7 +6,7 @@ the CPU, which computes when it is told to, there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -79,6 +79,10 @@ class Accelerator(Protocol):
         """Returns a copy on `device`, made in the current streams of both devices."""
         ...
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Returns a copy in CPU memory, there when the current stream has come to this point."""
+        ...
+
     def set_device(self, device: torch.device) -> None:
         """Makes `device` this thread's current one."""
         ...
@@ -130,6 +134,9 @@ class Cuda:
     def copy(self, tensor: Tensor, device: torch.device) -> Tensor:  # noqa: D102
         return tensor.to(device, non_blocking=True)
 
+    def to_host(self, tensor: Tensor) -> Tensor:  # noqa: D102
+        return tensor.to("cpu", non_blocking=True)  # into pinned memory, which PyTorch takes for it
+
     def set_device(self, device: torch.device) -> None:  # noqa: D102
         torch.cuda.set_device(device)
 
@@ -162,3 +169,26 @@ def put(tensor: Tensor, device: torch.device) -> Tensor:
     if accelerator is None:
         return tensor.to(device, non_blocking=True)
     return accelerator.copy(tensor, device)
+
+
+class HostCopy:
+    """Numbers on their way from a device: copied in its queue now, waited for when they are read.
+
+    Args:
+        values: 0-dim tensors on one device.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        stacked = torch.stack([value.detach().double() for value in values])
+        accelerator = accelerator_of(stacked.device)
+        self._ready: Event | None = None
+        self._copy = stacked
+        if accelerator is not None:
+            self._copy = accelerator.to_host(stacked)
+            self._ready = accelerator.record_event(accelerator.current_stream(stacked.device))
+
+    def numbers(self) -> list[float]:
+        """Returns the numbers."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy.tolist()

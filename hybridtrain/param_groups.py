@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,3 +158,22 @@ class CombinedOptimizer(Optimizer):
             states = {n: state_dict["state"][n] for n in numbers if n in state_dict["state"]}
             each.load_state_dict({"state": states, "param_groups": own})
         self._join()
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` computes the loss itself, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def check_steps_alone(optimizer: Optimizer, key: str) -> None:
+    """Refuses an optimizer whose step computes the loss.
+
+    Raises:
+        ConfigError: it is one; `key` says where it was given.
+    """
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"{key}: its step computes the loss several times, which a pipeline does not do; "
+            f"choose another optimizer"
+        )

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import CombinedOptimizer
-from hybridtrain.training.optimizer_check import needs_closure
+from hybridtrain.param_groups import CombinedOptimizer, needs_closure
 
 # Parameters of fewer bytes travel together, copied into one tensor.
 _PACKED_BYTES = 1 << 20

@@ -36,6 +36,8 @@ from hybridtrain.monitor.base import call_hook
 from hybridtrain.options import check_names
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
+from hybridtrain.step import OptimizerStep
+from hybridtrain.step.optimizer_step import replay
 from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
@@ -48,8 +50,6 @@ from hybridtrain.training.checks import (
     check_state_names,
 )
 from hybridtrain.training.interruption import Interruptions
-from hybridtrain.training.optimizer_check import check_lr_schedule
-from hybridtrain.training.optimizer_step import OptimizerStep, replay
 from hybridtrain.training.progress import Progress
 from hybridtrain.training.run_stats import RunStats
 
@@ -123,20 +123,30 @@ class Trainer:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
-        check_lr_schedule(lr_schedule)
         check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
+        self.scaler = scaler or GradScaler(enabled=False)
+        self._step = OptimizerStep(
+            model,
+            optimizer,
+            lr_schedule=lr_schedule,
+            scaler=self.scaler,
+            loss_scale=self.options.loss_scale,
+            clip_norm=self.options.clip_norm,
+            max_skipped=self.options.max_skipped,
+            on_gradients=lambda: self._tell("on_gradients"),
+        )
+        self._finite = self._step.finite
         self.loss_fn = self._chosen_loss(loss_fn)
         self._training_step = training_step or type(self).training_step
         self.train = as_source(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self._progress = Progress(self.train, self.options)
+        self._progress = Progress(self.train, self.options, self._step)
         check_last_batch(model, self.train)
-        self.scaler = scaler or GradScaler(enabled=False)
         self.store = store
         self.states = dict(states or {})
         check_state_names(self.states)
@@ -153,8 +163,6 @@ class Trainer:
             self.states["callbacks"] = callback_states
         self.throughput = Throughput()
         self._stats = RunStats(model)
-        self._step = OptimizerStep(model, optimizer, self.scaler, self.options)
-        self._finite = self._step.finite
         self._interruptions = Interruptions(
             self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
         )
@@ -373,10 +381,11 @@ class Trainer:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
+            self._step.settle()
             activity.now(f"step {self.step}: save")
             self._finite.check_weights(self.step, self.optimizer)
             check_replicas(self.model.net, self.world)
-            self._stats.gather()
+            self._step.losses.gather()
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved
@@ -405,12 +414,12 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""
+        step = self._step.state_dict()
         return {
             **self._progress.state_dict(self.train),
-            "scaler": self.scaler.state_dict() or None,
+            "scaler": step["scaler"],
             "evaluated_step": self._evaluated[0],
-            **self._stats.state_dict(),
-            **self._finite.state_dict(),
+            **step,
             **self._best.state_dict(),
         }
 
@@ -422,11 +431,9 @@ class Trainer:
             ConfigError: see `resume`.
         """
         self._progress.load_state_dict(state_dict, self.train)
-        if state_dict["scaler"] is not None:
-            self.scaler.load_state_dict(state_dict["scaler"])
+        self._step.load_state_dict(state_dict)
+        self._best.load_state_dict(state_dict)
         self._evaluated = state_dict.get("evaluated_step", self.step), None
-        for part in (self._stats, self._finite, self._best):
-            part.load_state_dict(state_dict)
 
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`.
@@ -439,7 +446,7 @@ class Trainer:
         return {
             "steps": self.step,
             "samples": self.samples,
-            "train_loss": self._stats.loss,
+            "train_loss": self._step.losses.value,
             **self._finite.counts(),
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
@@ -516,14 +523,20 @@ class Trainer:
         return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
 
     def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
-        """Trains on `batches`; returns the gradients' norm before clipping."""
-        norm = self._step.take(
-            self,
-            batches,
-            lambda weights: self._training_step(self, batches, weights, timeline),
-            lambda: self._tell("on_gradients"),
-            self._stats,
-        )
+        """Trains on `batches`; returns the gradients' norm before clipping.
+
+        Raises:
+            ConfigError: `training_step` has not returned a result for each batch.
+        """
+        weights = self._step.begin(batches, self.loss_fn)
+        results = self._training_step(self, batches, weights, timeline)
+        if len(results) != len(batches):
+            raise ConfigError(
+                f"training_step has returned {len(results)} results for {len(batches)} batches: "
+                f"return that of train_step for each batch"
+            )
+        self._stats.record(results[-1].timeline)
+        norm = self._step.finish(results)
         samples = self._progress.advance(batches)
         self.throughput.tick(samples)
         self._tell("on_step", samples)
@@ -532,7 +545,7 @@ class Trainer:
     def _log(self, lr: float, norm: torch.Tensor) -> None:
         speed = self.throughput.read()
         values = {
-            "train/loss": self._stats.read_loss(),
+            "train/loss": self._step.mean_loss(),
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
@@ -555,8 +568,11 @@ class Trainer:
         if self.step > 0:
             save |= self._is_due(self.options.checkpoint_every, self.step)
             save |= self._progress.ends_epoch(self.options.checkpoint_every_epochs)
+        evaluates = self._evaluation_is_due()
+        if save or evaluates or self._ended:
+            self._step.settle()
         self._save_in_run(save)
-        if not self._evaluation_is_due():
+        if not evaluates:
             return
         is_new = self._evaluated[0] != self.step
         with self.throughput.pause():

@@ -414,6 +414,13 @@ class World:
             self._check_open()
             dist.broadcast(tensor, src=0)
 
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # an error is told to the other processes first; see `launch.uncaught`
+            self.close()
+
     def close(self) -> None:
         """Leaves the process groups, at the end of a run; the World cannot be used afterwards.
 

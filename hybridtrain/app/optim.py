@@ -17,9 +17,9 @@ from hybridtrain.app.config import GROUP_KEYS
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
+from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, parameter_groups
 from hybridtrain.sharded_optimizer import ShardedOptimizer
-from hybridtrain.training.optimizer_check import check_lr_schedule, check_steps_alone
+from hybridtrain.step import check_lr_schedule
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.loss_weights import StepWeights
     from hybridtrain.session.session import Session
 
 
@@ -90,7 +89,7 @@ class PreparedOptimizer:
     def step(self) -> None:
         """Steps, unless more batches are to be accumulated, or gradients of fp16 overflow."""
         if self._session.sync_gradients:
-            self._session._step(self.optimizer)
+            self._session._take(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, unless more batches are to be accumulated to them."""
@@ -139,7 +138,7 @@ class StepInUse:
     Attributes:
         batches: of the step, of this replica.
         index: of the batch in use.
-        weights: of the batches, once they are known.
+        begun: its first batch was trained on.
         open: gradients are there of a part of its batches.
         waits: gradients are there that no optimizer has stepped on.
         stepped: an optimizer has stepped.
@@ -148,7 +147,7 @@ class StepInUse:
 
     batches: Sequence[Batch] = ()
     index: int = 0
-    weights: StepWeights | None = None
+    begun: bool = False
     open: bool = False
     waits: bool = False
     stepped: bool = False

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from hybridtrain.checkpoint import saving, state
-from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.batch import share_of
 from hybridtrain.data.epochs import Loader
@@ -22,10 +19,9 @@ from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import merge
-from hybridtrain.model import HybridModel
+from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Monitors
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.param_groups import CombinedOptimizer
 from hybridtrain.session.prepared import (
     PreparedLoader,
     PreparedModel,
@@ -35,8 +31,7 @@ from hybridtrain.session.prepared import (
     as_loader,
     keep_own_parameters,
 )
-from hybridtrain.training.optimizer_check import OptimizerCheck
-from hybridtrain.training.run_stats import RunStats
+from hybridtrain.step import OptimizerStep
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -57,12 +52,14 @@ class Session:
     `output = model(inputs)`, `loss = loss_fn(output, targets)` and `loss.backward()` become the one
     call `forward_backward`; a call of the model has no graph, and is for evaluation.
 
-    Unlike a `Trainer`, a session does not look whether gradients are finite, and does not listen to
-    signals.
+    A step whose loss or gradients are not finite is skipped and named, as by a `Trainer`; signals
+    are not listened to.
 
     Args:
         nb_part: the stages; None: what the launcher says, see `World.from_env`.
         world: in place of `nb_part`, a World that is there already.
+        max_skipped: consecutive steps that may be skipped because the loss or a gradient is not
+            finite; then `optimizer.step` raises `DivergedError`. None: no limit.
         accumulate: batches per optimizer step. `optimizer.step` and `scheduler.step` do nothing
             until the last of them, as `sync_gradients` says, and `zero_grad` nothing in between.
         seed: of the order of the samples.
@@ -72,7 +69,6 @@ class Session:
 
     Attributes:
         world: the processes.
-        steps: optimizer steps done.
         in_use: the step whose batch is in use.
         states: what else `save_state` saves, by name: objects with `state_dict` and
             `load_state_dict`.
@@ -87,6 +83,7 @@ class Session:
         *,
         world: World | None = None,
         accumulate: int = 1,
+        max_skipped: int | None = 10,
         seed: int = 0,
         monitors: Sequence[Monitor] = (),
         options: PipelineOptions | None = None,
@@ -99,28 +96,25 @@ class Session:
         self.options = with_settings(options or PipelineOptions(), settings)
         self.world = world or World.from_env(nb_part)
         self.accumulate = accumulate
-        self.steps = 0
         self.in_use = StepInUse()
         self.states: dict[str, Stateful] = {}
-        fp16 = self.options.precision == "fp16"
-        self._scaler = GradScaler(self.world.devices[0].type, enabled=fp16)
-        self._unscaled = False
+        self._max_skipped = max_skipped
         self._seed = seed
         self._model: HybridModel | None = None
         self._before: set[int] = set()  # the module's parameters before it was prepared
-        self._optimizers: list[Optimizer] = []
-        self._check: OptimizerCheck | None = None
+        self._optimizer_step: OptimizerStep | None = None
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[Loader] = []
-        self._stats: RunStats | None = None
         self._monitor = Monitors(monitors if self.world.is_main else ())
         self._logs = False
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._monitor.close()
+        if kind is None:  # an error is told to the other processes first; see `launch.uncaught`
+            self.close()
 
     def prepare(self, *objects: Any, example_inputs: Any = None) -> Any:
         """Returns the objects as a script uses them, in the same order; one alone by itself.
@@ -147,10 +141,12 @@ class Session:
                 example_inputs = self._example(next(iter(loaders.values())))
             self._before = {id(parameter) for parameter in nets[0].parameters()}
             hybrid = HybridModel(nets[0], self.world, self.options, example_inputs=example_inputs)
-            self._model, self._stats = hybrid, RunStats(hybrid)
+            self._model = hybrid
+            self._optimizer_step = OptimizerStep(hybrid, max_skipped=self._max_skipped)
         self._loaders += loaders.values()
         prepared = tuple(self._prepared(each, loaders) for each in objects)
-        if len(self._optimizers) > 1 and self._scaler.is_enabled():
+        step = self._optimizer_step
+        if step is not None and len(step.optimizers) > 1 and step.scaler.is_enabled():
             raise ConfigError("fp16 needs one optimizer: join several as a CombinedOptimizer")
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -162,8 +158,7 @@ class Session:
         if isinstance(each, Optimizer):
             for optimizer in getattr(each, "optimizers", [each]):
                 keep_own_parameters(optimizer, self.model, self._before)
-            self._optimizers.append(each)
-            self._check = None
+            self._step.add(each)
             return PreparedOptimizer(each, self)
         if isinstance(each, ReduceLROnPlateau):
             raise ConfigError(
@@ -197,12 +192,23 @@ class Session:
         return self._model
 
     @property
+    def _step(self) -> OptimizerStep:
+        if self._optimizer_step is None:
+            raise ConfigError("prepare() a model first, or together with its optimizer")
+        return self._optimizer_step
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, taken or skipped."""
+        return 0 if self._optimizer_step is None else self._optimizer_step.number
+
+    @property
     def sync_gradients(self) -> bool:
         """Tells whether the batch in use is the last one of its step."""
         return self.in_use.at_last
 
-    def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
-        """Runs forward, loss and backward of the batch in use; returns its loss.
+    def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> TrainStepResult:
+        """Runs forward, loss and backward of the batch in use; see `HybridModel.train_step`.
 
         The gradients are those of the mean over the whole step, of all replicas and accumulated
         batches, as a `Trainer` has them.
@@ -212,56 +218,37 @@ class Session:
             targets: likewise; as the loader gave them, since what they count weighs the batches.
             loss_fn: as in `HybridModel.train_step`.
 
-        Returns:
-            the mean of this replica, a detached 0-dim tensor; see `mean_loss` for that of all. NaN
-            in a process that does not have the last stage.
-
         Raises:
             BatchError: no prepared loader is in use.
         """
-        step = self.in_use
-        if not step.batches:
-            raise BatchError("forward_backward() is for a batch of a prepared loader: none is used")
-        if step.index == 0 and self._unscaled:  # the step before was clipped, and never taken
-            self._scaler.update()
-            self._unscaled = False
-        if step.weights is None:
-            step.weights = self.model.step_weights(
-                [(batch.inputs, batch.targets) for batch in step.batches],
-                loss_fn,
-                samples=[batch.samples for batch in step.batches],
-                total=sum(batch.total for batch in step.batches),
-            )
-        step.open = step.waits = True  # also if an error leaves a part of the gradients
-        out = self.model.train_step(
-            inputs,
-            targets,
-            loss_fn,
-            weight=step.weights[step.index],
-            sync=step.at_last,
-            scale_loss=self._scaler.scale,
-        )
-        step.open = not step.at_last
-        assert self._stats is not None
-        self._stats.add(out.loss, out.count)
-        return out.loss
+        use = self.in_use
+        if not use.batches:
+            raise BatchError("train_step() is for a batch of a prepared loader: none is used")
+        if not use.begun:
+            self._step.begin(use.batches, loss_fn)
+            use.begun = True
+        use.open = use.waits = True  # also if an error leaves a part of the gradients
+        result = self._step.train_step(inputs, targets)
+        use.open = not use.at_last
+        return result
+
+    def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
+        """Returns the loss of a `train_step`: the mean of this replica, a detached 0-dim tensor.
+
+        NaN in a process that does not have the last stage; see `mean_loss` for that of all.
+        """
+        return self.train_step(inputs, targets, loss_fn).loss
 
     def mean_loss(self) -> float:
         """Returns the mean loss over all replicas since the last call; a collective call."""
-        if self._stats is None:
-            raise ConfigError("prepare() a model first")
-        return self._stats.read_loss()
+        return self._step.mean_loss()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before.
 
         Does nothing, and returns None, while more batches are to be accumulated.
         """
-        if not self.sync_gradients:
-            return None
-        for optimizer in self._optimizers:
-            self._unscale(optimizer)
-        return self.model.clip_grad_norm_(max_norm)
+        return self._step.clip(max_norm) if self.sync_gradients else None
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Returns the values of all samples of the global batch, each once, in its order.
@@ -304,7 +291,7 @@ class Session:
         """Returns the user's module; with stages in several processes, other stages' are empty."""
         return model.hybrid.net
 
-    def save_state(self, directory: str | Path, keep: int | None = None) -> Path:
+    def save(self, directory: str | Path, keep: int | None = None) -> Path:
         """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
 
         Args:
@@ -314,6 +301,7 @@ class Session:
         Raises:
             CheckpointError: it cannot be written, or the step is not complete: the position of the
                 loader is after the batch in use.
+            DivergedError: weights or moments are not finite; nothing is written.
         """
         if not self.sync_gradients:
             raise CheckpointError("a step is not complete: save when session.sync_gradients is set")
@@ -322,41 +310,42 @@ class Session:
                 "the batch in use was not trained on yet, and a run that goes on from here would "
                 "leave it out: save after optimizer.step()"
             )
-        if self._stats is not None:
-            self._stats.gather()
-        path = saving.save(
-            CheckpointStore(Path(directory), keep),
-            self.steps,
-            self.model,
-            self._optimizer(),
-            {"session": self},
-            self._all_states(),
+        return self._step.save(
+            directory, *self._loaders, states=self.states, keep=keep, progress=self
         )
-        assert path is not None  # a full disk is an error
-        return path
 
-    def load_state(self, path: str | Path) -> None:
+    def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
         Schedules are stepped on to where they were; hyperparameters are the script's. The next
         loop over the first loader continues in its epoch.
 
+        Args:
+            path: a checkpoint, or the directory of all.
+            missing_ok: if there is none, do nothing.
+
+        Returns:
+            whether there was one.
+
         Raises:
             CheckpointError: it is missing or damaged, is of another model or of other schedules, or
                 a schedule is further than it was then.
         """
-        path = Path(path)
-        newest = self.world.on_main(
-            lambda: path if (path / "manifest.json").exists() else CheckpointStore(path).newest()
+        saved = self._step.resume(
+            path, *self._loaders, states=self.states, missing_ok=missing_ok, progress=self
         )
-        found = self.world.broadcast(newest)
-        if found is None:
-            raise CheckpointError(f"{path} has no checkpoint")
-        saved = state.restore(
-            found, self.model, self._optimizer(), {"session": self}, self._all_states()
-        )
-        for scheduler, steps in zip(self._schedulers, self._schedule_steps(saved), strict=True):
-            scheduler.catch_up(steps)
+        if saved is not None:
+            for scheduler, steps in zip(self._schedulers, self._schedule_steps(saved), strict=True):
+                scheduler.catch_up(steps)
+        return saved is not None
+
+    def save_state(self, directory: str | Path, keep: int | None = None) -> Path:
+        """Saves a checkpoint: `save` by the name of Accelerate."""
+        return self.save(directory, keep)
+
+    def load_state(self, path: str | Path) -> None:
+        """Continues from a checkpoint: `resume` by the name of Accelerate."""
+        self.resume(path)
 
     def _schedule_steps(self, saved: Mapping[str, Any]) -> list[int]:
         """Returns how often each schedule was stepped when `saved` was.
@@ -381,34 +370,25 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress in JSON's types."""
-        return {
-            "step": self.steps,
-            "schedule_steps": [scheduler.steps for scheduler in self._schedulers],
-            "scaler": self._scaler.state_dict() or None,
-            **(self._stats.state_dict() if self._stats is not None else {}),
-        }
+        schedule_steps = [scheduler.steps for scheduler in self._schedulers]
+        return {"schedule_steps": schedule_steps, **self._step.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`, but for the schedules."""
         self._schedule_steps(state_dict)  # refused before anything is loaded
-        self.steps = state_dict["step"]
-        if state_dict["scaler"] is not None:
-            self._scaler.load_state_dict(state_dict["scaler"])
-        if self._stats is not None:
-            self._stats.load_state_dict(state_dict)
+        self._step.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Closes the monitors and leaves the other processes; the session cannot be used again."""
         self._monitor.close()
-        self._model = self._stats = None
-        self._check = None
+        self._model = self._optimizer_step = None
         self.world.close()
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
         """Ends the use of `step`, whose loop is left, inside that of `outer`."""
         if step.open:
             self.model.zero_grad()
-            for optimizer in self._optimizers:
+            for optimizer in self._step.optimizers:
                 optimizer.zero_grad()
         if outer.looping:
             self.in_use = outer
@@ -418,31 +398,10 @@ class Session:
     def _on_output_device(self, targets: Any) -> Any:
         return self.model.pipeline.to_output_device(targets)
 
-    def _unscale(self, optimizer: Optimizer) -> None:
-        if self._check is None:
-            self._check = OptimizerCheck(self.model, self._optimizer())
-        self._check.drop_gradients_left_out()
-        if self._scaler.is_enabled() and not self._unscaled:
-            self.model.unscale_(self._scaler, optimizer)
-            self._unscaled = True
-
-    def _step(self, optimizer: Optimizer) -> None:
-        self._unscale(optimizer)
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        self._unscaled = False
-        step = self.in_use
-        if not step.stepped:  # the first optimizer of several
-            self.steps += 1
-        step.stepped, step.waits = True, False
-
-    def _optimizer(self) -> Optimizer:
-        if not self._optimizers:
-            raise ConfigError("prepare() an optimizer first: a checkpoint holds its state")
-        if len(self._optimizers) == 1:
-            return self._optimizers[0]
-        return CombinedOptimizer(self._optimizers)
-
-    def _all_states(self) -> dict[str, Stateful]:
-        loaders = {f"loader{number}": loader for number, loader in enumerate(self._loaders)}
-        return {**loaders, **self.states}
+    def _take(self, optimizer: Optimizer) -> None:
+        """Has a prepared optimizer step; the first of several counts the step."""
+        use = self.in_use
+        self._step.take(optimizer)
+        if not use.stepped:
+            self._step.end()
+        use.stepped, use.waits = True, False

@@ -55,7 +55,7 @@ class GradScaler(TorchGradScaler):
             enabled,
         )
         self._min_scale = min_scale
-        self._adapts = adapts
+        self.adapts = adapts
         self._unscales = False
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -77,7 +77,7 @@ class GradScaler(TorchGradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to the last steps."""
         self._make_scale()
-        if not self._adapts and new_scale is None:
+        if not self.adapts and new_scale is None:
             new_scale = self.get_scale()
         super().update(new_scale)
         if self._min_scale and self.get_scale() < self._min_scale:
@@ -85,7 +85,7 @@ class GradScaler(TorchGradScaler):
 
     def load_scale(self, state: Mapping[str, Any]) -> None:
         """Loads the scale of a `state_dict`, and none of the arguments; a fixed one stays."""
-        if self._adapts and state:
+        if self.adapts and state:
             names = ("scale", "_growth_tracker")
             self.load_state_dict({**self.state_dict(), **{name: state[name] for name in names}})
 

@@ -18,12 +18,14 @@ from hybridtrain.errors import ConfigError, UserError, check_choice
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline.step import Head
+from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.model_inputs import inputs_of
 from hybridtrain.smp.partition import partitioned_model
 from hybridtrain.smp.refused import refuse_optimizer_steps_in_bodies
 from hybridtrain.smp.runtime import current
 from hybridtrain.smp.states import PARTIAL, whole_model_state
+from hybridtrain.step import OptimizerStep
 
 _MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it there"
 
@@ -92,6 +94,7 @@ class DistributedModel(nn.Module):
             )
         self.module = module
         self.hybrid: HybridModel | None = None
+        self.optimizer_step: OptimizerStep | None = None
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.training = module.training
         self.parameters_of_all: set[int] = set()
@@ -177,6 +180,8 @@ class DistributedModel(nn.Module):
         """Runs the micro-batches of a step; see `HybridModel.run_microbatches`."""
         sync = False
         if trains:
+            assert self.optimizer_step is not None
+            self.optimizer_step.open([(inputs, None)], None, are_cut=True)
             self._passes_done += 1
             sync = self._syncs and self._passes_done % self._passes == 0
         return self.partitioned_hybrid().run_microbatches(
@@ -211,6 +216,9 @@ class DistributedModel(nn.Module):
         self.hybrid.train(self.training)
         for optimizer in runtime.optimizers:
             optimizer.take_own_parameters()
+        self.optimizer_step = OptimizerStep(self.hybrid, scaler=GradScaler(enabled=False))
+        for optimizer in reversed(runtime.optimizers):
+            self.optimizer_step.add(optimizer, optimizer.loss_scaler)
         self.parameters_of_all.clear()  # the identities are free again
         if runtime.resume is not None:
             runtime.resume()

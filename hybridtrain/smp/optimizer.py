@@ -96,7 +96,7 @@ class DistributedOptimizer(Optimizer):
         if runtime.config.fp16:
             dynamic = dynamic_loss_scale or static_loss_scale is None
             self.loss_scaler = _scaler({**_SCALE_ARGUMENTS, **given}, dynamic, static_loss_scale)
-        self._scales = False
+        self._updates = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
         self._shares: ReplicaShares | None = None
@@ -104,8 +104,9 @@ class DistributedOptimizer(Optimizer):
         self._group_numbers: list[list[int]] = []
         self._number(self.param_groups)
         runtime.optimizers.append(self)
-        if runtime.model is not None and runtime.model.partitioned:
+        if runtime.model is not None and runtime.model.optimizer_step is not None:
             self.take_own_parameters()
+            runtime.model.optimizer_step.add(self, self.loss_scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`.
@@ -118,10 +119,13 @@ class DistributedOptimizer(Optimizer):
             self._shares.add(self.param_groups[-1]["params"])
 
     def step(self, closure: Any = None) -> Any:
-        """Updates the parameters of this process's stages.
+        """Updates the parameters of this process's stages, unless a gradient is not finite.
 
-        With `fp16` the gradients are divided by the loss's factor first, and the update is left out
-        in all processes if any gradient has overflowed.
+        The update is left out in all processes then, and a warning names where it began. With
+        `fp16` the gradients are divided by the loss's factor first, and an overflow is not named. A
+        step with a closure is not looked at.
+
+        All processes of a pipeline call it together.
 
         Raises:
             UserError: it is called in a step, or with a closure and `fp16`.
@@ -131,19 +135,21 @@ class DistributedOptimizer(Optimizer):
                 "optimizer.step(closure) does not go with fp16, which must see the gradients "
                 "before the update: run the step first, then call optimizer.step()"
             )
-        if self.loss_scaler is None or self._scales:
-            with self._own_share():
-                result = super().step(closure) if closure is not None else super().step()
-            if self._shares is not None:
-                self._shares.send_updates()
-            return result
-        self._scales = True
-        try:
-            found = self.loss_scaler.step(self)  # which calls this method again, or not
-        finally:
-            self._scales = False
-        self.loss_scaler.update()
-        return found
+        model = current().model
+        step = None if model is None else model.optimizer_step
+        if step is not None and closure is None and not self._updates:
+            self._updates = True
+            try:
+                step.take(self)  # which calls this method again, or not
+            finally:
+                self._updates = False
+            step.end()
+            return None
+        with self._own_share():
+            result = super().step(closure) if closure is not None else super().step()
+        if self._shares is not None:
+            self._shares.send_updates()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients.
@@ -160,11 +166,9 @@ class DistributedOptimizer(Optimizer):
     def clip_master_grads(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         model = current().model
-        if model is None:
-            raise UserError("there is no smp.DistributedModel yet")
-        if self.loss_scaler is not None:
-            self.loss_scaler.unscale_(self)
-        return model.clip_grad_norm_(max_norm)
+        if model is None or model.optimizer_step is None:
+            raise UserError("there is no smp.DistributedModel yet, or it has not run a step")
+        return model.optimizer_step.clip(max_norm)
 
     @property
     def loss_scale(self) -> float:

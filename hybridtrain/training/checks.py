@@ -18,7 +18,7 @@ from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
-from hybridtrain.training.optimizer_check import check_steps_alone
+from hybridtrain.param_groups import check_steps_alone
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any
 from hybridtrain.checkpoint.progress import check_progress
 from hybridtrain.data.batch import Batch, BatchSource
 from hybridtrain.errors import ConfigError
+from hybridtrain.step import OptimizerStep
 from hybridtrain.trainer_options import TrainerOptions
 
 
@@ -18,9 +19,9 @@ class Progress:
     Args:
         train: gives the length of a run that is counted in epochs.
         options: the length of the run, and the batches of a step.
+        optimizer_step: counts the steps.
 
     Attributes:
-        step: optimizer steps done.
         samples: samples trained on, over all replicas.
         epoch, batch: the next batch.
         total_steps: the length of the run.
@@ -29,15 +30,22 @@ class Progress:
         ConfigError: see `TrainerOptions.total_steps`.
     """
 
-    def __init__(self, train: BatchSource, options: TrainerOptions) -> None:
-        self.step = self.samples = self.epoch = self.batch = 0
+    def __init__(
+        self, train: BatchSource, options: TrainerOptions, optimizer_step: OptimizerStep
+    ) -> None:
+        self.samples = self.epoch = self.batch = 0
+        self._optimizer_step = optimizer_step
         self.total_steps = options.total_steps(train.batches_per_epoch)
         self._options = options
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._optimizer_step.number
+
     def advance(self, batches: Sequence[Batch]) -> int:
-        """Counts an optimizer step on `batches`; returns their samples, over all replicas."""
+        """Counts the batches of a step; returns their samples, over all replicas."""
         samples = sum(batch.total for batch in batches)
-        self.step += 1
         self.samples += samples
         self.batch += len(batches)
         if batches[-1].last:
@@ -77,7 +85,7 @@ class Progress:
                 f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
                 f"epochs keeps it; set steps= in place of epochs=, or start a new run"
             )
-        self.step, self.samples, self.epoch = state["step"], state["samples"], state["epoch"]
+        self.samples, self.epoch = state["samples"], state["epoch"]
         self.batch = state["row"] // train.batch_size  # words: ok
         # the rest is what drop_last leaves out
         if self.batch >= (train.batches_per_epoch or math.inf):

@@ -25,13 +25,15 @@ def losses_of(name):
 class Small:
     """A session with a small net; `step` trains on a batch."""
 
-    def __init__(self, world=None, *, samples=22, batch_size=4, accumulate=1, **options):
+    def __init__(self, world=None, *, samples=22, batch_size=4, accumulate=1, made=None, **options):
         world = world or World.from_env(nb_part=2, devices="cpu")
         self.session = Session(world=world, accumulate=accumulate, seed=1, chunks=2, **options)
         net = rich_net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-        train = DataLoader(data(samples), batch_size=batch_size, shuffle=True, drop_last=True)
+        train = DataLoader(
+            made or data(samples), batch_size=batch_size, shuffle=True, drop_last=True
+        )
         evaluation = DataLoader(data(11, seed=9), batch_size=4)
         prepared = self.session.prepare(net, optimizer, schedule, train, evaluation)
         self.model, self.optimizer, self.schedule, self.train, self.evaluation = prepared

@@ -263,6 +263,11 @@ class StandInGPUs:
         target.wait_stream(source)
         return copied
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host, read = torch.empty(tensor.shape, dtype=tensor.dtype), _real(tensor)
+        self.current_stream(tensor.device).queue(lambda: self._copied(host, read))
+        return host
+
     def set_device(self, device: torch.device) -> None:
         if threading.current_thread() is not threading.main_thread():
             _Moves().__enter__()  # for the life of this thread, a stage's

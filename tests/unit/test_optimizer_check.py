@@ -8,7 +8,7 @@ from support.training import plain_net, trainer
 from torch import nn
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.training.optimizer_check import check_optimizer
+from hybridtrain.step.optimizer_check import check_optimizers
 
 
 def test_a_head_that_is_replaced_during_training_is_one_line():
@@ -92,7 +92,7 @@ def test_a_stand_in_for_a_group_of_other_processes_is_no_foreign_parameter(caplo
     bias = dict(model.named_parameters())["0.bias"]
     held = [p for p in model.parameters() if p is not bias]
     optimizer = torch.optim.SGD([{"params": held}, {"params": [nn.Parameter(torch.empty(0))]}])
-    assert check_optimizer(model, optimizer) == [bias]
+    assert check_optimizers(model, optimizer.param_groups) == [bias]
 
 
 def test_parameters_that_are_freed_later_and_not_held_are_a_warning_then(caplog):

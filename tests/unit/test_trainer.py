@@ -26,8 +26,8 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.losses import cross_entropy
 from hybridtrain.monitor import MetricsFile, Throughput
+from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.trainer import TrainerOptions
-from hybridtrain.training.finite_check import FiniteCheck
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -36,14 +36,13 @@ from hybridtrain._torch_private import get_default_store
 from hybridtrain.checkpoint.saving import save
 from hybridtrain.checkpoint.state import restore
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import BatchError, ConfigError, WorldError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
 from hybridtrain.pipeline import clocks, timeline
-from hybridtrain.training.non_finite import find_origin
+from hybridtrain.step.non_finite import Trained, find_origin
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -422,9 +421,9 @@ def _not_finite(world):
             if name == "1.linear.weight":
                 parameter[0, 0] = math.nan
     inputs, targets = tokens(4)
-    batch = Batch(inputs, targets, 4, 4, True)
+    trained = Trained(1, [(inputs, targets)], token_loss, ours.rng.step)
     ours.train_step(inputs, targets, token_loss)
-    where = find_origin(ours, [batch], token_loss)
+    where = find_origin(ours, trained, token_loss)
     assert "stage 0, layer '1.linear': its parameter 'weight' is not finite" in where
     assert where == rank_0s(world, where)
 

@@ -15,7 +15,7 @@ from support.training import Recorder, data, rich_net, trainer
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import DivergedError, Interrupted
 from hybridtrain.losses import cross_entropy
-from hybridtrain.training.non_finite import non_finite_names
+from hybridtrain.step.non_finite import non_finite_names
 
 cells = Cells()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import shutil
 import sys
 import tempfile
@@ -564,6 +565,48 @@ def _(world):
     assert static.loss_scale == 16.0
 
 
+def skips_and_names(config):
+    script = begin(config)
+    train_step(script.model, script.x, script.y)
+    script.optimizer.step()
+    script.optimizer.zero_grad()
+    before = {n: p.detach().clone() for n, p in script.model.local_named_parameters()}
+    spoiled = script.x.clone()
+    if smp.dp_rank() == smp.dp_size() - 1:  # of one replica alone
+        spoiled[5, 2] = float("nan")
+    with warnings_of("hybridtrain.step") as said:
+        train_step(script.model, spoiled, script.y)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    for name, parameter in script.model.local_named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    train_step(script.model, script.x, script.y)
+    script.optimizer.step()
+    assert any(not torch.equal(p, before[n]) for n, p in script.model.local_named_parameters())
+    assert len(said) == (smp.rank() == 0)
+    for text in said:
+        assert text.startswith("step 2 is skipped, its gradient is not finite; it began in")
+        assert "the inputs of the batch, before stage 0: a tensor has NaN" in text
+
+
+@contextlib.contextmanager
+def warnings_of(name):
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+for _name, _config in [("a pipeline", PIPELINE), ("two replicas", REPLICAS)]:
+    cells.add(f"a step that is not finite is skipped and named, in {_name}")(
+        lambda world, config=_config: skips_and_names(config)
+    )
+
+
 @cells.add("a schedule may be made before the DistributedOptimizer")
 def _(world):
     runtime._runtime = None
@@ -575,9 +618,9 @@ def _(world):
     optimizer.param_groups[0]["params"] = list(net.parameters())
     (parameter, *_others) = net.parameters()
     before = parameter.detach().clone()
-    parameter.grad = torch.full_like(parameter, 1024.0)
+    parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert torch.allclose(parameter, before - 0.1)  # divided by the factor of the loss
+    assert torch.allclose(parameter, before - 0.1)
     assert optimizer._opt_called  # or the schedule warns
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05

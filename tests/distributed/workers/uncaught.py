@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def with_smp() -> Callable[[], Any]:
 
 def with_own_loop() -> Callable[[], Any]:
     global rank, optimizer, world
-    world = World.from_env(2, "cpu", engine="distributed")
+    world = block.enter_context(World.from_env(2, "cpu", engine="distributed"))
     rank = world.rank
     model = HybridModel(net, world, chunks=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +55,8 @@ def with_own_loop() -> Callable[[], Any]:
 
 def with_session() -> Callable[[], Any]:
     global rank, optimizer
-    session = Session(world=World.from_env(1, "cpu"))  # two replicas, which have different samples
+    # two replicas, which have different samples
+    session = block.enter_context(Session(world=World.from_env(1, "cpu")))
     rank = session.world.rank
     data = TensorDataset(floats(32, 4), floats(32, 2, seed=1))
     _, optimizer, loader = session.prepare(net, optimizer, DataLoader(data, batch_size=8))
@@ -62,13 +64,14 @@ def with_session() -> Callable[[], Any]:
     return lambda: session.forward_backward(*next(batches), loss_of)
 
 
-step = {"smp": with_smp, "own": with_own_loop, "session": with_session}[height]()
-for number in range(4):
-    optimizer.zero_grad()
-    if (place, number, rank) == ("leaves", 2, int(who)):
-        world.close()
-        break
-    step()
-    optimizer.step()
-    fail("between")
+with ExitStack() as block:  # which must not leave the others before they know of the error
+    step = {"smp": with_smp, "own": with_own_loop, "session": with_session}[height]()
+    for number in range(4):
+        optimizer.zero_grad()
+        if (place, number, rank) == ("leaves", 2, int(who)):
+            world.close()
+            break
+        step()
+        optimizer.step()
+        fail("between")
 print("the end was reached")

@@ -1,9 +1,10 @@
-"""Checks that an optimizer trains the model as it is now."""
+"""Checks that optimizers train the model as it is now."""
 
 from __future__ import annotations
 
-import inspect
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -13,25 +14,6 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
 
 log = logging.getLogger(__name__)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` computes the loss itself, as that of LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def check_steps_alone(optimizer: Optimizer, key: str) -> None:
-    """Refuses an optimizer whose step computes the loss.
-
-    Raises:
-        ConfigError: it is one; `key` says where it was given.
-    """
-    if needs_closure(optimizer):
-        raise ConfigError(
-            f"{key}: its step computes the loss several times, which a pipeline does not do; "
-            f"choose another optimizer"
-        )
 
 
 def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
@@ -48,42 +30,45 @@ def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
 
 
 class OptimizerCheck:
-    """Checks an optimizer against its model in the first step, and after every change of either."""
+    """Checks optimizers against their model in the first step, and after every change of either."""
 
-    def __init__(self, model: HybridModel, optimizer: Optimizer) -> None:
+    def __init__(self, model: HybridModel) -> None:
         self._model = model
-        self._optimizer = optimizer
         self._seen: tuple[int, ...] | None = None
         self._left_out: list[Parameter] = []
 
-    def drop_gradients_left_out(self) -> None:
-        """Drops the gradients of parameters that the optimizer does not hold.
+    def drop_gradients_left_out(self, optimizers: Sequence[Optimizer]) -> None:
+        """Drops the gradients of parameters that none of `optimizers` holds.
 
         They must not count in the norm of the gradients: nobody trains, unscales or zeroes them.
 
         Raises:
-            ConfigError: see `check_optimizer`.
+            ConfigError: see `check_optimizers`.
         """
-        groups = self._optimizer.param_groups
+        groups = [group for each in optimizers for group in each.param_groups]
         now = self._model.changes, *(len(group["params"]) for group in groups)
-        if now != self._seen:
-            self._left_out = check_optimizer(self._model, self._optimizer)
+        if groups and now != self._seen:
+            self._left_out = check_optimizers(self._model, groups)
             self._seen = now
         for parameter in self._left_out:
             parameter.grad = None
 
 
-def check_optimizer(model: HybridModel, optimizer: Optimizer) -> list[Parameter]:
+def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) -> list[Parameter]:
     """Warns of parameters that are not trained, and returns them.
 
-    Gradients that frozen parameters outside the optimizer still have are dropped.
+    Gradients that frozen parameters outside the groups still have are dropped.
+
+    Args:
+        model: the model.
+        groups: of all optimizers.
 
     Raises:
-        ConfigError: the model has parameters that the optimizer does not, and the other way round:
+        ConfigError: the model has parameters that the groups have not, and the other way round:
             the model was changed after the optimizer was made.
     """
     # without those that stand for a group of which this process has nothing
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.numel()}
+    held = {id(p) for group in groups for p in group["params"] if p.numel()}
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     left_out = [name for name, parameter in trainable.items() if id(parameter) not in held]
     if left_out:

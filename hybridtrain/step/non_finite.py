@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,12 +13,33 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.data.loader import Batch
 from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes
-from hybridtrain.model import HybridModel
-from hybridtrain.training.buffer_snapshot import BufferSnapshot
+from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.pipeline.step import HeadOutput
+from hybridtrain.step.buffer_snapshot import BufferSnapshot
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step that was trained, to look at again where it is not finite.
+
+    Attributes:
+        number: of the step, from 1 on.
+        batches: the inputs and targets of this replica's batches.
+        loss_fn: what computed their losses; None if it is not known.
+        rng_step: `LayerRNG.step` before the first of them.
+        results: of the batches.
+        are_cut: the inputs are those of micro-batches, and have no targets.
+    """
+
+    number: int
+    batches: Sequence[tuple[Any, Any]]
+    loss_fn: LossFn | None
+    rng_step: int
+    results: list[TrainStepResult] = field(default_factory=list)
+    are_cut: bool = False
 
 
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
@@ -34,23 +56,27 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
     return [name for name, value in floats.items() if not _all_finite(value)]
 
 
-def find_origin(model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None) -> str:
-    """Returns where a step on `batches` first met a value that is not finite, for a message.
+def find_origin(
+    model: HybridModel, trained: Trained, loss_fn: LossFn | None, gradients: bool = True
+) -> str:
+    """Returns where a step first met a value that is not finite, for a message.
 
     Repeats the forward, with the draws of the step, and looks at the output of every module; then
     at the loss; then at the gradients that the step has left. A collective call, of all processes.
 
     Args:
         model: as the step began: its buffers must be those of before. They are left unchanged.
-        batches: what the step was trained on.
+        trained: what the step was trained on.
         loss_fn: as in the step; None if its losses were finite.
+        gradients: whether the gradients are still those of the step.
     """
-    own = _origin_in_forward(model, batches, loss_fn)
+    own = _origin_in_forward(model, trained, loss_fn)
     found = [(each, rank) for rank, each in enumerate(model.world.gather(own)) if each is not None]
     if found:
         (_, _, _, where), rank = min(found)
         return where + f" (rank {rank})" * (model.world.size > 1)
-    backwards = [each for each in model.world.gather(_origin_in_backward(model)) if each]
+    in_backward = _origin_in_backward(model) if gradients else None
+    backwards = [each for each in model.world.gather(in_backward) if each]
     if not backwards:
         return "no single layer: a second forward of the batch is finite"
     return max(backwards, key=lambda each: each[0])[1]
@@ -106,7 +132,7 @@ class _Watch:
 
 
 def _origin_in_forward(
-    model: HybridModel, batches: Sequence[Batch], loss_fn: LossFn | None
+    model: HybridModel, trained: Trained, loss_fn: LossFn | None
 ) -> _Origin | None:
     """Returns the first place of this process's forward; None if all of it is finite."""
     watch = _Watch(model)
@@ -130,18 +156,22 @@ def _origin_in_forward(
     snapshot = BufferSnapshot(model.net)
     snapshot.take()
     step = model.rng.step
-    model.rng.step = step - len(batches)  # the same masks of dropout as in the step
+    model.rng.step = trained.rng_step  # the same masks of dropout as in the step
     hook = register_module_forward_hook(watch)
     # compiled layers do not call hooks that they were not compiled with
     stance = torch.compiler.set_stance("force_eager")
     try:
         with stance:
-            for watch.batch, batch in enumerate(batches):
-                if bad := _bad(batch.inputs):
+            for watch.batch, (inputs, targets) in enumerate(trained.batches):
+                if bad := _bad(inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
                     ends.append((-1, watch.batch, 0, text))
-                counts = iter(_counts(model, batch, loss_fn))
-                model.map_outputs(batch.inputs, batch.targets, measure)
+                if trained.are_cut:
+                    with torch.no_grad():
+                        model.run_microbatches(inputs, lambda *_: HeadOutput(None), trains=False)
+                    continue
+                counts = iter(_counts(model, inputs, targets, loss_fn))
+                model.map_outputs(inputs, targets, measure)
     finally:
         hook.remove()
         model.rng.step = step
@@ -151,12 +181,14 @@ def _origin_in_forward(
     return min(certain or [place for _, place in watch.found], default=None)
 
 
-def _counts(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequence[float]:
+def _counts(
+    model: HybridModel, inputs: Any, targets: Any, loss_fn: LossFn | None
+) -> Sequence[float]:
     """Returns what each micro-batch counts: the loss of one that counts nothing is NaN by right."""
-    sizes = chunk_sizes(batch_size(batch.inputs, batch.targets), model.options.chunks)
+    sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
     if loss_fn is None:
         return sizes
-    counts, units = batch_counts(model.with_count(loss_fn), batch.inputs, batch.targets, sizes)
+    counts, units = batch_counts(model.with_count(loss_fn), inputs, targets, sizes)
     return units or counts.numbers()
 
 

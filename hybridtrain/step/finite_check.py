@@ -22,12 +22,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hybridtrain.data.loader import Batch
 from hybridtrain.errors import DataError, DivergedError
-from hybridtrain.losses import LossFn
-from hybridtrain.model import HybridModel
-from hybridtrain.training.buffer_snapshot import BufferSnapshot
-from hybridtrain.training.non_finite import find_origin, largest_gradient, non_finite_names
+from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.step.buffer_snapshot import BufferSnapshot
+from hybridtrain.step.non_finite import Trained, find_origin, largest_gradient, non_finite_names
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +45,7 @@ class FiniteCheck:
         adaptive_scale: whether the scaler adapts its scale.
 
     Attributes:
+        scaler: see above.
         skipped: steps skipped since the run began, because a value was not finite.
         empty: steps skipped because no target counted.
         overflows: steps skipped because the scaled gradients of fp16 overflowed.
@@ -61,7 +60,7 @@ class FiniteCheck:
     ) -> None:
         self.skipped = self.overflows = self.empty = 0
         self._model = model
-        self._scaler = scaler
+        self.scaler = scaler
         self._max_skipped = max_skipped
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
@@ -99,59 +98,60 @@ class FiniteCheck:
             self._meant.difference_update(fresh)
             self._meant.update(non_finite_names(fresh))
 
-    def allows_step(
-        self,
-        step: int,
-        norm: Tensor,
-        batches: Sequence[Batch],
-        losses: Sequence[Tensor],
-        loss_fn: LossFn,
-    ) -> bool:
+    @property
+    def undoes_on_device(self) -> bool:
+        """True if a device can put back the buffers of this step: they were changed in place."""
+        return self._buffers.changed_in_place
+
+    def restore_where_not_finite(self, norm: Tensor) -> None:
+        """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
+        self._buffers.restore_where(~norm.isfinite())
+
+    def allows_step(self, trained: Trained, norm: float, undone: bool = False) -> bool:
         """Returns whether the optimizer may step; if not, the step is counted and undone.
 
         Args:
-            step: the number of this step.
-            norm: of the gradients, unscaled and not clipped yet.
-            batches: what the step was trained on.
-            losses: the loss of each.
-            loss_fn: what computed it.
+            trained: what the step was trained on.
+            norm: of its gradients, unscaled and not clipped yet.
+            undone: the devices have left the step out already, and gradients are of a later one.
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
-        # The one wait for a GPU in a step: whether an optimizer steps is decided on the host, and
-        # a step with NaN cannot be undone. fp16's GradScaler waits for the same reason.
-        if math.isfinite(norm.item()):
+        if math.isfinite(norm):
             self._consecutive = 0
             return True
         # finite gradients whose squares overflow: clipping would make them 0, and Adam's moments
         # would be infinite for ever
-        too_large = not self._any_gradient_is_bad()
-        finite_loss = self._loss_is_finite(losses)
-        overflow = finite_loss and not too_large and self._scaler.is_enabled()
+        too_large = not undone and not self._any_gradient_is_bad()
+        finite_loss = self._loss_is_finite(trained.results)
+        overflow = finite_loss and not too_large and self.scaler.is_enabled()
         if overflow:
             self.overflows += 1
-            if self._adaptive_scale and self._scaler.get_scale() >= _SMALLEST_SCALE:
+            adapts = self._adaptive_scale and getattr(self.scaler, "adapts", True)
+            if adapts and self.scaler.get_scale() > _SMALLEST_SCALE:
                 return False
         else:
-            self._buffers.restore()
+            if not undone:
+                self._buffers.restore()
             self.skipped += 1
         self._consecutive += 1
         if self._consecutive == 1:
             if too_large:
                 where = f"{largest_gradient(self._model)}: finite, but the norm overflows"
             else:
-                where = find_origin(self._model, batches, None if finite_loss else loss_fn)
-            self._began = step, where
+                where = self._origin(trained, finite_loss, undone)
+            self._began = trained.number, where
             if self._model.world.is_main:
                 what = "gradient's norm" if too_large else "gradient" if finite_loss else "loss"
                 _log.warning(
                     "step %d is skipped, its %s is not finite; it began in %s",
-                    step, what, self._began[1],
+                    trained.number, what, where,
                 )  # fmt: skip
         if self._max_skipped is not None and self._consecutive >= self._max_skipped:
             raise DivergedError(
-                f"the run has diverged: {self._consecutive} consecutive steps, up to step {step}, "
+                f"the run has diverged: {self._consecutive} consecutive steps, up to step "
+                f"{trained.number}, "
                 f"had a loss or gradients that are not finite (max_skipped={self._max_skipped}). "
                 f"At step {self._began[0]} it began in {self._began[1]}"
             )
@@ -215,8 +215,21 @@ class FiniteCheck:
         gradients = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
         return any(self._model.world.gather(bool(non_finite_names(gradients))))
 
-    def _loss_is_finite(self, losses: Sequence[Tensor]) -> bool:
-        bad = any(not math.isfinite(float(loss)) for loss in losses)
+    def _origin(self, trained: Trained, finite_loss: bool, undone: bool) -> str:
+        loss_fn = None if finite_loss else trained.loss_fn
+        if not undone:
+            return find_origin(self._model, trained, loss_fn)
+        # a later step has changed the buffers meanwhile; its snapshot has what they were before
+        later = BufferSnapshot(self._model.net)
+        later.take()
+        self._buffers.restore()
+        try:
+            return find_origin(self._model, trained, loss_fn, gradients=False)
+        finally:
+            later.restore()
+
+    def _loss_is_finite(self, results: Sequence[TrainStepResult]) -> bool:
+        bad = any(not math.isfinite(float(result.loss)) for result in results)
         return not self._model.reduce_loss(torch.tensor([float(bad)])).item()
 
     def counts(self) -> dict[str, int]:

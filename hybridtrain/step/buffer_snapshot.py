@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hybridtrain.accelerator import put
+
 
 class BufferSnapshot:
     """Keeps copies of the buffers of `net`; a `take` copies those that have changed since the last.
@@ -107,6 +109,28 @@ class BufferSnapshot:
             if taken is not None:
                 taken.copy_(self._copies[index])
                 self._taken[index] = taken, taken._version
+
+    @property
+    def changed_in_place(self) -> bool:
+        """True if `restore_where` can undo all that has changed since the last `take`."""
+        buffers = [module._buffers.get(name) for module, name in self._places]
+        same = all(b is taken for b, (taken, _) in zip(buffers, self._taken, strict=True))
+        return same and all(
+            table.keys() == known for table, known in zip(self._tables, self._known, strict=True)
+        )
+
+    @torch.no_grad()
+    def restore_where(self, flag: Tensor) -> None:
+        """Gives the buffers back their values where `flag` is true, on their devices.
+
+        For buffers that were changed in place. No host waits for the flag, a 0-dim tensor.
+        """
+        flags: dict[torch.device, Tensor] = {}
+        for index in self._changed():
+            buffer, _ = self._taken[index]
+            if buffer is not None:
+                here = flags.setdefault(buffer.device, put(flag, buffer.device))
+                buffer.copy_(torch.where(here, self._copies[index], buffer))
 
     def _changed(self) -> list[int]:
         """Returns the places whose buffer may not be what the last `take` has seen."""

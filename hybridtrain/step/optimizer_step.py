@@ -1,0 +1,503 @@
+"""One optimizer step: gradients, their norm, whether the optimizer may step, the update.
+
+        begin        [1] the batches' weights in the step's mean; buffers are remembered
+        train_step   [2] forward, loss and backward of each batch; the last averages over replicas
+        norm         [3] gradients are unscaled, those left out dropped; the norm of the rest
+        take         [4] is it finite? Then the update; otherwise the buffers are put back
+        end          [5] the step is counted, the scale of the loss adapted
+
+`Trainer`, `Session`, `hybridtrain.smp` and loops of the user's own are made of it, so that at every
+height a step that is not finite is skipped and named.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybridtrain.accelerator import HostCopy, accelerator_of
+from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint.manifest import MANIFEST
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.batch import Batch
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError
+from hybridtrain.launch.activity import activity
+from hybridtrain.loss_weights import StepWeights
+from hybridtrain.losses import LossFn
+from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.param_groups import CombinedOptimizer
+from hybridtrain.step.finite_check import FiniteCheck
+from hybridtrain.step.loss_mean import LossMean
+from hybridtrain.step.non_finite import Trained
+from hybridtrain.step.optimizer_check import OptimizerCheck, check_lr_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+
+class StepResult(NamedTuple):
+    """Result of `OptimizerStep.run`.
+
+    Attributes:
+        norm: of the gradients before clipping, a 0-dim tensor.
+        results: of `HybridModel.train_step` for each batch.
+    """
+
+    norm: Tensor
+    results: list[TrainStepResult]
+
+
+class _Undecided(NamedTuple):
+    """A step whose optimizer has decided on the device: what the host has still to be told."""
+
+    norm: HostCopy
+    trained: Trained
+
+
+class OptimizerStep:
+    """Takes optimizer steps, all processes alike; a step that is not finite is skipped and named.
+
+        step = OptimizerStep(model, optimizer, clip_norm=1.0)
+        for batch in loader.batches():
+            step.run([batch], loss_fn)
+
+    The model's gradients are those of the mean over all samples (or what the loss counts) of all
+    batches and replicas of a step, whatever their sizes.
+
+    Args:
+        model: the model.
+        optimizers: over its parameters, one or several.
+        lr_schedule: stepped once in each step, also in one that is skipped.
+        scaler: scales the loss, for fp16; None: one that is made for the model's `precision`.
+        loss_scale: a fixed scale; None: the scaler adapts it.
+        clip_norm: largest norm of the gradients over all stages, for `run` and `finish`.
+        max_skipped: consecutive steps that may be skipped; None: no limit.
+        on_gradients: called when the gradients are complete: averaged, unscaled, not clipped.
+
+    Attributes:
+        number: the steps done, taken or skipped.
+        losses: the mean of the losses of the steps that were taken.
+        finite: decides whether an optimizer may step, and counts those that may not.
+
+    Raises:
+        ConfigError: the schedule depends on more than the step.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        *optimizers: Optimizer,
+        lr_schedule: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        loss_scale: float | None = None,
+        clip_norm: float | None = None,
+        max_skipped: int | None = 10,
+        on_gradients: Callable[[], None] = lambda: None,
+    ) -> None:
+        check_lr_schedule(lr_schedule)
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.lr_schedule = lr_schedule
+        if scaler is None:
+            fp16 = model.options.precision == "fp16"
+            scaler = GradScaler(model.world.devices[0].type, enabled=fp16)
+        self.number = 0
+        self.losses = LossMean(model)
+        self.finite = FiniteCheck(model, scaler, max_skipped, adaptive_scale=loss_scale is None)
+        self._loss_scale = loss_scale
+        self._clip_norm = clip_norm
+        self._on_gradients = on_gradients
+        self._check = OptimizerCheck(model)
+        self._weights: StepWeights | None = None
+        self._trained = Trained(1, [], None, 0)
+        self._is_unscaled = False
+        self._norm: Tensor | None = None
+        self._may_step: bool | None = None
+        self._updated: list[Optimizer] = []
+        self._undecided: _Undecided | None = None
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler of the loss."""
+        return self.finite.scaler
+
+    def add(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
+        """Adds an optimizer, and what scales the loss for it from now on."""
+        self.optimizers.append(optimizer)
+        if scaler is not None:
+            self.finite.scaler = scaler
+
+    # --- a whole step
+
+    def run(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepResult:
+        """Takes the next step on `batches`, this replica's; all processes call it together.
+
+        Raises:
+            DivergedError: too many consecutive steps were skipped.
+            Exception: see `HybridModel.train_step`.
+        """
+        self.begin(batches, loss_fn)
+        results = [self.train_step(batch.inputs, batch.targets) for batch in batches]
+        return StepResult(self.finish(), results)
+
+    def finish(self, results: Sequence[TrainStepResult] | None = None) -> Tensor:
+        """Ends a step whose gradients are there; returns their norm before clipping.
+
+        Args:
+            results: of the batches, if it was not `train_step` of this object that gave them.
+
+        Raises:
+            DivergedError: see `run`.
+        """
+        if results is not None:
+            self.record(results)
+        norm = self.norm()
+        if self._clip_norm is not None:
+            self.clip(self._clip_norm)
+        for optimizer in self.optimizers:
+            self.take(optimizer)
+        self.end()
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()  # also where a step is skipped: a function of the step
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return norm
+
+    # --- its parts, in their order
+
+    def begin(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepWeights:
+        """Begins a step on `batches`; returns their weights in it, for `HybridModel.train_step`.
+
+        All processes call it together.
+        """
+        weights = self.model.step_weights(  # [1]
+            [(batch.inputs, batch.targets) for batch in batches],
+            loss_fn,
+            samples=[batch.samples for batch in batches],
+            total=sum(batch.total for batch in batches),
+        )
+        self.open([(batch.inputs, batch.targets) for batch in batches], loss_fn)
+        self._weights = weights
+        return weights
+
+    def open(
+        self, batches: Sequence[tuple[Any, Any]], loss_fn: LossFn | None, are_cut: bool = False
+    ) -> None:
+        """Begins a step whose batches are weighed by somebody else; arguments: see `Trained`."""
+        self._update_scale()  # of a step that was unscaled, and neither taken nor ended
+        if self._undecided is None:
+            self.losses.fold(least=1000)
+        self._weights = None
+        self._forget_decision()
+        # not where gradients are added to those of a step that no optimizer has taken yet
+        was_taken = self.number >= self._trained.number
+        if was_taken or all(parameter.grad is None for parameter in self.model.parameters()):
+            self.finite.begin_step()
+        self._trained = Trained(
+            self.number + 1, batches, loss_fn, self.model.rng.step, are_cut=are_cut
+        )
+
+    def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
+        """Runs forward, loss and backward of the next batch; see `HybridModel.train_step`.
+
+        Raises:
+            BatchError: the step has no such batch.
+        """
+        trained, weights = self._trained, self._weights
+        index = len(trained.results)
+        if weights is None or trained.loss_fn is None or index == len(weights):
+            raise BatchError("train_step() is for a batch of begin(batches, loss_fn), each once")
+        result = self.model.train_step(  # [2]
+            inputs,
+            targets,
+            trained.loss_fn,
+            weight=weights[index],
+            sync=index + 1 == len(weights),
+            scale_loss=self.scaler.scale,
+            timeline=timeline,
+        )
+        self.record([result])
+        return result
+
+    def record(self, results: Sequence[TrainStepResult]) -> None:
+        """Takes the results of batches that were trained on with the weights of `begin`."""
+        self._trained.results.extend(results)
+        self.losses.add(results)
+
+    def norm(self) -> Tensor:
+        """Returns the norm of the gradients of all stages, which are complete and unscaled.
+
+        All processes call it together. Gradients of parameters that no optimizer holds are dropped.
+
+        Raises:
+            ConfigError: the optimizer has parameters of another model.
+        """
+        if self._norm is None:
+            self._check.drop_gradients_left_out(self.optimizers)  # [3]
+            for optimizer in self.optimizers:
+                self.model.unscale_(self.scaler, optimizer)
+            self._is_unscaled = True
+            self._on_gradients()
+            self._norm = self.model.grad_norm()
+        return self._norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales the gradients down to `max_norm`, if they are finite; returns the norm before."""
+        norm = self.norm()
+        if self._decides_on_device() or self._is_allowed():
+            self.model.pipeline.clip_grads_with_norm_(max_norm, norm)
+        return norm
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Has `optimizer` step, unless this step is to be skipped; all processes together.
+
+        Raises:
+            DivergedError: too many consecutive steps were skipped.
+        """
+        if any(optimizer is one for one in self._updated):  # again, without a `begin` in between
+            self._forget_decision()
+            self._trained = Trained(self.number + 1, [], None, self.model.rng.step)
+        self._updated.append(optimizer)
+        norm = self.norm()
+        activity.now(f"step {self._trained.number}: optimizer")
+        if self._decides_on_device():  # [4]
+            self._take_on_device(optimizer, norm)
+        elif self._is_allowed():
+            self.scaler.step(optimizer)
+
+    def end(self) -> None:
+        """Counts the step, once for several optimizers, and adapts the scale."""
+        if self.number < self._trained.number:
+            self.number += 1  # [5]
+        self._update_scale()
+
+    # --- the decision
+
+    def _is_allowed(self) -> bool:
+        """Returns whether the optimizers may step; the first call in a step waits for a device."""
+        if self._may_step is None:
+            self.settle()
+            trained, norm = self._trained, self.norm()
+            if self._weights is not None and not self._weights.total:
+                self.finite.skip_empty(trained.number)  # no target of any replica counts
+                self._may_step = False
+            else:
+                # The one wait for a device in a step: whether an optimizer steps is decided on the
+                # host, and a step with NaN cannot be undone. fp16's GradScaler does so too.
+                self._may_step = self.finite.allows_step(trained, norm.item())
+            if not self._may_step:
+                self.losses.drop(trained.results)
+        return self._may_step
+
+    def _decides_on_device(self) -> bool:
+        """Returns whether the optimizers of this step leave themselves out where they must."""
+        if self._may_step is not None or self._norm is None:
+            return False
+        if accelerator_of(self._norm.device) is None or self.scaler.is_enabled():
+            return False
+        known = self._weights is None or self._weights.total > 0
+        return (
+            known and self.finite.undoes_on_device and all(map(_takes_found_inf, self.optimizers))
+        )
+
+    def _take_on_device(self, optimizer: Any, norm: Tensor) -> None:
+        """Has `optimizer` step where `norm` is finite, without the host's knowing.
+
+        The host is told one step later, and words and counts follow then: see `settle`.
+        """
+        if self._undecided is None or self._undecided.trained is not self._trained:
+            self.settle()  # the step before: it is done by now, and its batches can be run again
+            self._undecided = _Undecided(HostCopy([norm]), self._trained)
+            self.finite.restore_where_not_finite(norm)
+        # as GradScaler does for these optimizers: a fused kernel does nothing where this is 1
+        optimizer.found_inf = (~norm.isfinite()).float()
+        optimizer.grad_scale = None
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+
+    def settle(self) -> None:
+        """Waits for what a device has decided of the last step, and counts it; all together.
+
+        Raises:
+            DivergedError: too many consecutive steps were skipped.
+        """
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None:
+            (norm,) = undecided.norm.numbers()
+            if not self.finite.allows_step(undecided.trained, norm, undone=True):
+                self.losses.drop(undecided.trained.results)
+
+    def _forget_decision(self) -> None:
+        self._norm = self._may_step = None
+        self._updated = []
+
+    def _update_scale(self) -> None:
+        if self._is_unscaled:
+            self._is_unscaled = False
+            self.scaler.update(self._loss_scale)
+
+    # --- what a run goes on from
+
+    def mean_loss(self) -> float:
+        """Returns the mean loss over all replicas since the last call; a collective call.
+
+        Of the steps that were taken; NaN if there were none.
+        """
+        self.settle()
+        return self.losses.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of the step, the scale, counts and losses, in JSON's types."""
+        return {
+            "step": self.number,
+            "scaler": self.scaler.state_dict() or None,
+            **self.losses.state_dict(),
+            **self.finite.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`."""
+        self.number = state_dict["step"]
+        self._trained = Trained(self.number + 1, [], None, self.model.rng.step)
+        if state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        self.losses.load_state_dict(state_dict)
+        self.finite.load_state_dict(state_dict)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, or all of them as one, for a checkpoint.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if not self.optimizers:
+            raise ConfigError("there is no optimizer yet, and a checkpoint holds its state")
+        return (
+            self.optimizers[0] if len(self.optimizers) == 1 else CombinedOptimizer(self.optimizers)
+        )
+
+    def save(
+        self,
+        directory: str | Path,
+        *loaders: Stateful,
+        states: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        progress: Stateful | None = None,
+    ) -> Path:
+        """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
+
+        Args:
+            directory: of all checkpoints of the run.
+            *loaders: whose positions are saved, in an order that `resume` is given too.
+            states: what else is saved, by name.
+            keep: how many of the newest to keep; None: all.
+            progress: what is saved in place of this step's own `state_dict`, which it includes.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            DivergedError: weights or moments are not finite; nothing is written.
+        """
+        self.settle()
+        optimizer = self.optimizer
+        self.finite.check_weights(self.number, optimizer)
+        self.losses.gather()
+        path = saving.save(
+            CheckpointStore(Path(directory), keep),
+            self.number,
+            self.model,
+            optimizer,
+            {"progress": progress or self},
+            _by_name(loaders, states),
+        )
+        assert path is not None  # a full disk is an error
+        return path
+
+    def resume(
+        self,
+        path: str | Path,
+        *loaders: Stateful,
+        states: Mapping[str, Stateful] | None = None,
+        missing_ok: bool = False,
+        progress: Stateful | None = None,
+    ) -> dict[str, Any] | None:
+        """Continues from the checkpoint at `path`, or from the newest in that directory.
+
+        Weights and the optimizer's state are the checkpoint's; hyperparameters are this program's.
+        The next loop over a loader continues in its epoch, and the schedule is stepped on to where
+        it was.
+
+        Args:
+            path: a checkpoint, or the directory of all.
+            *loaders: as in `save`.
+            states: as in `save`.
+            missing_ok: if there is none, do nothing.
+            progress: as in `save`.
+
+        Returns:
+            what the checkpoint says of its progress; None if there is none.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or is of another model.
+        """
+        world = self.model.world
+        newest = world.broadcast(world.on_main(lambda: checkpoint_at(Path(path))))
+        if newest is None:
+            if missing_ok:
+                return None
+            raise CheckpointError(f"{path} has no checkpoint")
+        saved = state.restore(
+            newest,
+            self.model,
+            self.optimizer,
+            {"progress": progress or self},
+            _by_name(loaders, states),
+        )
+        if self.lr_schedule is not None:
+            replay(self.lr_schedule, self.number)
+        return saved
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """Returns the checkpoint at `path`, or the newest in that directory."""
+    return path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
+
+
+def replay(lr_schedule: LRScheduler, steps: int) -> None:
+    """Steps a learning-rate schedule from 0 again, for a run that is resumed.
+
+    It is not loaded, since its parameters and length are this run's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        for _ in range(steps):
+            lr_schedule.step()
+
+
+def _by_name(
+    loaders: Sequence[Stateful], states: Mapping[str, Stateful] | None
+) -> dict[str, Stateful]:
+    return {f"loader{number}": loader for number, loader in enumerate(loaders)} | dict(states or {})
+
+
+def _takes_found_inf(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` leaves itself out where `found_inf` says so.
+
+    Those with a fused kernel do. Not in the first step of a parameter: SGD would take a momentum
+    that its kernel has not written.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        parameter in optimizer.state
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )

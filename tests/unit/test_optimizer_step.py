@@ -1,0 +1,224 @@
+"""One optimizer step: the same at every height, skipped and named where it is not finite."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support.heights import Small
+from support.stand_in_gpus import on_host, stand_in_gpus
+from support.training import assert_same, data, plain_net, rich_net, trainer
+from torch import nn
+
+from hybridtrain import HybridModel, Loader, OptimizerStep, World
+from hybridtrain.errors import BatchError, CheckpointError, DivergedError
+from hybridtrain.losses import cross_entropy
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def own_loop(net, *, nb_part=2, samples=22, made=None, **settings):
+    """A model, an `OptimizerStep` and a loader, for a loop of one's own."""
+    world = World.from_env(nb_part=nb_part, devices="cpu")
+    model = HybridModel(net, world, chunks=2, seed=3)
+    model.train()
+    step = OptimizerStep(model, torch.optim.AdamW(model.parameters(), lr=0.02), **settings)
+    loader = Loader(made or data(samples), 4, world, seed=1, drop_last=True)
+    return model, step, loader
+
+
+def run(step, loader, steps):
+    while step.number < steps:
+        for batch in loader.batches():
+            step.run([batch], cross_entropy)
+            if step.number == steps:
+                return
+
+
+def test_a_loop_of_ones_own_trains_as_a_trainer():
+    ours = trainer(rich_net(), steps=7, clip_norm=1.0)
+    ours.fit()
+    model, step, _ = own_loop(rich_net(), clip_norm=1.0)
+    stream = ours.train.stream()
+    for _ in range(7):
+        step.run([next(stream)], cross_entropy)
+    assert_same(model.state_dict(), ours.model.state_dict(), "weights and buffers")
+
+
+def test_a_loop_of_ones_own_saves_and_resumes_in_two_lines(tmp_path):
+    def decayed(model_and_more):
+        model, step, loader = model_and_more
+        step.lr_schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step.optimizers[0], 9)
+        return model, step, loader
+
+    whole, step, loader = decayed(own_loop(rich_net()))
+    run(step, loader, 9)
+    _, step, loader = decayed(own_loop(rich_net()))
+    assert step.resume(tmp_path, loader, missing_ok=True) is None
+    run(step, loader, 6)  # in the second epoch
+    step.save(tmp_path, loader)
+    again, step, loader = decayed(own_loop(rich_net()))
+    step.resume(tmp_path, loader)
+    assert step.number == 6
+    run(step, loader, 9)
+    assert_same(again.state_dict(), whole.state_dict(), "weights and buffers")
+
+
+def test_a_directory_without_a_checkpoint_is_one_line(tmp_path):
+    _, step, loader = own_loop(plain_net())
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        step.resume(tmp_path, loader)
+
+
+def test_accumulated_batches_are_those_of_one_large_step():
+    batches = list(own_loop(plain_net())[2].batches())[:4]
+    model, step, _ = own_loop(plain_net())
+    step.run(batches, cross_entropy)
+    other, apart, _ = own_loop(plain_net())
+    weights = apart.begin(batches, cross_entropy)
+    for index, batch in enumerate(batches):
+        other.train_step(
+            batch.inputs, batch.targets, cross_entropy, weight=weights[index], sync=index == 3
+        )
+    apart.finish([])
+    assert_same(model.state_dict(), other.state_dict(), "weights")
+
+
+def test_a_batch_too_many_is_refused():
+    _, step, loader = own_loop(plain_net())
+    batch = next(iter(loader.batches()))
+    with pytest.raises(BatchError, match="each once"):
+        step.train_step(batch.inputs, batch.targets)
+    step.begin([batch], cross_entropy)
+    step.train_step(batch.inputs, batch.targets)
+    with pytest.raises(BatchError, match="each once"):
+        step.train_step(batch.inputs, batch.targets)
+
+
+def poisoned(value=float("nan")):
+    made = data(22)
+    made.tensors[0][5, 2] = value
+    return made
+
+
+@pytest.mark.parametrize("height", ["own loop", "Session"])
+def test_a_step_that_is_not_finite_is_skipped_and_named(height, caplog):
+    if height == "own loop":
+        model, step, loader = own_loop(rich_net(), made=poisoned())
+        before = [copies(model)]
+        while step.number < 5:
+            for batch in loader.batches():
+                step.run([batch], cross_entropy)
+                before.append(copies(model))
+        counts = step.finite.counts()
+    else:
+        small = Small(made=poisoned())
+        before = [small.state()]
+        for _ in range(5):
+            small.fit(small.session.steps + 1)
+            before.append(small.state())
+        counts = small.session.state_dict()
+        assert all(torch.tensor(loss).isfinite() for loss in small.losses if loss == loss)
+        assert sum(loss != loss for loss in small.losses) == 1  # of no step that was taken
+    same = [all(map(torch.equal, a.values(), b.values())) for a, b in pairwise(before)]
+    assert same.count(True) == counts["skipped_steps"] == 1
+    (warning,) = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    assert f"step {same.index(True) + 1} is skipped, its loss is not finite" in warning
+    assert "the inputs of the batch, before stage 0: a tensor has NaN" in warning
+
+
+def copies(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_session_ends_when_too_many_steps_are_skipped():
+    made = data(22)
+    made.tensors[0].fill_(float("nan"))
+    small = Small(made=made, max_skipped=3)
+    with pytest.raises(DivergedError, match="3 consecutive steps, up to step 3"):
+        small.fit(5)
+
+
+def test_a_session_saves_no_weights_that_are_not_finite(tmp_path):
+    small = Small().fit(2)
+    with torch.no_grad():
+        next(small.model.parameters())[0] = float("nan")
+    with pytest.raises(DivergedError, match="which is not saved"):
+        small.session.save(tmp_path)
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_counts_of_a_session_are_kept_over_a_restart(tmp_path):
+    small = Small(made=poisoned()).fit(5)
+    small.session.save(tmp_path)
+    again = Small(made=poisoned())
+    assert again.session.resume(tmp_path)
+    assert again.session.state_dict()["skipped_steps"] == 1
+
+
+def net_with_buffers():
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
+
+
+class Rounds:
+    """Steps on the devices of `world`, with the host's waits in each."""
+
+    def __init__(self, devices, made, *, fused=True, gpus=None, **settings):
+        world = World.from_env(2, [str(device) for device in devices])
+        self.model = HybridModel(net_with_buffers(), world, chunks=2, seed=3)
+        self.model.train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
+        self.step = OptimizerStep(self.model, optimizer, clip_norm=1.0, **settings)
+        self.waits = []
+        loader = Loader(made, 4, world, seed=1, drop_last=True)
+        for batch in (batch for _ in range(2) for batch in loader.batches()):
+            before = gpus.syncs if gpus else 0
+            self.step.run([batch], cross_entropy)
+            self.waits.append((gpus.syncs if gpus else 0) - before)
+
+    def state(self):
+        moments = self.step.optimizer.state_dict()["state"]
+        found = {**self.model.state_dict()}
+        return on_host(found | {f"{n}.{k}": v for n, e in moments.items() for k, v in e.items()})
+
+
+@pytest.mark.parametrize(("fused", "waits"), [(True, 0), (False, 1)])
+def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
+    with stand_in_gpus(2) as gpus:
+        rounds = Rounds(gpus.devices, data(22), fused=fused, gpus=gpus)
+    assert rounds.waits[1:] == [waits] * 9  # the first step has no moments yet, and always waits
+
+
+@pytest.mark.parametrize("spoilt", [[], [5], [5, 9], list(range(12, 20))])
+def test_what_a_device_decides_is_what_the_host_would_have_decided(spoilt, caplog):
+    made = data(22)
+    made.tensors[0][spoilt, 2] = float("nan")
+    expected = Rounds(["cpu", "cpu"], made)
+    losses = expected.step.mean_loss()
+    said = warnings_in(caplog)
+    with stand_in_gpus(2) as gpus:
+        rounds = Rounds(gpus.devices, made, gpus=gpus)
+        assert rounds.step.mean_loss() == losses
+        assert_same(rounds.state(), expected.state(), "weights, buffers and moments")
+    assert rounds.step.state_dict() == expected.step.state_dict()
+    assert rounds.step.finite.skipped == 0 if not spoilt else rounds.step.finite.skipped > 1
+    assert warnings_in(caplog) == said
+
+
+def warnings_in(caplog):
+    said = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    caplog.clear()
+    return said
+
+
+def test_a_run_that_diverges_on_a_device_ends_one_step_later():
+    made = data(22)
+    made.tensors[0].fill_(float("nan"))
+    with (
+        stand_in_gpus(2) as gpus,
+        pytest.raises(DivergedError, match=r"3 .* up to step 3") as error,
+    ):
+        Rounds(gpus.devices, made, gpus=gpus, max_skipped=3)
+    assert "the inputs of the batch" in str(error.value)
