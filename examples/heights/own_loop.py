@@ -1,4 +1,4 @@
-"""The tutorial's network with its own loop: `World`, `HybridModel`, `train_step`.
+"""The tutorial's network with its own loop: `World`, `HybridModel`, `OptimizerStep`.
 
 python examples/heights/own_loop.py
 HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/own_loop.py
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from common import BasicNet, datasets
 from torch import optim
 
-from hybridtrain import EvalLoader, HybridModel, Loader, World
+from hybridtrain import EvalLoader, HybridModel, Loader, OptimizerStep, World
 
 
 def main(epochs: int = 1) -> list[float]:
@@ -20,20 +20,14 @@ def main(epochs: int = 1) -> list[float]:
     train_loader = Loader(train_dset, batch_size=64, world=world)
     test_loader = EvalLoader(test_dset, batch_size=64, world=world)
     model = HybridModel(BasicNet(image_size), world, chunks=4)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    step = OptimizerStep(model, optim.AdamW(model.parameters(), lr=1e-3))
     losses = []
 
     for epoch in range(epochs):
         model.train()
-        for data, target in train_loader:
-            weight = train_loader.weight(model, F.nll_loss)
-            out = model.train_step(data, target, F.nll_loss, weight=weight)
-            optimizer.step()
-            optimizer.zero_grad()
-            # the mean over all replicas, for the record
-            sums = torch.tensor([float(out.loss) * out.count, out.count], dtype=torch.float64)
-            total, count = model.reduce_loss(sums).tolist()
-            losses.append(total / count)
+        for batch in train_loader.batches():
+            step.run([batch], F.nll_loss)
+            losses.append(step.mean_loss())  # over all replicas
         if world.is_main:
             print(f"epoch {epoch + 1}  loss of the last step {losses[-1]:.6f}")
 
