@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.loss_counts import function_of
+from hybridtrain.losses import resolve
 from hybridtrain.options import PipelineOptions
 from hybridtrain.world import World
 
@@ -90,12 +90,10 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
 
 def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
     """Returns the names of the trainable parameters of a loss that the model does not have."""
-    inner: Any = loss_fn
+    inner: Any = resolve(loss_fn).function
     while not isinstance(inner, nn.Module):
         if isinstance(inner, partial):
             inner = inner.func
-        elif function_of(inner) is not inner:
-            inner = function_of(inner)
         elif isinstance(getattr(inner, "__self__", None), nn.Module):
             inner = inner.__self__
         else:

@@ -29,9 +29,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.loss_counts import checked_loss, function_of, name_of
-from hybridtrain.loss_weights import BatchWeight
-from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.losses import CountedLoss, LossFn
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.microbatch import batch_size, chunk_sizes, split
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.pipeline.layer_rng import ReplayedDraws
@@ -237,18 +236,18 @@ def _as_before(model: HybridModel) -> Iterator[None]:
 class _Recorded:
     """A loss that notes the outputs and losses of its micro-batches."""
 
-    loss: LossFn
+    loss: CountedLoss
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
     @property
     def __name__(self) -> str:
-        return name_of(function_of(self.loss))
+        return self.loss.name
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
         # a copy: the loss may work in place
         self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
-        loss = checked_loss(self.loss(output, targets))
+        loss = self.loss(output, targets)
         self.losses.append(loss.detach().clone())
         return loss
 
@@ -265,8 +264,7 @@ class _Comparison:
     def __init__(self, model: HybridModel, loss_fn: LossFn, reference: nn.Module | None) -> None:
         self._model = model
         self._world = model.world
-        self._loss_fn = loss_fn
-        self._loss = model.with_count(loss_fn)
+        self._loss = model.resolve_loss(loss_fn)
         self._device = model.pipeline.output_device
         net = copy.deepcopy(model.net) if reference is None else reference
         remove_aliases(net)
@@ -285,7 +283,7 @@ class _Comparison:
     def batch(self, name: str, inputs: Any, targets: Any) -> None:
         """Compares a training step and an evaluation of a batch."""
         model = self._model
-        weights = model.step_weights([(inputs, targets)], self._loss_fn)[0]
+        weights = model.step_weights([(inputs, targets)], self._loss)[0]
         sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
         parts = split(self._placed(inputs), sizes)
         target_parts = split(self._placed(targets), sizes)
@@ -324,28 +322,25 @@ class _Comparison:
         target_parts: Sequence[Any],
     ) -> None:
         model, net = self._model, self._net
-        recorded = _Recorded(self._loss_fn)
-        loss: Any = recorded
-        if isinstance(self._loss, MeanLoss):
-            loss = replace(self._loss, loss_mean=recorded)
-        elif isinstance(self._loss, SumLoss):
-            loss = replace(self._loss, loss_sum=recorded)
+        recorded = _Recorded(self._loss)
+        # trusted: the proof of the first step would call it once more
+        loss = replace(self._loss, function=recorded, trusted=True)
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
-        with self._seeds(len(parts)) as seeds, model.unproven(loss):
+        with self._seeds(len(parts)) as seeds:
             result = model.train_step(*batch, loss, weight=weights)
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
         for number, (part, target) in enumerate(zip(parts, target_parts, strict=True)):
-            if isinstance(self._loss, MeanLoss) and not weights.units[number]:
+            if not weights.factors[number]:
                 values.append(torch.zeros((), device=self._device))  # of nothing: it is not called
                 continue
-            plain = _Recorded(self._loss_fn)
+            plain = _Recorded(self._loss)
             with self._plainly(seeds[number]), torch.enable_grad():
                 value = plain(self._forward(part), target)
             with self._plainly(autocast=False):
-                value.backward(torch.full_like(value, weights.share(number)))
+                value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
             if model.owns_output:
                 output, own_loss = next(seen)
@@ -394,7 +389,7 @@ class _Comparison:
             for buffer in self._net.buffers():
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
-        mine, plain = _Recorded(self._loss_fn), _Recorded(self._loss_fn)
+        mine, plain = _Recorded(self._loss), _Recorded(self._loss)
         model.map_outputs(*batch, mine)
         with self._plainly():
             for part, target in zip(parts, target_parts, strict=True):
@@ -404,18 +399,18 @@ class _Comparison:
         for number, own in enumerate(mine.outputs):
             where = f"{name}, micro-batch {number}"
             self._add("output in evaluation", where, own, plain.outputs[number])
-            if weights.units[number]:  # else it is the mean of nothing
+            if weights.factors[number]:  # else it is the mean of nothing
                 own_loss = mine.losses[number]
                 self._add("loss in evaluation", where, own_loss, plain.losses[number])
         if len(parts) > 1:
             with self._plainly():
                 inputs, targets = map(self._placed, batch)
-                whole = self._loss_fn(self._forward(inputs), targets)
-            if isinstance(self._loss, SumLoss):
-                whole = whole / max(weights.divisor, 1)
+                whole = self._loss(self._forward(inputs), targets)
+            if self._loss.is_sum:
+                whole = whole / max(weights.count, 1)
             values = [
-                value if unit else torch.zeros_like(value)
-                for value, unit in zip(mine.losses, weights.units, strict=True)
+                value if factor else torch.zeros_like(value)
+                for value, factor in zip(mine.losses, weights.factors, strict=True)
             ]
             mean = weights.mean(values)
             where = f"{name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"

@@ -25,7 +25,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.loss_weights import StepWeights
+    from hybridtrain.losses import StepWeights
     from hybridtrain.session.session import Session
 
 

@@ -13,8 +13,8 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.data.loader import Batch
-from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 from hybridtrain.training.buffer_snapshot import BufferSnapshot
@@ -112,11 +112,11 @@ def _origin_in_forward(
     watch = _Watch(model)
     last = len(model.plan.stages)
     ends: list[_Origin] = []
-    counts: Iterator[float]
+    factors: Iterator[float]
 
     def measure(output: Any, targets: Any) -> None:
         if (
-            not next(counts)
+            not next(factors)
             or loss_fn is None
             or _bad(output)
             or not (bad := _bad(loss_fn(output, targets)))
@@ -140,7 +140,7 @@ def _origin_in_forward(
                 if bad := _bad(batch.inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
                     ends.append((-1, watch.batch, 0, text))
-                counts = iter(_counts(model, batch, loss_fn))
+                factors = iter(_factors(model, batch, loss_fn))
                 model.map_outputs(batch.inputs, batch.targets, measure)
     finally:
         hook.remove()
@@ -151,13 +151,13 @@ def _origin_in_forward(
     return min(certain or [place for _, place in watch.found], default=None)
 
 
-def _counts(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequence[float]:
-    """Returns what each micro-batch counts: the loss of one that counts nothing is NaN by right."""
+def _factors(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequence[float]:
+    """Returns 0 for a micro-batch that counts nothing, whose loss is NaN by right."""
     sizes = chunk_sizes(batch_size(batch.inputs, batch.targets), model.options.chunks)
     if loss_fn is None:
         return sizes
-    counts, units = batch_counts(model.with_count(loss_fn), batch.inputs, batch.targets, sizes)
-    return units or counts.numbers()
+    loss = model.resolve_loss(loss_fn)
+    return BatchWeight(loss, batch.inputs, batch.targets, sizes).factors
 
 
 def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hybridtrain.data.batch import Batch
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
-from hybridtrain.loss_weights import StepWeights
+from hybridtrain.losses import StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.finite_check import FiniteCheck

@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtrain import losses
+from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.loss_counts import Loss, checked_loss, function_of, has_count, name_of
-from hybridtrain.loss_weights import Counts
-from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.losses.by_name import model_output
+from hybridtrain.losses.counted import CountedLoss
+from hybridtrain.losses.transformers_counts import WAY_OUT
+from hybridtrain.losses.weights import copied_to_host
 from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
-from hybridtrain.output_loss import WAY_OUT
 from hybridtrain.pipeline.layer_rng import default_generator_lock
 from hybridtrain.pipeline.step import HeadOutput
 
@@ -49,56 +49,46 @@ _RELATIVE, _RELATIVE_OF_HALF, _ABSOLUTE = 1e-4, 1e-2, 1e-6
 _KEPT_BYTES = 2**26  # of the outputs of earlier micro-batches
 
 
-def kind_of(loss_fn: Any) -> Hashable:
-    """Returns what two losses have in common that need only one proof.
-
-    A lambda that is written in a loop is a new object each time, with the same code.
-    """
-    if isinstance(loss_fn, SumLoss | MeanLoss):
-        return type(loss_fn), kind_of(function_of(loss_fn)), kind_of(loss_fn.count)
-    if isinstance(loss_fn, functools.partial):
-        return kind_of(loss_fn.func)
-    kind: Any = type(loss_fn)
-    found: Hashable = getattr(loss_fn, "__code__", kind)
-    return found
+def kind_of(loss: CountedLoss) -> Hashable:
+    """Returns what two losses have in common that need only one proof."""
+    return loss.is_sum, _code_of(loss.function), _code_of(loss.count)
 
 
-def by_model(loss: Loss, targets: Any) -> bool:
-    """Returns whether the model computes the loss itself, so that its output has no samples."""
-    if function_of(loss) is losses.model_output:
-        return True
-    return targets is None and isinstance(loss, MeanLoss)
+def _code_of(function: Any) -> Hashable:
+    """Returns what is the same of a lambda in a loop, which is a new object each time."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    kind: Any = type(function)
+    code: Hashable = getattr(function, "__code__", kind)
+    return code
 
 
 class LossProof:
     """Compares the loss of some samples of a batch with those of two parts of them.
 
-    Attributes:
-        inputs: both parts together, and each of them: the micro-batches of a forward that ends
-            with `head`, if the loss comes out of the model. Otherwise the head of the training
-            step calls `look`.
+    The head of the training step calls `look`. The output of a loss that comes out of the model has
+    no samples to cut: for it alone, `inputs` are the micro-batches of a forward that ends with
+    `head`.
 
     Args:
-        loss_fn: of the step.
-        loss: the result of `with_count`.
-        inputs, targets: of the batch, as its counts are given them.
-        targets_there: the targets beside the model's outputs.
+        loss: of the step.
+        inputs: of the batch.
+        targets: of the batch.
         sizes: of its micro-batches; two samples or more.
         warns: whether this process says what is only a warning.
+
+    Attributes:
+        inputs: both parts together, and each of them.
+        is_of_model: whether the loss comes out of the model.
     """
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        loss: Loss,
-        inputs: Any,
-        targets: Any,
-        targets_there: Any,
-        sizes: Sequence[int],
-        warns: bool,
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warns: bool
     ) -> None:
-        self._loss_fn, self._loss, self._warns = loss_fn, loss, warns
-        self._chunk_sizes, self._batch_targets = sizes, targets_there
+        self._loss, self._warns, self._chunk_sizes = loss, warns, sizes
+        has_counts = not (loss.is_sum or loss.counts_samples)
+        self.is_of_model = loss.function is model_output or (targets is None and has_counts)
+        self._batch_targets = targets
         self._outputs: list[Any] = []
         self._values: list[Tensor] = []
         self._copy: Any = None
@@ -106,36 +96,31 @@ class LossProof:
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         # first sample, sizes of the parts, micro-batches
         cases = [
-            (start, (size - size // 2, size // 2), range(number, number + 1))
+            (start, _halves(size), range(number, number + 1))
             for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
             if size > 1
         ] or [(start, (1, 1), range(start, start + 2)) for start in starts[:-1]]
-        counts: list[Sequence[float]] = [parts for _, parts, _ in cases]
-        if isinstance(loss, MeanLoss):
-            found = []
-            for start, parts, _ in cases:
-                pairs = zip(
-                    self._parts(inputs, start, parts),
-                    self._parts(targets, start, parts),
-                    strict=True,
-                )
-                found += [loss.count(*pair) for pair in list(pairs)[1:]]
-            numbers = Counts(found).numbers()
-            counts = [numbers[at : at + 2] for at in range(0, len(numbers), 2)]
-        uneven = [
-            (bool(a and b), abs(a / parts[0] - b / parts[1]) / (a + b) if a + b else -1.0)
-            for (a, b), (_, parts, _) in zip(counts, cases, strict=True)
-        ]
-        chosen = uneven.index(max(uneven))
+
+        def counts_of(start: int, parts: Sequence[int]) -> Sequence[float]:
+            if not has_counts:
+                return parts
+            both = (self._samples(batch, start, parts)[0] for batch in (inputs, targets))
+            return copied_to_host(loss.counts(next(both), next(both), parts))()
+
+        def unevenness(number: int) -> tuple[bool, float]:
+            (a, b), (_, parts, _) = counts[number], cases[number]
+            return bool(a and b), abs(a / parts[0] - b / parts[1]) / (a + b) if a + b else -1.0
+
+        counts = [counts_of(start, parts) for start, parts, _ in cases]
+        chosen = max(range(len(cases)), key=unevenness)
         start, self._sizes, self._microbatches = cases[chosen]
         self._counts = counts[chosen]
-        self.inputs = self._parts(inputs, start, self._sizes)
-        self._targets = self._parts(targets_there, start, self._sizes)
-        self._grows = not has_count(loss)
-        if self._grows:
+        self.inputs = self._samples(inputs, start, self._sizes)
+        self._targets = self._samples(targets, start, self._sizes)
+        if loss.counts_samples:
             self._microbatches = range(len(sizes))
 
-    def _parts(self, batch: Any, start: int, parts: Sequence[int]) -> list[Any]:
+    def _samples(self, batch: Any, start: int, parts: Sequence[int]) -> list[Any]:
         """Returns the samples from `start` on, together and in two parts."""
         rest = sum(self._chunk_sizes) - start - sum(parts)
         both = split(batch, [start, sum(parts), rest])[1]
@@ -149,17 +134,17 @@ class LossProof:
         """
         if microbatch not in self._microbatches:
             return
-        leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
-        if any(not t.dim() or t.shape[0] != self._chunk_sizes[microbatch] for t in leaves):
+        tensors = _tensors_of(output)
+        if any(not t.dim() or t.shape[0] != self._chunk_sizes[microbatch] for t in tensors):
             self._microbatches = range(0)  # not cut along its samples
             return
         self._outputs.append(map_tensors(_single, output))
-        if self._grows:
-            size = sum(self._chunk_sizes[: microbatch + 1])
-            kept = len(self._outputs) * sum(t.nbytes for t in leaves)
-            if size > 1 and kept > _KEPT_BYTES:
+        if self._loss.counts_samples:
+            samples = sum(self._chunk_sizes[: microbatch + 1])
+            kept = len(self._outputs) * sum(t.nbytes for t in tensors)
+            if samples > 1 and kept > _KEPT_BYTES:
                 self._microbatches = range(microbatch + 1)
-            self._sizes = self._counts = size - size // 2, size // 2
+            self._sizes = self._counts = _halves(samples)
         if microbatch + 1 < self._microbatches.stop:
             return
         outputs, self._outputs = self._outputs, []
@@ -167,35 +152,32 @@ class LossProof:
             both = outputs[0] if len(outputs) == 1 else merge(outputs)
         except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
             return
-        if self._grows:
-            self._targets = self._parts(self._batch_targets, 0, self._sizes)
-        device = leaves[0].device if leaves else torch.device("cpu")
-        with torch.autocast(device.type, enabled=False):
+        if self._loss.counts_samples:
+            self._targets = self._samples(self._batch_targets, 0, self._sizes)
+        with torch.autocast(_device_of(tensors).type, enabled=False):
             for number, part in enumerate([both, *split(both, self._sizes)]):
                 # a copy: a loss may work in place
-                self._call(number, map_tensors(torch.clone, part), device)
-        self._judge()
+                self.head(number, map_tensors(torch.clone, part))
 
-    def head(self, microbatch: int, output: Any) -> HeadOutput:
-        """Ends a forward of `inputs[microbatch]`.
+    def head(self, number: int, output: Any) -> HeadOutput:
+        """Calls a copy of the loss for both parts together (0), or for one of them.
 
         Raises:
             ConfigError: as of `look`.
         """
-        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        tensors = _tensors_of(output)
+        device = _device_of(tensors)
         self._half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
-        self._call(microbatch, output, tensors[0].device if tensors else torch.device("cpu"))
-        if microbatch == 2:
+        if len(self._values) == number:  # else an earlier one has failed
+            if number and not self._counts[number - 1]:
+                self._values.append(torch.zeros((), device=device))  # of nothing: it is not called
+            else:
+                self._call(output, self._targets[number], device)
+        if len(self._values) == 3:
             self._judge()
         return HeadOutput(None)
 
-    def _call(self, number: int, output: Any, device: torch.device) -> None:
-        """Calls a copy of the loss for both parts together (0), or for one of them."""
-        if len(self._values) < number:
-            return  # an earlier one has failed
-        if number and not self._counts[number - 1]:
-            self._values.append(torch.zeros((), device=device))  # of nothing: it is not called
-            return
+    def _call(self, output: Any, targets: Any, device: torch.device) -> None:
         gpus = [device] if device.type == "cuda" else []
 
         def generators() -> list[Tensor]:
@@ -205,9 +187,9 @@ class LossProof:
             # stages in other threads may use the same generators
             with default_generator_lock, torch.random.fork_rng(gpus), torch.no_grad():
                 before = generators()
-                if not number:
-                    self._copy = _copied(self._loss_fn)
-                value = checked_loss(self._copy(output, self._targets[number]))
+                if self._copy is None:
+                    self._copy = replace(self._loss, function=_copied(self._loss.function))
+                value = self._copy(output, map_tensors(lambda t: put(t, device), targets))
                 drawn = not all(map(torch.equal, before, generators()))
         except Exception:  # of samples that are too few for it, say
             return
@@ -216,31 +198,28 @@ class LossProof:
             self._values.append(value.detach().double())
 
     def _judge(self) -> None:
-        if len(self._values) < 3 or not any(self._counts):
+        if not any(self._counts):
             return
         # the one wait for a GPU
         both, *parts = torch.stack(self._values).cpu().tolist()
-        is_sum = isinstance(self._loss, SumLoss)
-        total = 1 if is_sum else sum(self._counts)
-        shares = [1 if is_sum else count / total for count in self._counts]
-        weighted = [share * part for share, part in zip(shares, parts, strict=True)]
+        factors = (1, 1) if self._loss.is_sum else self._counts
+        total = 1 if self._loss.is_sum else sum(self._counts)
+        weighted = [part * factor / total for part, factor in zip(parts, factors, strict=True)]
         scale = max(map(abs, [both, *weighted]))
-        if not math.isfinite(scale):
-            return
         relative = _RELATIVE_OF_HALF if self._half else _RELATIVE
-        if abs(both - sum(weighted)) > _ABSOLUTE + relative * scale:
-            self._contradict(both, sum(weighted), parts)
+        expected = sum(weighted)
+        if math.isfinite(scale) and abs(both - expected) > _ABSOLUTE + relative * scale:
+            self._contradict(both, expected, parts)
 
     def _contradict(self, both: float, expected: float, parts: Sequence[float]) -> None:
-        name, samples = name_of(function_of(self._loss_fn)), sum(self._sizes)
-        first, second = self._sizes
-        if isinstance(self._loss, SumLoss):
+        name, samples, (first, second) = self._loss.name, sum(self._sizes), self._sizes
+        if self._loss.is_sum:
             raise ConfigError(
                 f"loss_fn={name} is said to be a sum: it is {both:.7g} for {samples} samples, and "
                 f"{expected:.7g} for {first} of them and the other {second} added up. For a mean, "
                 f"pass MeanLoss(loss_fn, count), with a count of what it is a mean over"
             )
-        if isinstance(self._loss, MeanLoss):
+        if not self._loss.counts_samples:
             counts = " and ".join(f"{count:.7g}" for count in self._counts)
             raise ConfigError(
                 f"loss_fn={name} is {both:.7g} for {samples} samples, and {expected:.7g} as the "
@@ -260,46 +239,36 @@ class LossProof:
                 "weight[targets].sum(); a loss that compares samples sees those of its "
                 "micro-batch alone"
             )
-        _log.warning(
+        text = (
             "loss_fn=%s is taken for a mean over samples, and is none: it is %.7g for %d samples, "
-            "and %.7g as the mean of %d of them and the other %d. %s",
-            name,
-            both,
-            samples,
-            expected,
-            first,
-            second,
-            way,
+            "and %.7g as the mean of %d of them and the other %d. %s"
         )
+        _log.warning(text, name, both, samples, expected, first, second, way)
 
 
-def can_be_copied(loss_fn: Any) -> bool:
+def can_be_copied(loss: CountedLoss) -> bool:
     """Returns whether calls of a copy leave no trace: not for a method, such as a trainer's."""
-    owner = getattr(function_of(loss_fn), "__self__", None)
+    owner = getattr(loss.function, "__self__", None)
     return owner is None or isinstance(owner, nn.Module)
 
 
-def _copied(loss_fn: Any) -> Any:
-    """Returns a copy, whose calls change nothing that `loss_fn` keeps.
+def _copied(function: Any) -> Any:
+    """Returns a copy, whose calls change nothing that `function` keeps.
 
     Of a function too, with what it has from the function around it: a list of losses, a counter.
     Tensors, modules and functions there are shared. What a function keeps in a global is not
     copied.
     """
-    if isinstance(loss_fn, functools.partial):
-        return functools.partial(_copied(loss_fn.func), *loss_fn.args, **loss_fn.keywords)
-    if isinstance(loss_fn, MeanLoss):
-        return replace(loss_fn, loss_mean=_copied(loss_fn.loss_mean))
-    if isinstance(loss_fn, SumLoss):
-        return replace(loss_fn, loss_sum=_copied(loss_fn.loss_sum))
-    if not isinstance(loss_fn, FunctionType):
-        return copy.deepcopy(loss_fn)
-    kept = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+    if isinstance(function, functools.partial):
+        return functools.partial(_copied(function.func), *function.args, **function.keywords)
+    if not isinstance(function, FunctionType):
+        return copy.deepcopy(function)
+    kept = [cell.cell_contents for cell in function.__closure__ or ()]
     cells = tuple(CellType(v if isinstance(v, _SHARED) else copy.deepcopy(v)) for v in kept)
     own = FunctionType(
-        loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__, cells
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
     )
-    own.__kwdefaults__ = loss_fn.__kwdefaults__
+    own.__kwdefaults__ = function.__kwdefaults__
     return own
 
 
@@ -312,3 +281,15 @@ def _single(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
         return tensor.float()
     return tensor.clone()
+
+
+def _halves(samples: int) -> tuple[int, int]:
+    return samples - samples // 2, samples // 2
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")

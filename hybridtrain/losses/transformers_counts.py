@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import IGNORED, CountFn
+from hybridtrain.losses.by_name import CountFn
+from hybridtrain.metrics import IGNORED
 
 WAY_OUT = (
     "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
