@@ -88,8 +88,7 @@ def evaluate(
             size = batch_size(inputs, targets)
             done += size
             if losses:  # else the last stage is in another process
-                sizes = chunk_sizes(size, model.options.chunks)
-                weight = BatchWeight(loss, inputs, targets, sizes)
+                weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
                 count += weight.count
                 samples += size
                 for value, factor in zip(losses, weight.factors, strict=True):

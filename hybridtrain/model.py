@@ -19,7 +19,7 @@ from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses import CountedLoss, LossFn, StepWeights, resolve
 from hybridtrain.losses.counted import zero_of
 from hybridtrain.losses.proof import LossProof, can_be_copied, kind_of
-from hybridtrain.losses.weights import BatchWeight, gradient_of
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
 from hybridtrain.model_misuse import (
     NO_GRAPH,
@@ -291,7 +291,10 @@ class HybridModel:
             value = loss(output, target_parts[microbatch]) if counts else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
-            return HeadOutput(value, root, gradient_of(value, weights.grad_scales[microbatch]))
+            # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
+            # finite. Then all replicas see it in the averaged gradients, and skip the step together
+            gradient = torch.rsub(value, weights.grad_scales[microbatch], alpha=0)
+            return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None

@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,10 +240,6 @@ class _Recorded:
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
-    @property
-    def __name__(self) -> str:
-        return self.loss.name
-
     def __call__(self, output: Any, targets: Any) -> Tensor:
         # a copy: the loss may work in place
         self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
@@ -324,7 +320,7 @@ class _Comparison:
         model, net = self._model, self._net
         recorded = _Recorded(self._loss)
         # trusted: the proof of the first step would call it once more
-        loss = replace(self._loss, function=recorded, trusted=True)
+        loss = self._loss.of(recorded, trusted=True)
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()

@@ -25,124 +25,6 @@ from hybridtrain.metrics import IGNORED
 from hybridtrain.microbatch import batch_size, leaves_of, split
 
 
-@dataclass(frozen=True)
-class SumLoss:
-    """A loss that is a sum, and how many elements it sums.
-
-    A step is the sum over all micro-batches, batches and replicas divided by the sum of their
-    counts. Any callable with a method `count` is such a loss too.
-
-    >>> SumLoss(
-    ...     lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
-    ...     lambda inputs, targets: (targets != -100).sum(),
-    ... )  # doctest: +SKIP
-
-    Args:
-        loss_sum: `loss_sum(output, targets)` of one micro-batch, a 0-dim tensor.
-        count: `count(inputs, targets)` of one batch, before its forward: an int, a float (such as
-            a sum of weights) or a 0-dim tensor. The count of a batch must be the sum of the counts
-            of its samples.
-    """
-
-    loss_sum: LossFn
-    count: CountFn
-
-    def __call__(self, output: Any, targets: Any) -> Tensor:
-        """Returns the sum of one micro-batch."""
-        return self.loss_sum(output, targets)
-
-
-@dataclass(frozen=True)
-class MeanLoss:
-    """A loss that is a mean over what `count` counts, such as the labels that are not ignored.
-
-    Each micro-batch is weighted by its count. A micro-batch that counts nothing contributes
-    nothing, and `loss_mean` is not called for it.
-
-    >>> MeanLoss(
-    ...     lambda output, _: output.loss,  # of a causal language model, which has no first label
-    ...     lambda inputs, _: (inputs["labels"] != -100)[:, 1:].sum(),
-    ... )  # doctest: +SKIP
-
-    Args:
-        loss_mean: `loss_mean(output, targets)` of one micro-batch, a 0-dim tensor.
-        count: as in `SumLoss`, of one batch or one micro-batch.
-    """
-
-    loss_mean: LossFn
-    count: CountFn
-
-    def __call__(self, output: Any, targets: Any) -> Tensor:
-        """Returns the mean of one micro-batch."""
-        return self.loss_mean(output, targets)
-
-
-@dataclass(frozen=True)
-class TargetCount:
-    """The denominator of PyTorch's cross-entropy and nll with `reduction="mean"`.
-
-    That is the number of targets other than `ignore_index`, or the sum of their class weights. For
-    targets that are probabilities, which cannot be ignored, it is the number of samples.
-
-    Args:
-        ignore_index: the target that does not count.
-        weight: a weight for each class, of shape (C); None: 1 each.
-    """
-
-    ignore_index: int = IGNORED
-    weight: Tensor | None = None
-    _weights: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    def __call__(self, inputs: Any, targets: Any) -> Tensor | int:
-        """Returns the count of a batch, a 0-dim tensor unless all targets count."""
-        if not isinstance(targets, Tensor):
-            raise BatchError(
-                f"cross_entropy and nll need targets= that are a tensor, not "
-                f"{type(targets).__name__}"
-            )
-        if targets.is_floating_point():
-            if targets.dim() < 2:
-                raise BatchError(
-                    f"cross_entropy and nll need targets= that are classes, of dtype int64 "
-                    f"(targets.long()), not {str(targets.dtype).removeprefix('torch.')} of shape "
-                    f"{tuple(targets.shape)}; probabilities have the classes in dim 1"
-                )
-            return targets.numel() // targets.shape[1]
-        valid = targets != self.ignore_index
-        if self.weight is None:
-            return valid.sum()
-        counted = targets.masked_fill(~valid, 0)
-        weights = self._weight_on(targets).index_select(0, counted.flatten())
-        return (weights * valid.flatten()).sum()
-
-    def of_parts(self, targets: Any, sizes: Sequence[int]) -> list[Any]:
-        """Returns the count of each micro-batch of `targets`."""
-        if (
-            isinstance(targets, Tensor)
-            and not targets.is_floating_point()
-            and targets.is_cpu
-            and targets.numel()
-            and self.weight is None
-            and self.ignore_index < 0
-            and int(targets.min()) >= 0  # all count: one pass in place of one for each part
-        ):
-            each = targets.numel() // len(targets)
-            return [size * each for size in sizes]
-        return [self(None, part) for part in split(targets, sizes)]
-
-    def _weight_on(self, targets: Tensor) -> Tensor:
-        """Returns the class weights beside the targets, copied again only when they change."""
-        weight = self.weight
-        assert weight is not None
-        if weight.device == targets.device:
-            return weight.detach().double()
-        version = weight._version
-        if version not in self._weights:
-            self._weights.clear()
-            self._weights[version] = weight.detach().double().to(targets.device)
-        return self._weights[version]
-
-
 def count_samples(inputs: Any, targets: Any) -> int:
     """Returns the number of samples of a batch, which a plain function is a mean over."""
     return batch_size(inputs, targets)
@@ -150,7 +32,7 @@ def count_samples(inputs: Any, targets: Any) -> int:
 
 @dataclass(frozen=True)
 class CountedLoss:
-    """What `resolve` makes of a loss.
+    """A loss and what it counts, as `resolve` makes it of any loss.
 
     Attributes:
         function: `function(output, targets)` of one micro-batch.
@@ -190,6 +72,10 @@ class CountedLoss:
         is_tensor = isinstance(value, Tensor)
         shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
         raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {shown}")
+
+    def of(self, function: LossFn, trusted: bool = False) -> CountedLoss:
+        """Returns the loss of another function, whose values are those of this one's."""
+        return CountedLoss(function, self.count, self.is_sum, trusted)
 
     @property
     def name(self) -> str:
@@ -239,7 +125,7 @@ class CountedLoss:
             return
         if targets is None and isinstance(inputs, Mapping):
             targets = inputs.get("labels")
-        if any(map(_ignores, leaves_of(targets))):
+        if IGNORED in map(_smallest, leaves_of(targets)):
             raise BatchError(
                 f"the labels contain {IGNORED}, and loss_fn={self.name} does not say what it "
                 f"averages over: its micro-batches, batches and replicas would be weighted by "
@@ -249,10 +135,111 @@ class CountedLoss:
             )
 
 
-def _ignores(labels: Any) -> bool:
+def _smallest(labels: Any) -> int | None:
+    """Returns the smallest number of an integer tensor on the CPU, None for anything else."""
     if not isinstance(labels, Tensor) or not labels.is_cpu or not labels.numel():
-        return False
-    return not (labels.is_floating_point() or labels.is_complex()) and int(labels.min()) == IGNORED
+        return None
+    return None if labels.is_floating_point() or labels.is_complex() else int(labels.min())
+
+
+class SumLoss(CountedLoss):
+    """A loss that is a sum, and how many elements it sums.
+
+    A step is the sum over all micro-batches, batches and replicas divided by the sum of their
+    counts. Any callable with a method `count` is such a loss too.
+
+    >>> SumLoss(
+    ...     lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
+    ...     lambda inputs, targets: (targets != -100).sum(),
+    ... )  # doctest: +SKIP
+
+    Args:
+        loss_sum: `loss_sum(output, targets)` of one micro-batch, a 0-dim tensor.
+        count: `count(inputs, targets)` of one batch, before its forward: an int, a float (such as
+            a sum of weights) or a 0-dim tensor. The count of a batch must be the sum of the counts
+            of its samples.
+    """
+
+    def __init__(self, loss_sum: LossFn, count: CountFn) -> None:
+        super().__init__(loss_sum, count, is_sum=True)
+
+
+class MeanLoss(CountedLoss):
+    """A loss that is a mean over what `count` counts, such as the labels that are not ignored.
+
+    Each micro-batch is weighted by its count. A micro-batch that counts nothing contributes
+    nothing, and `loss_mean` is not called for it.
+
+    >>> MeanLoss(
+    ...     lambda output, _: output.loss,  # of a causal language model, which has no first label
+    ...     lambda inputs, _: (inputs["labels"] != -100)[:, 1:].sum(),
+    ... )  # doctest: +SKIP
+
+    Args:
+        loss_mean: `loss_mean(output, targets)` of one micro-batch, a 0-dim tensor.
+        count: as in `SumLoss`, of one batch or one micro-batch.
+    """
+
+    def __init__(self, loss_mean: LossFn, count: CountFn) -> None:
+        super().__init__(loss_mean, count)
+
+
+@dataclass(frozen=True)
+class TargetCount:
+    """The denominator of PyTorch's cross-entropy and nll with `reduction="mean"`.
+
+    That is the number of targets other than `ignore_index`, or the sum of their class weights. For
+    targets that are probabilities, which cannot be ignored, it is the number of samples.
+
+    Args:
+        ignore_index: the target that does not count.
+        weight: a weight for each class, of shape (C); None: 1 each.
+    """
+
+    ignore_index: int = IGNORED
+    weight: Tensor | None = None
+    _weights: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor | int:
+        """Returns the count of a batch, a 0-dim tensor unless all targets count."""
+        if not isinstance(targets, Tensor):
+            kind = type(targets).__name__
+            raise BatchError(f"cross_entropy and nll need targets= that are a tensor, not {kind}")
+        if targets.is_floating_point():
+            if targets.dim() < 2:
+                raise BatchError(
+                    f"cross_entropy and nll need targets= that are classes, of dtype int64 "
+                    f"(targets.long()), not {str(targets.dtype).removeprefix('torch.')} of shape "
+                    f"{tuple(targets.shape)}; probabilities have the classes in dim 1"
+                )
+            return targets.numel() // targets.shape[1]
+        valid = targets != self.ignore_index
+        if self.weight is None:
+            return valid.sum()
+        counted = targets.masked_fill(~valid, 0)
+        weights = self._weight_on(targets).index_select(0, counted.flatten())
+        return (weights * valid.flatten()).sum()
+
+    def of_parts(self, targets: Any, sizes: Sequence[int]) -> list[Any]:
+        """Returns the count of each micro-batch of `targets`."""
+        smallest = _smallest(targets) if self.weight is None and self.ignore_index < 0 else None
+        if smallest is not None and smallest >= 0:
+            # all count: one pass in place of one for each part
+            each = targets.numel() // len(targets)
+            return [size * each for size in sizes]
+        return [self(None, part) for part in split(targets, sizes)]
+
+    def _weight_on(self, targets: Tensor) -> Tensor:
+        """Returns the class weights beside the targets, copied again only when they change."""
+        weight = self.weight
+        assert weight is not None
+        if weight.device == targets.device:
+            return weight.detach().double()
+        version = weight._version
+        if version not in self._weights:
+            self._weights.clear()
+            self._weights[version] = weight.detach().double().to(targets.device)
+        return self._weights[version]
 
 
 _BY_TARGETS = F.cross_entropy, F.nll_loss, cross_entropy, nll
@@ -273,10 +260,6 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
     """
     if isinstance(loss_fn, CountedLoss):
         return loss_fn
-    if isinstance(loss_fn, SumLoss):
-        return CountedLoss(loss_fn.loss_sum, loss_fn.count, is_sum=True)
-    if isinstance(loss_fn, MeanLoss):
-        return CountedLoss(loss_fn.loss_mean, loss_fn.count)
     if callable(getattr(loss_fn, "count", None)):
         return CountedLoss(loss_fn, loss_fn.count, is_sum=True)
     if loss_fn is model_output and net is not None:
@@ -291,11 +274,9 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
     if any(function is known for known in _BY_TARGETS):
         count = TargetCount(settings.get("ignore_index", IGNORED), settings.get("weight"))
         return CountedLoss(loss_fn, count, trusted=True)
-    name = getattr(function, "__name__", "")
-    of_torch = getattr(F, name, None) is function or (
-        isinstance(function, type) and function.__module__ == _TORCH_LOSSES
-    )
-    return CountedLoss(loss_fn, trusted=of_torch or function is mse)
+    in_torch = getattr(F, getattr(function, "__name__", ""), None) is function
+    in_torch |= isinstance(function, type) and function.__module__ == _TORCH_LOSSES
+    return CountedLoss(loss_fn, trusted=in_torch or function is mse)
 
 
 _TORCH_LOSSES = nn.modules.loss.__name__
@@ -341,11 +322,8 @@ def _is_compiled(function: Any) -> bool:
 
 def zero_of(output: Any) -> Tensor:
     """Returns 0, from which a backward gives zeros to all that `output` was computed from."""
-    tensors = [
-        leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
+    leaves = leaves_of(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     # without an output's own loss, whose backward may divide by 0
     tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
-    if not tensors:
-        return torch.zeros(())
-    return torch.stack([t.reshape(-1)[:0].sum().float() for t in tensors]).sum()
+    return sum((t.reshape(-1)[:0].sum().float() for t in tensors), torch.zeros(()))

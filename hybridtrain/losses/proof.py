@@ -23,7 +23,6 @@ import functools
 import logging
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -93,38 +92,29 @@ class LossProof:
         self._values: list[Tensor] = []
         self._copy: Any = None
         self._half = False
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        # first sample, sizes of the parts, micro-batches
-        cases = [
-            (start, _halves(size), range(number, number + 1))
-            for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
-            if size > 1
-        ] or [(start, (1, 1), range(start, start + 2)) for start in starts[:-1]]
+        # each micro-batch in two parts, or as it is where it has one sample
+        parts = [part for size in sizes for part in _halves(size) if part]
+        microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
+        counts = copied_to_host(loss.counts(inputs, targets, parts))() if has_counts else parts
 
-        def counts_of(start: int, parts: Sequence[int]) -> Sequence[float]:
-            if not has_counts:
-                return parts
-            both = (self._samples(batch, start, parts)[0] for batch in (inputs, targets))
-            return copied_to_host(loss.counts(next(both), next(both), parts))()
+        def unevenness(first: int) -> tuple[bool, float]:
+            (a, b), (size_a, size_b) = counts[first : first + 2], parts[first : first + 2]
+            return bool(a and b), abs(a / size_a - b / size_b) / (a + b) if a + b else -1.0
 
-        def unevenness(number: int) -> tuple[bool, float]:
-            (a, b), (_, parts, _) = counts[number], cases[number]
-            return bool(a and b), abs(a / parts[0] - b / parts[1]) / (a + b) if a + b else -1.0
-
-        counts = [counts_of(start, parts) for start, parts, _ in cases]
-        chosen = max(range(len(cases)), key=unevenness)
-        start, self._sizes, self._microbatches = cases[chosen]
-        self._counts = counts[chosen]
-        self.inputs = self._samples(inputs, start, self._sizes)
-        self._targets = self._samples(targets, start, self._sizes)
+        pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
+        first = max(pairs or range(len(parts) - 1), key=unevenness)
+        self._sizes, self._counts = parts[first : first + 2], counts[first : first + 2]
+        self._microbatches = range(microbatch[first], microbatch[first + 1] + 1)
+        self.inputs = self._samples(inputs, sum(parts[:first]))
+        self._targets = self._samples(targets, sum(parts[:first]))
         if loss.counts_samples:
             self._microbatches = range(len(sizes))
 
-    def _samples(self, batch: Any, start: int, parts: Sequence[int]) -> list[Any]:
+    def _samples(self, batch: Any, start: int) -> list[Any]:
         """Returns the samples from `start` on, together and in two parts."""
-        rest = sum(self._chunk_sizes) - start - sum(parts)
-        both = split(batch, [start, sum(parts), rest])[1]
-        return [both, *split(both, parts)]
+        samples = sum(self._sizes)
+        both = split(batch, [start, samples, sum(self._chunk_sizes) - start - samples])[1]
+        return [both, *split(both, self._sizes)]
 
     def look(self, microbatch: int, output: Any) -> None:
         """Looks at the output of a micro-batch of the training step.
@@ -149,11 +139,11 @@ class LossProof:
             return
         outputs, self._outputs = self._outputs, []
         try:
-            both = outputs[0] if len(outputs) == 1 else merge(outputs)
+            both = merge(outputs)
         except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
             return
         if self._loss.counts_samples:
-            self._targets = self._samples(self._batch_targets, 0, self._sizes)
+            self._targets = self._samples(self._batch_targets, 0)
         with torch.autocast(_device_of(tensors).type, enabled=False):
             for number, part in enumerate([both, *split(both, self._sizes)]):
                 # a copy: a loss may work in place
@@ -188,7 +178,7 @@ class LossProof:
             with default_generator_lock, torch.random.fork_rng(gpus), torch.no_grad():
                 before = generators()
                 if self._copy is None:
-                    self._copy = replace(self._loss, function=_copied(self._loss.function))
+                    self._copy = self._loss.of(_copied(self._loss.function))
                 value = self._copy(output, map_tensors(lambda t: put(t, device), targets))
                 drawn = not all(map(torch.equal, before, generators()))
         except Exception:  # of samples that are too few for it, say
@@ -283,8 +273,8 @@ def _single(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def _halves(samples: int) -> tuple[int, int]:
-    return samples - samples // 2, samples // 2
+def _halves(samples: int) -> list[int]:
+    return [samples - samples // 2, samples // 2]
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ are means:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any
@@ -33,12 +34,9 @@ class BatchWeight:
 
     Args:
         loss: of the step.
-        inputs: of the batch.
-        targets: of the batch.
-        sizes: of its micro-batches.
-        weight: given the count of the batch in the step, returns what multiplies the gradient of
-            its mean.
-        alone: whether no other batch takes part in the step.
+        batch: `(inputs, targets)`.
+        chunks: how many micro-batches a batch is cut into.
+        step: of the batch; None for one that is not trained on.
         in_step: False for a batch that only fills a place.
 
     Attributes:
@@ -53,21 +51,18 @@ class BatchWeight:
     def __init__(
         self,
         loss: CountedLoss,
-        inputs: Any,
-        targets: Any,
-        sizes: Sequence[int],
-        weight: Callable[[float], float] = lambda count: 1.0,
-        *,
-        alone: bool = False,
+        batch: tuple[Any, Any],
+        chunks: int,
+        step: StepWeights | None = None,
         in_step: bool = True,
     ) -> None:
+        sizes = chunk_sizes(batch_size(*batch), chunks)
         self.microbatches = len(sizes)
-        self.is_whole_step = alone and len(sizes) == 1
+        self.is_whole_step = step is not None and step.is_one_batch and len(sizes) == 1
         if not self.is_whole_step:
-            loss.refuse_ignored(inputs, targets)
-        self._is_sum = loss.is_sum
-        self._counts = copied_to_host(loss.counts(inputs, targets, sizes))
-        self._weight, self._in_step = weight, in_step
+            loss.refuse_ignored(*batch)
+        self._is_sum, self._step, self._in_step = loss.is_sum, step, in_step
+        self._counts = copied_to_host(loss.counts(*batch, sizes))
 
     @cached_property
     def factors(self) -> Sequence[float]:
@@ -87,7 +82,8 @@ class BatchWeight:
     @cached_property
     def grad_scales(self) -> Sequence[float]:
         """The gradients of the loss function's values, by micro-batch."""
-        weight, count = self._weight(self.count_in_step), self.count
+        assert self._step is not None
+        weight, count = self._step.weight_of(self.count_in_step), self.count
         return [weight * factor / count if count else 0.0 for factor in self.factors]
 
     def mean(self, values: Sequence[Tensor]) -> Tensor:
@@ -105,8 +101,8 @@ class BatchWeight:
         stacked = torch.stack(list(values))
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         # not new_tensor, which waits until the device is done with all that is queued
-        on_host = torch.tensor([float(factor) for factor in factors], dtype=stacked.dtype)
-        return (stacked * put(on_host, stacked.device)).sum() / count
+        on_device = put(torch.tensor(factors, dtype=stacked.dtype), stacked.device)
+        return (stacked * on_device).sum() / count
 
 
 class StepWeights(list[BatchWeight]):
@@ -120,6 +116,9 @@ class StepWeights(list[BatchWeight]):
         samples: for each batch the samples that count; 0 for one that only fills a place.
         total: the samples of the step over all batches and replicas, if they are known and count.
         weight: what multiplies the mean of each batch, in place of its share of `total`.
+
+    Attributes:
+        is_one_batch: whether the mean of one batch is the loss of the step.
     """
 
     def __init__(
@@ -135,13 +134,10 @@ class StepWeights(list[BatchWeight]):
     ) -> None:
         self._replicas = world.replicas
         self._weight = None if weight is None else float(weight)
-        alone = len(batches) == 1 and world.replicas == 1 and weight in (None, 1)
+        self.is_one_batch = len(batches) == 1 and world.replicas == 1 and weight in (None, 1)
         for index, batch in enumerate(batches):
-            sizes = chunk_sizes(batch_size(*batch), chunks)
             in_step = samples is None or samples[index] > 0
-            self.append(
-                BatchWeight(loss, *batch, sizes, self._weight_of, alone=alone, in_step=in_step)
-            )
+            self.append(BatchWeight(loss, batch, chunks, self, in_step))
         self._known = total if loss.counts_samples else None
         self._sum: Tensor | None = None
         if self._known is None and weight is None and world.replicas > 1:
@@ -165,7 +161,7 @@ class StepWeights(list[BatchWeight]):
             self._work.wait()
         return float(self._sum)
 
-    def _weight_of(self, count: float) -> float:
+    def weight_of(self, count: float) -> float:
         """Returns what multiplies the gradient of the mean of a batch that counts `count`."""
         if self._weight is not None:
             return self._weight
@@ -183,7 +179,7 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
         BatchError: one is negative or not a finite number; of a GPU's, the function raises it.
     """
     tensors = [count.detach() for count in counts if isinstance(count, Tensor)]
-    if len(tensors) < len(counts) or not any(count.is_cuda for count in tensors):
+    if len(tensors) < len(counts) or not tensors[0].is_cuda:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers
     stacked = torch.stack([count.double() for count in tensors])
@@ -201,16 +197,6 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
 
 
 def _checked(counts: Sequence[float]) -> Sequence[float]:
-    for count in counts:
-        if not 0 <= count < float("inf"):
-            raise BatchError(f"the count of a loss must be a finite number from 0 on, not {count}")
-    return counts
-
-
-def gradient_of(value: Tensor, scale: float) -> Tensor:
-    """Returns `scale`, where the backward starts from, as a tensor like a loss function's `value`.
-
-    It is NaN if the value is not finite, also where the derivative would be finite: then all
-    replicas see it in the averaged gradients, and skip the step together.
-    """
-    return torch.rsub(value, scale, alpha=0)  # scale - 0 x value, in one kernel
+    if min(counts) >= 0 and math.isfinite(sum(counts)):
+        return counts
+    raise BatchError(f"the count of a loss must be a finite number from 0 on, not {counts}")

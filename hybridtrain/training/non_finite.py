@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain.data.loader import Batch
 from hybridtrain.losses import LossFn
 from hybridtrain.losses.weights import BatchWeight
-from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.model import HybridModel
 from hybridtrain.training.buffer_snapshot import BufferSnapshot
 
@@ -116,8 +115,8 @@ def _origin_in_forward(
 
     def measure(output: Any, targets: Any) -> None:
         if (
-            not next(factors)
-            or loss_fn is None
+            loss_fn is None
+            or not next(factors)  # the loss of what counts nothing is NaN by right
             or _bad(output)
             or not (bad := _bad(loss_fn(output, targets)))
         ):
@@ -140,7 +139,9 @@ def _origin_in_forward(
                 if bad := _bad(batch.inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
                     ends.append((-1, watch.batch, 0, text))
-                factors = iter(_factors(model, batch, loss_fn))
+                if loss_fn is not None:
+                    loss, of_batch = model.resolve_loss(loss_fn), (batch.inputs, batch.targets)
+                    factors = iter(BatchWeight(loss, of_batch, model.options.chunks).factors)
                 model.map_outputs(batch.inputs, batch.targets, measure)
     finally:
         hook.remove()
@@ -149,15 +150,6 @@ def _origin_in_forward(
     # -inf alone may be meant, as in a mask or as the logarithm of a probability
     certain = [place for doubtful, place in watch.found if not doubtful] + ends
     return min(certain or [place for _, place in watch.found], default=None)
-
-
-def _factors(model: HybridModel, batch: Batch, loss_fn: LossFn | None) -> Sequence[float]:
-    """Returns 0 for a micro-batch that counts nothing, whose loss is NaN by right."""
-    sizes = chunk_sizes(batch_size(batch.inputs, batch.targets), model.options.chunks)
-    if loss_fn is None:
-        return sizes
-    loss = model.resolve_loss(loss_fn)
-    return BatchWeight(loss, batch.inputs, batch.targets, sizes).factors
 
 
 def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:
