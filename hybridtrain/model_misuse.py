@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.losses import resolve
+from hybridtrain.losses import CountedLoss
 from hybridtrain.options import PipelineOptions
 from hybridtrain.world import World
 
@@ -90,10 +90,12 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
 
 def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
     """Returns the names of the trainable parameters of a loss that the model does not have."""
-    inner: Any = resolve(loss_fn).function
+    inner: Any = loss_fn
     while not isinstance(inner, nn.Module):
         if isinstance(inner, partial):
             inner = inner.func
+        elif isinstance(inner, CountedLoss):
+            inner = inner.function
         elif isinstance(getattr(inner, "__self__", None), nn.Module):
             inner = inner.__self__
         else:

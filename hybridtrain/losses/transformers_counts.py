@@ -37,10 +37,9 @@ def count_of_output(net: nn.Module) -> CountFn:
     """
     for found in _inside(net):
         config, name = getattr(found, "config", None), type(found).__name__
+        configs = config, getattr(config, "text_config", None)
         for setting in ("output_router_logits", "z_loss_coefficient"):
-            if any(
-                getattr(part, setting, 0) for part in (config, getattr(config, "text_config", None))
-            ):
+            if any(getattr(each, setting, 0) for each in configs):
                 raise ConfigError(
                     f"loss=model_output: {name} adds a second loss, which is not a mean over "
                     f"labels: set {setting}=0 in its config, or {WAY_OUT}"
