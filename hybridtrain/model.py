@@ -208,10 +208,11 @@ class HybridModel:
             self.pipeline.follow_requires_grad(names)
             self.changes += 1
 
-    def _forward_schedule(self, chunks: int) -> Schedule:
-        options = self.options
-        devices, per_device = self.world.nb_part, options.stages_per_device
-        return forward_only(devices, chunks, per_device, options.placement)
+    def _run_forward(self, parts: Sequence[Any], head: Head) -> list[Any]:
+        options, devices = self.options, self.world.nb_part
+        schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
+        with self.autocast():
+            return self.pipeline.run_forward(schedule, parts.__getitem__, head)
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -329,9 +330,8 @@ class HybridModel:
             return proof
         try:
             # without dropout, and without changes of running statistics
-            with self.evaluating(), torch.no_grad(), self.autocast():
-                schedule = self._forward_schedule(len(proof.inputs))
-                self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
+            with self.evaluating(), torch.no_grad():
+                self._run_forward(proof.inputs, proof.head)
         except ConfigError:
             raise
         except Exception as error:
@@ -424,9 +424,8 @@ class HybridModel:
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
 
-        schedule = self._forward_schedule(len(sizes))
-        with torch.no_grad(), self.autocast():
-            values = self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
+        with torch.no_grad():
+            values = self._run_forward(input_parts, head)
         self._batch_check.finish()
         return values
 
@@ -462,9 +461,7 @@ class HybridModel:
                     schedule, inputs.__getitem__, head, reduce=sync
                 )
         else:
-            schedule = self._forward_schedule(len(inputs))
-            with self.autocast():
-                values = self.pipeline.run_forward(schedule, inputs.__getitem__, head)
+            values = self._run_forward(inputs, head)
         self._batch_check.finish()
         return values
 

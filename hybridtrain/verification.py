@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,16 @@ class _Recorded:
         return loss
 
 
+class _Batch(NamedTuple):
+    """A batch, and the inputs and targets of its micro-batches beside the output."""
+
+    name: str
+    inputs: Any
+    targets: Any
+    weights: BatchWeight
+    parts: Sequence[tuple[Any, Any]]
+
+
 class _Comparison:
     """Runs the stages and the unsplit module on the same batches.
 
@@ -281,14 +291,14 @@ class _Comparison:
         model = self._model
         weights = model.step_weights([(inputs, targets)], self._loss)[0]
         sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
-        parts = split(self._placed(inputs), sizes)
-        target_parts = split(self._placed(targets), sizes)
+        parts = [split(self._placed(each), sizes) for each in (inputs, targets)]
+        batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)))
         differed = self._differs
-        self._train(name, (inputs, targets), weights, parts, target_parts)
-        self._evaluate(name, (inputs, targets), weights, parts, target_parts)
+        self._train(batch)
+        self._evaluate(batch)
         found = self._world.gather(self._differs and not differed)
         if any(found):
-            self._first = self._first or self._first_layer(inputs, parts)
+            self._first = self._first or self._first_layer(inputs, parts[0])
 
     def result(self, title: str) -> Verification:
         """Returns what all processes have found; a collective call."""
@@ -309,14 +319,8 @@ class _Comparison:
             reasons.append("compiled layers add up in their own order")
         return Verification(kinds, self._tolerance, reasons, self._first, title)
 
-    def _train(
-        self,
-        name: str,
-        batch: tuple[Any, Any],
-        weights: BatchWeight,
-        parts: Sequence[Any],
-        target_parts: Sequence[Any],
-    ) -> None:
+    def _train(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
         model, net = self._model, self._net
         recorded = _Recorded(self._loss)
         # trusted: the proof of the first step would call it once more
@@ -324,11 +328,11 @@ class _Comparison:
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
-        with self._seeds(len(parts)) as seeds:
-            result = model.train_step(*batch, loss, weight=weights)
+        with self._seeds(len(batch.parts)) as seeds:
+            result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
-        for number, (part, target) in enumerate(zip(parts, target_parts, strict=True)):
+        for number, (part, target) in enumerate(batch.parts):
             if not weights.factors[number]:
                 values.append(torch.zeros((), device=self._device))  # of nothing: it is not called
                 continue
@@ -371,14 +375,8 @@ class _Comparison:
             self._add("gradient", name, mine, theirs.get(name), least)
 
     @torch.no_grad()
-    def _evaluate(
-        self,
-        name: str,
-        batch: tuple[Any, Any],
-        weights: BatchWeight,
-        parts: Sequence[Any],
-        target_parts: Sequence[Any],
-    ) -> None:
+    def _evaluate(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
         model = self._model
         model.sync_buffers()
         if self._world.replicas > 1 and model.options.broadcast_buffers:
@@ -386,9 +384,9 @@ class _Comparison:
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
         mine, plain = _Recorded(self._loss), _Recorded(self._loss)
-        model.map_outputs(*batch, mine)
+        model.map_outputs(batch.inputs, batch.targets, mine)
         with self._plainly():
-            for part, target in zip(parts, target_parts, strict=True):
+            for part, target in batch.parts:
                 plain(self._forward(part), target)
         if not model.owns_output:
             return
@@ -398,10 +396,10 @@ class _Comparison:
             if weights.factors[number]:  # else it is the mean of nothing
                 own_loss = mine.losses[number]
                 self._add("loss in evaluation", where, own_loss, plain.losses[number])
-        if len(parts) > 1:
+        if len(batch.parts) > 1:
             with self._plainly():
-                inputs, targets = map(self._placed, batch)
-                whole = self._loss(self._forward(inputs), targets)
+                output = self._forward(self._placed(batch.inputs))
+                whole = self._loss(output, self._placed(batch.targets))
             if self._loss.is_sum:
                 whole = whole / max(weights.count, 1)
             values = [
