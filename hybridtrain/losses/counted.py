@@ -86,12 +86,12 @@ class CountedLoss:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether it was given without a count."""
+        """True for a loss that was given without a count."""
         return self.count is count_samples
 
     @property
     def has_class_targets(self) -> bool:
-        """Whether it is a cross-entropy or nll, whose targets are classes."""
+        """True for a cross-entropy or nll, whose targets are classes."""
         return isinstance(self.count, TargetCount)
 
     def counts(

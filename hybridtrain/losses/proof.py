@@ -92,7 +92,7 @@ class LossProof:
         self._values: list[Tensor] = []
         self._copy: Any = None
         self._half = False
-        # each micro-batch in two parts, or as it is where it has one sample
+        # each micro-batch in two parts; one of a single sample stays whole
         parts = [part for size in sizes for part in _halves(size) if part]
         microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
         counts = copied_to_host(loss.counts(inputs, targets, parts))() if has_counts else parts

@@ -35,7 +35,7 @@ class BatchWeight:
     Args:
         loss: of the step.
         batch: `(inputs, targets)`.
-        chunks: how many micro-batches a batch is cut into.
+        chunks: how many micro-batches to cut a batch into.
         step: of the batch; None for one that is not trained on.
         in_step: False for a batch that only fills a place.
 
@@ -66,17 +66,17 @@ class BatchWeight:
 
     @cached_property
     def factors(self) -> Sequence[float]:
-        """What multiplies the loss function's values, by micro-batch; 0 where nothing counts."""
+        """The factors of the loss function's values, by micro-batch; 0 where nothing counts."""
         return [1] * self.microbatches if self._is_sum else self._counts()
 
     @cached_property
     def count(self) -> float:
-        """What the loss counts in the batch."""
+        """The count of the batch."""
         return sum(self._counts())
 
     @cached_property
     def count_in_step(self) -> float:
-        """What it counts in the step: 0 for a batch that only fills a place."""
+        """The count of the batch in the step: 0 for a batch that only fills a place."""
         return self.count if self._in_step else 0
 
     @cached_property
@@ -111,7 +111,7 @@ class StepWeights(list[BatchWeight]):
     Args:
         loss: of the step.
         batches: this replica's `(inputs, targets)`.
-        chunks: how many micro-batches a batch is cut into.
+        chunks: how many micro-batches to cut a batch into.
         world: the replicas.
         samples: for each batch the samples that count; 0 for one that only fills a place.
         total: the samples of the step over all batches and replicas, if they are known and count.
@@ -149,7 +149,7 @@ class StepWeights(list[BatchWeight]):
 
     @cached_property
     def total(self) -> float:
-        """What the step counts over all batches and replicas; the first use waits for them.
+        """The count of the step over all batches and replicas; the first use waits for them.
 
         0: there is nothing to learn from, and the optimizer should not step.
         """
