@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.launch.activity import activity, kind_of
-from hybridtrain.loss_counts import checked_loss
-from hybridtrain.loss_weights import BatchWeight, batch_counts
-from hybridtrain.losses import LossFn, main_output
-from hybridtrain.metrics import Metric
+from hybridtrain.losses import LossFn
+from hybridtrain.losses.weights import BatchWeight
+from hybridtrain.metrics import Metric, main_output
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge
 from hybridtrain.model import HybridModel
 
@@ -67,8 +66,6 @@ def evaluate(
     Returns:
         `loss`, each metric, and `samples`, on every process.
     """
-    modes = [(module, module.training) for module in model.net.modules()]
-    model.eval()
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
 
@@ -80,31 +77,26 @@ def evaluate(
         for name, metric in metrics.items():
             with _errors_of(name):
                 metric.update(main_output(output), targets)
-        return checked_loss(loss_fn(output, targets))
+        return loss(output, targets)
 
     loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
     done = 0
-    loss = model.with_count(loss_fn)
-    try:
+    loss = model.resolve_loss(loss_fn)
+    with model.evaluating():
         for inputs, targets in data:
             losses = model.map_outputs(inputs, targets, measure)
             size = batch_size(inputs, targets)
             done += size
             if losses:  # else the last stage is in another process
-                sizes = chunk_sizes(size, model.options.chunks)
-                weight = BatchWeight(*batch_counts(loss, inputs, targets, sizes), True, 1.0)
-                count += weight.divisor
+                weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
+                count += weight.count
                 samples += size
-                for value, unit in zip(losses, weight.units, strict=True):
-                    if unit:  # the mean of nothing is not a number
-                        loss_sum.add_(value, alpha=unit)
+                for value, factor in zip(losses, weight.factors, strict=True):
+                    if factor:  # the mean of nothing is not a number
+                        loss_sum.add_(value, alpha=factor)
             on_batch(done)
             if one_batch or (stop is not None and model.pipeline.any_process(stop())):
                 break
-    finally:
-        for module, training in modes:
-            module.training = training
-        model.rng.redetect()
     sums = torch.tensor([float(loss_sum), count, samples], dtype=torch.float64)
     total, count, samples = model.reduce_loss(sums).tolist()
     result = {"loss": total / count if count else float("nan"), "samples": int(samples)}
@@ -154,20 +146,14 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     Raises:
         BatchError: a tensor that the model returns does not have the samples in dim 0.
     """
-    modes = [(module, module.training) for module in model.net.modules()]
-    model.eval()
     model.sync_buffers()
     outputs = []
-    try:
+    with model.evaluating():
         for inputs, _ in data:
             found = model.map_outputs(inputs, None, lambda output, _: output)
             if found:
                 check_samples(found, chunk_sizes(batch_size(inputs), model.options.chunks))
             outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
-    finally:
-        for module, training in modes:
-            module.training = training
-        model.rng.redetect()
     own = merge(outputs) if outputs else None
     gathered = model.world.gather((model.world.replica, own) if outputs else None)
     parts = sorted((each for each in gathered if each is not None), key=lambda each: each[0])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.losses import IGNORED, classes_in_dim_1, main_output
+from hybridtrain.errors import ConfigError
+
+IGNORED = -100
+"""The target that PyTorch's losses leave out, and `Accuracy`."""
 
 
 class Metric(Protocol):
@@ -67,3 +70,27 @@ class Accuracy(nn.Module):
         gather = self.dist_sync_fn or (lambda counts: [counts])
         counts = torch.stack(gather(self.counts)).sum(0).double()
         return counts[0] / counts[1]
+
+
+def main_output(outputs: Any) -> Tensor:
+    """Returns the tensor that predictions are made from: the output, or its field `logits`.
+
+    Raises:
+        ConfigError: there is no such tensor.
+    """
+    fields = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
+    main = fields["logits"] if "logits" in fields else getattr(outputs, "logits", outputs)
+    if not isinstance(main, Tensor):
+        raise ConfigError(
+            f"the losses and metrics that are chosen by name take a tensor, or an output with "
+            f"`logits`; the model gives a {type(outputs).__name__}: return the logits, or train "
+            f"from Python with your own loss_fn="
+        )
+    return main
+
+
+def classes_in_dim_1(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Flattens (N, T, C) with (N, T) to (N * T, C) with (N * T); others are returned unchanged."""
+    if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+        return outputs.flatten(0, -2), torch.flatten(targets)
+    return outputs, targets

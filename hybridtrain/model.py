@@ -16,11 +16,10 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.loss_counts import Loss, checked_loss, has_count, is_known, with_count, zero_of
-from hybridtrain.loss_gradients import LossGradients
-from hybridtrain.loss_proof import LossProof, by_model, can_be_copied, kind_of
-from hybridtrain.loss_weights import BatchWeight, StepWeights, batch_counts
-from hybridtrain.losses import LossFn, MeanLoss
+from hybridtrain.losses import CountedLoss, LossFn, StepWeights, resolve
+from hybridtrain.losses.counted import zero_of
+from hybridtrain.losses.proof import LossProof, can_be_copied, kind_of
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
 from hybridtrain.model_misuse import (
     NO_GRAPH,
@@ -187,10 +186,9 @@ class HybridModel:
         self.planned = planned
         self._batch_check = BatchCheck(world)
         self._sequence_first = sequence_first_layer(net)
-        self._loss_gradient = LossGradients()
-        self._loss: tuple[LossFn, Loss] | None = None  # the last one, with its count
+        self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one
         self._says_no_graph = False  # once
-        self._proven = set[Hashable]()  # kinds of losses; see `loss_proof`
+        self._proven = set[Hashable]()  # kinds of losses; see `losses.proof`
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
@@ -210,10 +208,11 @@ class HybridModel:
             self.pipeline.follow_requires_grad(names)
             self.changes += 1
 
-    def _forward_schedule(self, chunks: int) -> Schedule:
-        options = self.options
-        devices, per_device = self.world.nb_part, options.stages_per_device
-        return forward_only(devices, chunks, per_device, options.placement)
+    def _run_forward(self, parts: Sequence[Any], head: Head) -> list[Any]:
+        options, devices = self.options, self.world.nb_part
+        schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
+        with self.autocast():
+            return self.pipeline.run_forward(schedule, parts.__getitem__, head)
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -273,35 +272,30 @@ class HybridModel:
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
         input_parts = split(inputs, sizes)
-        targets_there = self.pipeline.to_output_device(targets)
-        target_parts = split(targets_there, sizes)
-        loss = self.with_count(loss_fn)
-        if isinstance(weight, BatchWeight):
-            weights = weight
-            if weights.microbatches != len(sizes):
-                raise BatchError("weight= is one of another batch: pass step_weights in order")
-        elif weight is not None or self.world.replicas == 1 or not has_count(loss):
-            number = 1.0 if weight is None else weight
-            more = number != 1.0 or self.world.replicas > 1
-            counts = batch_counts(loss, inputs, targets, sizes, more)
-            weights = BatchWeight(*counts, True, float(number))
-        else:
-            weights = self.step_weights([(inputs, targets)], loss_fn)[0]
-        is_mean = isinstance(loss, MeanLoss)
-        proof = None
-        if len(sizes) > 1 or self.world.replicas > 1 or not weights.is_step:
-            proof = self._proof(loss_fn, loss, inputs, targets, targets_there, sizes)
+        target_parts = split(self.pipeline.to_output_device(targets), sizes)
+        loss = self.resolve_loss(loss_fn)
+        if not isinstance(weight, BatchWeight):
+            # without a count each replica has the same part, as if all had as many samples
+            total, batches = samples * self.world.replicas, [(inputs, targets)]
+            chunks = self.options.chunks
+            weight = StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
+        elif weight.microbatches != len(sizes):
+            raise BatchError("weight= is one of another batch: pass step_weights in order")
+        weights = weight
+        proof = None if weights.is_whole_step else self._proof(loss, inputs, targets, sizes)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
                 proof.look(microbatch, output)
-            if is_mean and not weights.units[microbatch]:
-                value = zero_of(output)  # the mean of nothing is not a number
-            else:
-                value = checked_loss(loss_fn(output, target_parts[microbatch]))
+            # the mean of nothing is not a number
+            counts = weights.factors[microbatch]
+            value = loss(output, target_parts[microbatch]) if counts else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
-            loss = value.detach()
-            return HeadOutput(loss, root, self._loss_gradient(weights.share(microbatch), loss))
+            value = value.detach()
+            # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
+            # finite. Then all replicas see it in the averaged gradients, and skip the step together
+            gradient = torch.rsub(value, weights.grad_scales[microbatch], alpha=0)
+            return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None
@@ -317,37 +311,27 @@ class HybridModel:
         mean = weights.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
-        return TrainStepResult(mean, samples, recorded, weights.count)
+        return TrainStepResult(mean, samples, recorded, weights.count_in_step)
 
     def _proof(
-        self,
-        loss_fn: LossFn,
-        loss: Loss,
-        inputs: Any,
-        targets: Any,
-        targets_there: Any,
-        sizes: Sequence[int],
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
     ) -> LossProof | None:
         """Returns what looks at the outputs of a first step with a loss; None if nothing must.
 
         All processes of a pipeline call it together: a loss of the model's own takes a forward.
         """
-        kind = kind_of(loss_fn)
-        if kind in self._proven or is_known(loss_fn) or sum(sizes) == 1:
+        if loss.trusted or sum(sizes) == 1 or (kind := kind_of(loss)) in self._proven:
             return None
         self._proven.add(kind)
-        if not can_be_copied(loss_fn):
+        if not can_be_copied(loss):
             return None
-        warns = self.world.replica == 0
-        proof = LossProof(loss_fn, loss, inputs, targets, targets_there, sizes, warns)
-        if not by_model(loss, targets):
+        proof = LossProof(loss, inputs, targets, sizes, warns=self.world.replica == 0)
+        if not proof.is_of_model:
             return proof
-        modes = [(module, module.training) for module in self.net.modules()]
-        self.eval()  # without dropout, and without changes of running statistics
         try:
-            with torch.no_grad(), self.autocast():
-                schedule = self._forward_schedule(len(proof.inputs))
-                self.pipeline.run_forward(schedule, proof.inputs.__getitem__, proof.head)
+            # without dropout, and without changes of running statistics
+            with self.evaluating(), torch.no_grad():
+                self._run_forward(proof.inputs, proof.head)
         except ConfigError:
             raise
         except Exception as error:
@@ -355,20 +339,7 @@ class HybridModel:
                 error.add_note("in an evaluation that compares the model's loss with its count")
                 raise
             log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
-        finally:
-            for module, training in modes:
-                module.training = training
-            self.rng.redetect()
         return None
-
-    @contextmanager
-    def unproven(self, loss_fn: LossFn) -> Iterator[None]:
-        """Takes `loss_fn` in the block for what it says, without a look at it in the first step."""
-        before, self._proven = self._proven, {*self._proven, kind_of(loss_fn)}
-        try:
-            yield
-        finally:
-            self._proven = before
 
     def step_weights(
         self,
@@ -397,15 +368,14 @@ class HybridModel:
             total: the samples of the step over all batches and replicas, if they are known; saves
                 the all-reduce for a loss without a count.
         """
-        loss = self.with_count(loss_fn)
-        total = None if has_count(loss) else total
-        return StepWeights(loss, batches, self.options.chunks, self.world, samples, total)
+        loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
+        return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
-    def with_count(self, loss_fn: LossFn) -> Loss:
-        """Returns `loss_fn` with its count, if that is known; see `loss_counts.with_count`."""
-        if self._loss is None or self._loss[0] is not loss_fn:
-            self._loss = loss_fn, with_count(loss_fn, self.net)
-        return self._loss[1]
+    def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
+        """Returns `loss_fn` with what it counts; see `losses.resolve`."""
+        if self._resolved is None or self._resolved[0] is not loss_fn:
+            self._resolved = loss_fn, resolve(loss_fn, self.net)
+        return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, pipelined, on the last stage's device.
@@ -454,9 +424,8 @@ class HybridModel:
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
 
-        schedule = self._forward_schedule(len(sizes))
-        with torch.no_grad(), self.autocast():
-            values = self.pipeline.run_forward(schedule, input_parts.__getitem__, head)
+        with torch.no_grad():
+            values = self._run_forward(input_parts, head)
         self._batch_check.finish()
         return values
 
@@ -492,9 +461,7 @@ class HybridModel:
                     schedule, inputs.__getitem__, head, reduce=sync
                 )
         else:
-            schedule = self._forward_schedule(len(inputs))
-            with self.autocast():
-                values = self.pipeline.run_forward(schedule, inputs.__getitem__, head)
+            values = self._run_forward(inputs, head)
         self._batch_check.finish()
         return values
 
@@ -537,6 +504,18 @@ class HybridModel:
     def eval(self) -> HybridModel:
         """Sets evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has all modules in evaluation mode in the block, then in the modes they were in."""
+        modes = [(module, module.training) for module in self.net.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            self.rng.redetect()
 
     @property
     def owns_output(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.loss_counts import function_of
+from hybridtrain.losses import CountedLoss
 from hybridtrain.options import PipelineOptions
 from hybridtrain.world import World
 
@@ -94,8 +94,8 @@ def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
     while not isinstance(inner, nn.Module):
         if isinstance(inner, partial):
             inner = inner.func
-        elif function_of(inner) is not inner:
-            inner = function_of(inner)
+        elif isinstance(inner, CountedLoss):
+            inner = inner.function
         elif isinstance(getattr(inner, "__self__", None), nn.Module):
             inner = inner.__self__
         else:

@@ -27,8 +27,7 @@ from hybridtrain.data.own_loader import as_source
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
-from hybridtrain.loss_weights import StepWeights
-from hybridtrain.losses import LossFn
+from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput

@@ -19,8 +19,8 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.loss_counts import checked_loss, function_of, name_of
-from hybridtrain.loss_weights import BatchWeight
-from hybridtrain.losses import LossFn, MeanLoss, SumLoss
+from hybridtrain.losses import CountedLoss, LossFn
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.microbatch import batch_size, chunk_sizes, split
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.pipeline.layer_rng import ReplayedDraws
@@ -237,20 +236,26 @@ def _as_before(model: HybridModel) -> Iterator[None]:
 class _Recorded:
     """A loss that notes the outputs and losses of its micro-batches."""
 
-    loss: LossFn
+    loss: CountedLoss
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-
-    @property
-    def __name__(self) -> str:
-        return name_of(function_of(self.loss))
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
         # a copy: the loss may work in place
         self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
-        loss = checked_loss(self.loss(output, targets))
+        loss = self.loss(output, targets)
         self.losses.append(loss.detach().clone())
         return loss
+
+
+class _Batch(NamedTuple):
+    """A batch, and the inputs and targets of its micro-batches beside the output."""
+
+    name: str
+    inputs: Any
+    targets: Any
+    weights: BatchWeight
+    parts: Sequence[tuple[Any, Any]]
 
 
 class _Comparison:
@@ -265,8 +270,7 @@ class _Comparison:
     def __init__(self, model: HybridModel, loss_fn: LossFn, reference: nn.Module | None) -> None:
         self._model = model
         self._world = model.world
-        self._loss_fn = loss_fn
-        self._loss = model.with_count(loss_fn)
+        self._loss = model.resolve_loss(loss_fn)
         self._device = model.pipeline.output_device
         net = copy.deepcopy(model.net) if reference is None else reference
         remove_aliases(net)
@@ -285,16 +289,16 @@ class _Comparison:
     def batch(self, name: str, inputs: Any, targets: Any) -> None:
         """Compares a training step and an evaluation of a batch."""
         model = self._model
-        weights = model.step_weights([(inputs, targets)], self._loss_fn)[0]
+        weights = model.step_weights([(inputs, targets)], self._loss)[0]
         sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
-        parts = split(self._placed(inputs), sizes)
-        target_parts = split(self._placed(targets), sizes)
+        parts = [split(self._placed(each), sizes) for each in (inputs, targets)]
+        batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)))
         differed = self._differs
-        self._train(name, (inputs, targets), weights, parts, target_parts)
-        self._evaluate(name, (inputs, targets), weights, parts, target_parts)
+        self._train(batch)
+        self._evaluate(batch)
         found = self._world.gather(self._differs and not differed)
         if any(found):
-            self._first = self._first or self._first_layer(inputs, parts)
+            self._first = self._first or self._first_layer(inputs, parts[0])
 
     def result(self, title: str) -> Verification:
         """Returns what all processes have found; a collective call."""
@@ -315,37 +319,28 @@ class _Comparison:
             reasons.append("compiled layers add up in their own order")
         return Verification(kinds, self._tolerance, reasons, self._first, title)
 
-    def _train(
-        self,
-        name: str,
-        batch: tuple[Any, Any],
-        weights: BatchWeight,
-        parts: Sequence[Any],
-        target_parts: Sequence[Any],
-    ) -> None:
+    def _train(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
         model, net = self._model, self._net
-        recorded = _Recorded(self._loss_fn)
-        loss: Any = recorded
-        if isinstance(self._loss, MeanLoss):
-            loss = replace(self._loss, loss_mean=recorded)
-        elif isinstance(self._loss, SumLoss):
-            loss = replace(self._loss, loss_sum=recorded)
+        recorded = _Recorded(self._loss)
+        # trusted: the proof of the first step would call it once more
+        loss = self._loss.of(recorded, trusted=True)
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
-        with self._seeds(len(parts)) as seeds, model.unproven(loss):
-            result = model.train_step(*batch, loss, weight=weights)
+        with self._seeds(len(batch.parts)) as seeds:
+            result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
-        for number, (part, target) in enumerate(zip(parts, target_parts, strict=True)):
-            if isinstance(self._loss, MeanLoss) and not weights.units[number]:
+        for number, (part, target) in enumerate(batch.parts):
+            if not weights.factors[number]:
                 values.append(torch.zeros((), device=self._device))  # of nothing: it is not called
                 continue
-            plain = _Recorded(self._loss_fn)
+            plain = _Recorded(self._loss)
             with self._plainly(seeds[number]), torch.enable_grad():
                 value = plain(self._forward(part), target)
             with self._plainly(autocast=False):
-                value.backward(torch.full_like(value, weights.share(number)))
+                value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
             if model.owns_output:
                 output, own_loss = next(seen)
@@ -380,42 +375,36 @@ class _Comparison:
             self._add("gradient", name, mine, theirs.get(name), least)
 
     @torch.no_grad()
-    def _evaluate(
-        self,
-        name: str,
-        batch: tuple[Any, Any],
-        weights: BatchWeight,
-        parts: Sequence[Any],
-        target_parts: Sequence[Any],
-    ) -> None:
+    def _evaluate(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
         model = self._model
         model.sync_buffers()
         if self._world.replicas > 1 and model.options.broadcast_buffers:
             for buffer in self._net.buffers():
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
-        mine, plain = _Recorded(self._loss_fn), _Recorded(self._loss_fn)
-        model.map_outputs(*batch, mine)
+        mine, plain = _Recorded(self._loss), _Recorded(self._loss)
+        model.map_outputs(batch.inputs, batch.targets, mine)
         with self._plainly():
-            for part, target in zip(parts, target_parts, strict=True):
+            for part, target in batch.parts:
                 plain(self._forward(part), target)
         if not model.owns_output:
             return
         for number, own in enumerate(mine.outputs):
             where = f"{name}, micro-batch {number}"
             self._add("output in evaluation", where, own, plain.outputs[number])
-            if weights.units[number]:  # else it is the mean of nothing
+            if weights.factors[number]:  # else it is the mean of nothing
                 own_loss = mine.losses[number]
                 self._add("loss in evaluation", where, own_loss, plain.losses[number])
-        if len(parts) > 1:
+        if len(batch.parts) > 1:
             with self._plainly():
-                inputs, targets = map(self._placed, batch)
-                whole = self._loss_fn(self._forward(inputs), targets)
-            if isinstance(self._loss, SumLoss):
-                whole = whole / max(weights.divisor, 1)
+                output = self._forward(self._placed(batch.inputs))
+                whole = self._loss(output, self._placed(batch.targets))
+            if self._loss.is_sum:
+                whole = whole / max(weights.count, 1)
             values = [
-                value if unit else torch.zeros_like(value)
-                for value, unit in zip(mine.losses, weights.units, strict=True)
+                value if factor else torch.zeros_like(value)
+                for value, factor in zip(mine.losses, weights.factors, strict=True)
             ]
             mean = weights.mean(values)
             where = f"{name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"

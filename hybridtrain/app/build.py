@@ -35,8 +35,7 @@ from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.launch import early_signals
-from hybridtrain.loss_counts import has_class_targets
-from hybridtrain.losses import METRICS, LossFn
+from hybridtrain.losses import METRICS, LossFn, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
@@ -136,7 +135,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
     model = HybridModel.construct(setup.build, world, options, example_inputs=setup.example_inputs)
     loss_fn = setup.loss_fn
     with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.with_count(loss_fn)  # refuses what cannot be weighted
+        model.resolve_loss(loss_fn)  # refuses what cannot be weighted
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(model.pipeline.output_device)
     return RunContext(
@@ -309,7 +308,7 @@ def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) ->
 def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
     chosen = config.trainer.metrics
     if chosen is None:
-        chosen = ["accuracy"] if has_class_targets(loss_fn) else []
+        chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
     if "_target_" in chosen:

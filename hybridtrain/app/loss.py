@@ -12,7 +12,7 @@ import torch
 from hybridtrain.app import instantiate
 from hybridtrain.app.config import Config
 from hybridtrain.errors import ConfigError, check_choice
-from hybridtrain.losses import LOSSES, LossFn, MeanLoss, SumLoss
+from hybridtrain.losses import LOSSES, LossFn
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
 _TENSORS = ("weight", "pos_weight")
@@ -38,8 +38,8 @@ def build_loss(config: Config) -> LossFn:
         for key, value in chosen.items()
     }
     target = instantiate.resolve("trainer.loss", settings.get("_target_"), config.allow_targets)
-    if isinstance(target, SumLoss | MeanLoss):
-        return target
+    if not isinstance(target, type) and callable(getattr(target, "count", None)):
+        return target  # a loss that counts, not what makes one
     positional = [] if isinstance(target, type) else _output_and_targets(target, settings)
     if positional:
         del settings["_target_"]

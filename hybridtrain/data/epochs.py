@@ -14,8 +14,8 @@ from hybridtrain.options import LoaderOptions, with_settings
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.loss_weights import BatchWeight
     from hybridtrain.losses import LossFn
+    from hybridtrain.losses.weights import BatchWeight
     from hybridtrain.model import HybridModel
 
 

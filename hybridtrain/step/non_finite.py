@@ -13,9 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.loss_weights import batch_counts
 from hybridtrain.losses import LossFn
-from hybridtrain.microbatch import batch_size, chunk_sizes
+from hybridtrain.losses.weights import BatchWeight
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline.step import HeadOutput
 from hybridtrain.step.buffer_snapshot import BufferSnapshot
@@ -138,12 +137,12 @@ def _origin_in_forward(
     watch = _Watch(model)
     last = len(model.plan.stages)
     ends: list[_Origin] = []
-    counts: Iterator[float]
+    factors: Iterator[float]
 
     def measure(output: Any, targets: Any) -> None:
         if (
-            not next(counts)
-            or loss_fn is None
+            loss_fn is None
+            or not next(factors)  # the loss of what counts nothing is NaN by right
             or _bad(output)
             or not (bad := _bad(loss_fn(output, targets)))
         ):
@@ -170,7 +169,9 @@ def _origin_in_forward(
                     with torch.no_grad():
                         model.run_microbatches(inputs, lambda *_: HeadOutput(None), trains=False)
                     continue
-                counts = iter(_counts(model, inputs, targets, loss_fn))
+                if loss_fn is not None:
+                    loss, batch = model.resolve_loss(loss_fn), (inputs, targets)
+                    factors = iter(BatchWeight(loss, batch, model.options.chunks).factors)
                 model.map_outputs(inputs, targets, measure)
     finally:
         hook.remove()
@@ -179,17 +180,6 @@ def _origin_in_forward(
     # -inf alone may be meant, as in a mask or as the logarithm of a probability
     certain = [place for doubtful, place in watch.found if not doubtful] + ends
     return min(certain or [place for _, place in watch.found], default=None)
-
-
-def _counts(
-    model: HybridModel, inputs: Any, targets: Any, loss_fn: LossFn | None
-) -> Sequence[float]:
-    """Returns what each micro-batch counts: the loss of one that counts nothing is NaN by right."""
-    sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
-    if loss_fn is None:
-        return sizes
-    counts, units = batch_counts(model.with_count(loss_fn), inputs, targets, sizes)
-    return units or counts.numbers()
 
 
 def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:

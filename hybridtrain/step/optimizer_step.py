@@ -29,8 +29,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.batch import Batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.launch.activity import activity
-from hybridtrain.loss_weights import StepWeights
-from hybridtrain.losses import LossFn
+from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.param_groups import CombinedOptimizer
 from hybridtrain.step.finite_check import FiniteCheck

@@ -9,7 +9,6 @@ from hybridtrain import losses
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.loss import build_loss
 from hybridtrain.errors import ConfigError
-from hybridtrain.loss_counts import has_class_targets
 
 MY_LOSSES = """
 from torch.nn import functional as F
@@ -72,7 +71,7 @@ def test_a_mistake_names_its_key(text, message):
 
 
 def test_accuracy_is_the_default_metric_where_the_targets_are_classes():
-    assert has_class_targets(loss_of("{_target_: torch.nn.CrossEntropyLoss}"))
-    assert has_class_targets(losses.nll)
-    assert not has_class_targets(losses.model_output)
-    assert not has_class_targets(losses.mse)
+    assert losses.resolve(loss_of("{_target_: torch.nn.CrossEntropyLoss}")).has_class_targets
+    assert losses.resolve(losses.nll).has_class_targets
+    assert not losses.resolve(losses.model_output).has_class_targets
+    assert not losses.resolve(losses.mse).has_class_targets

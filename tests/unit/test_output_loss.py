@@ -11,7 +11,7 @@ from torch import nn
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses import MeanLoss, model_output
-from hybridtrain.output_loss import count_of_output
+from hybridtrain.losses.transformers_counts import count_of_output
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

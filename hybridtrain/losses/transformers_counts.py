@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import IGNORED, CountFn
+from hybridtrain.losses.by_name import CountFn
+from hybridtrain.metrics import IGNORED
 
 WAY_OUT = (
     "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
@@ -36,10 +37,9 @@ def count_of_output(net: nn.Module) -> CountFn:
     """
     for found in _inside(net):
         config, name = getattr(found, "config", None), type(found).__name__
+        configs = config, getattr(config, "text_config", None)
         for setting in ("output_router_logits", "z_loss_coefficient"):
-            if any(
-                getattr(part, setting, 0) for part in (config, getattr(config, "text_config", None))
-            ):
+            if any(getattr(each, setting, 0) for each in configs):
                 raise ConfigError(
                     f"loss=model_output: {name} adds a second loss, which is not a mean over "
                     f"labels: set {setting}=0 in its config, or {WAY_OUT}"
@@ -73,20 +73,13 @@ def _inside(net: nn.Module) -> Iterator[nn.Module]:
 def _rule(net: nn.Module, name: str, source: str) -> str:
     """Returns the key of `_RULES` that the forward of `net` follows, or something else."""
     if "self.loss_function(" in source:
-        if "shift_labels" in source:
-            return ""
-        return str(getattr(net.loss_function, "__name__", ""))
-    losses = re.findall(r"CrossEntropyLoss\((.*?)\)", source)
-    suffix = name[name.rfind("For") :]
-    if suffix == "ForQuestionAnswering":
-        return suffix if losses == ["ignore_index=ignored_index"] else ""
-    if losses not in ([""], ["ignore_index=-100"]):
+        return "" if "shift_labels" in source else getattr(net.loss_function, "__name__", "")
+    suffix, config = name[name.rfind("For") :], getattr(net, "config", None)
+    if suffix == "ForConditionalGeneration" and not getattr(config, "is_encoder_decoder", False):
         return ""
-    if suffix == "ForConditionalGeneration" and not getattr(
-        getattr(net, "config", None), "is_encoder_decoder", False
-    ):
-        return ""
-    return suffix
+    answers = suffix == "ForQuestionAnswering"
+    known = [["ignore_index=ignored_index"]] if answers else [[""], ["ignore_index=-100"]]
+    return suffix if re.findall(r"CrossEntropyLoss\((.*?)\)", source) in known else ""
 
 
 def _labels(inputs: Any) -> Tensor:
