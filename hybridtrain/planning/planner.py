@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import ConfigError, ScheduleError, SplitError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
 from hybridtrain.graph.trace_guards import TraceGuards
@@ -28,18 +28,11 @@ from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
 from hybridtrain.planning.costs import count
 from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
-from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
+from hybridtrain.planning.plan import Plan, StagePlan, counts_for
 from hybridtrain.planning.search import Decision, find_best_cut
 from hybridtrain.planning.split_spec import modules_around, split_layers
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import (
-    BOUND_OF,
-    SEARCHES,
-    Schedule,
-    as_lines,
-    make_schedule,
-    peak_in_flight,
-)
+from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
@@ -138,24 +131,8 @@ class Planner:
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        # a searched schedule needs the stages first, and holds about as much as this one
-        first = BOUND_OF.get(options.schedule, options.schedule)
-        in_flight = peak_in_flight(make_schedule(first, *shape[1:]))
+        in_flight = peak_in_flight(make_schedule(*shape))
         decision = self._decide(in_flight)
-        order: list[str] = []
-        if options.schedule in SEARCHES:
-            schedule = self._planned_schedule()
-            if schedule is None:
-                decision = self._with_times(decision)
-                durations = durations_of(
-                    decision.costs,
-                    decision.counts,
-                    options.checkpoint,
-                    nb_part,
-                    cluster.placement,
-                )
-                schedule = make_schedule(*shape, durations)
-            in_flight, order = peak_in_flight(schedule), as_lines(schedule)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
             model=type(self._net).__name__,
@@ -171,8 +148,6 @@ class Planner:
                 StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
                 for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
-            max_inflight=options.max_inflight,
-            order=order,
         )
 
     def layers_of(self, plan: Plan) -> PlannedLayers:
@@ -221,34 +196,6 @@ class Planner:
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
         return Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
-
-    def _planned_schedule(self) -> Schedule | None:
-        """Returns the searched schedule of the plan file; None if it has none for these options."""
-        options = self._options
-        if not (isinstance(options.split, str) and _is_plan_file(options.split)):
-            return None
-        plan = Plan.read(options.split)
-        if not plan.order:
-            return None
-        if not plan.is_for(options, self._cluster.nb_part):
-            log.info("the order in %s is for other settings: one is searched anew", options.split)
-            return None
-        try:
-            return plan.searched_schedule()
-        except ScheduleError as error:
-            raise SplitError(
-                f"split=: {options.split}: order: {error}; delete the key order, and it is "
-                f"searched anew"
-            ) from error
-
-    def _with_times(self, decision: Decision) -> Decision:
-        """Returns `decision` with costs that have times, if there are inputs to measure with."""
-        if self._microbatch is None or any(cost.forward_ms for cost in decision.costs):
-            return decision
-        options = replace(self._options, split="time")
-        layers = self._chain(decision.expand).layers
-        *_, best = self._costs_of(layers, self._microbatch, options, self._cluster)
-        return decision._replace(costs=best.layers, costs_from=self._costs_from)
 
     def _by_objective(self, in_flight: Sequence[int]) -> Decision:
         goal = Objective.of(self._options)
