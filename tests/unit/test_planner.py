@@ -332,7 +332,7 @@ def test_only_a_chain_that_looks_even_is_timed_carefully_and_cut_by_those_times(
 
 
 def test_after_the_last_expansion_the_layers_are_still_timed_carefully(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.search.MAX_EXPANSIONS", 0)
+    monkeypatch.setattr("hybridtrain.planning.planner.MAX_EXPANSIONS", 0)
     found = planned(nn.Sequential(Block(0), Block(30)), 2, samples(), split="time")
     assert found.expand == []
     assert len(careful) == 1
