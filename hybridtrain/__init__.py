@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybridtrain.launch.notebook import notebook_launcher
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
-    from hybridtrain.planning.marks import partition, set_partition
+    from hybridtrain.planning.manual_split import partition, set_partition
     from hybridtrain.session import Session
     from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash
@@ -64,8 +64,8 @@ _MODULE_OF = {
     "Verification": "hybridtrain.verification",
     "World": "hybridtrain.world",
     "notebook_launcher": "hybridtrain.launch.notebook",
-    "partition": "hybridtrain.planning.marks",
-    "set_partition": "hybridtrain.planning.marks",
+    "partition": "hybridtrain.planning.manual_split",
+    "set_partition": "hybridtrain.planning.manual_split",
     "pop": "hybridtrain.skip",
     "stash": "hybridtrain.skip",
     "verify": "hybridtrain.verification",

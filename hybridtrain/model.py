@@ -42,7 +42,7 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
-from hybridtrain.schedule import SEARCHES, Schedule, forward_only, make_schedule
+from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.verification import Verification, verify
 from hybridtrain.world import World
 
@@ -193,9 +193,6 @@ class HybridModel:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         self.plan = plan
-        searches = options.schedule in SEARCHES
-        self._durations = plan.durations() if searches else None
-        self._searched = plan.searched_schedule() if searches else None
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng
         self._device_type = world.devices[0].type
@@ -216,17 +213,9 @@ class HybridModel:
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
-        options, planned = self.options, self._searched
-        if planned is not None and planned.chunks == chunks:
-            return planned
-        return make_schedule(
-            options.schedule,
-            self.world.nb_part,
-            chunks,
-            options.stages_per_device,
-            options.max_inflight,
-            self._durations,
-        )
+        options = self.options
+        shape = self.world.nb_part, chunks, options.stages_per_device
+        return make_schedule(options.schedule, *shape, options.max_inflight)
 
     def train_step(
         self,

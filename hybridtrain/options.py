@@ -72,9 +72,7 @@ class PipelineOptions:
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`; or found for what the stages are measured to take
-    (equal times where there are no `example_inputs`): `search`, and `search-v` with stages as for
-    `zb-v`."""
+    and `zb-v`, which needs `stages_per_device=2`."""
     split: SplitSpec = "uniform"
     """The layers of each stage. By what the largest stage should be small in: `uniform`
     (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is
@@ -125,6 +123,8 @@ class PipelineOptions:
         return placement_of(self.schedule)
 
     def __post_init__(self) -> None:
+        if self.schedule in ("search", "search-v"):
+            raise ConfigError(f"schedule={self.schedule} was removed: take zb-v")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)

@@ -15,7 +15,7 @@ from hybridtrain.planning import Plan
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
-from hybridtrain.schedule import SEARCHES, Placement, place_of
+from hybridtrain.schedule import Placement, place_of
 from hybridtrain.text_table import with_unit
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ def _prediction_of(context: RunContext) -> Prediction:
         Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         _measured_costs(context),
-        order=model.schedule(len(sizes)) if options.schedule in SEARCHES else None,
         precision=options.precision,
         tf32=config.trainer.tf32,
     )

@@ -21,9 +21,8 @@ from hybridtrain.graph.chain import Chain
 from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, costs_of_two_sizes, count_layers, two_sizes
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.estimates import CountedLayer
+from hybridtrain.planning.estimates import CountedLayer, Rates
 from hybridtrain.planning.profiler import LayerProfiler
-from hybridtrain.planning.rates import Rates
 from hybridtrain.precision import autocast
 
 log = logging.getLogger("hybridtrain")

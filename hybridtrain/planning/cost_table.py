@@ -21,9 +21,8 @@ from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.estimates import CountedLayer, Work, count_chain
+from hybridtrain.planning.estimates import CountedLayer, Rates, Work, count_chain
 from hybridtrain.planning.profiler import LayerProfiler
-from hybridtrain.planning.rates import Rates
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import Schedule, make_schedule, peak_in_flight, peak_waiting
+from hybridtrain.schedule import make_schedule, peak_in_flight, peak_waiting
 
 # What a micro-batch holds in addition between the two parts of its backward, over its activations:
 # gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
@@ -42,11 +42,7 @@ class DeviceMemory:
 
 
 def device_memory(
-    table: CostTable,
-    job: Job,
-    layout: Layout,
-    counts: Sequence[int],
-    order: Schedule | None = None,
+    table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
 ) -> list[DeviceMemory]:
     """Returns the memory of each device at its peak.
 
@@ -55,12 +51,11 @@ def device_memory(
         job: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
-        order: the schedule, if it is searched; see `most_in_flight`.
     """
     costs = table.costs_at(layout.samples(job))
-    in_flight = most_in_flight(layout, order)
+    in_flight = most_in_flight(layout)
     own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
-    waiting = _most_waiting(layout, order)
+    waiting = _most_waiting(layout)
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
@@ -77,24 +72,16 @@ def device_memory(
     ]
 
 
-def most_in_flight(layout: Layout, order: Schedule | None = None) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage keeps alive at one time.
-
-    What a searched `order` keeps is known when it is found. Before that, as many are counted as a
-    named one keeps: with one stage per device no order that can be found keeps more.
-    """
-    if order is not None:
-        return peak_in_flight(order)
-    return _most_in_flight(layout.named[-1], *_shape(layout))
+def most_in_flight(layout: Layout) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage keeps alive at one time."""
+    return _most_in_flight(layout.schedule, *_shape(layout))
 
 
-def _most_waiting(layout: Layout, order: Schedule | None = None) -> tuple[int, ...]:
+def _most_waiting(layout: Layout) -> tuple[int, ...]:
     """Returns how many micro-batches of each stage are between the parts of their backward."""
     if not layout.splits_backwards:
         return (0,) * layout.stages
-    if order is not None:
-        return peak_waiting(order)
-    return _waiting_of(layout.named[-1], *_shape(layout))
+    return _waiting_of(layout.schedule, *_shape(layout))
 
 
 def _shape(layout: Layout) -> tuple[int, int, int]:

@@ -8,31 +8,33 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
-from hybridtrain.memory import count_saved
+from hybridtrain.machine import Machine
+from hybridtrain.memory import count_saved, storage_id
 from hybridtrain.planning.costs import (
     Given,
     LayerCost,
     LayerRun,
+    RunLayer,
     copy_of,
     run_chain,
     run_layer,
     tensors_of,
     undisturbed,
 )
-from hybridtrain.planning.repeated import RunOnce
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,50 @@ class CountedLayer:
     backward: Work
     first: int
     given: Given
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The operations and bytes per second of a device, as training reaches them.
+
+    Attributes:
+        flops: of matrix products.
+        bandwidth: bytes from and to its memory.
+        operator_ms: the host's time to call an operator.
+    """
+
+    flops: float
+    bandwidth: float
+    operator_ms: float
+
+    @classmethod
+    def of(cls, machine: Machine, precision: str, tf32: bool) -> Rates:
+        """Returns the rates of a machine for a precision."""
+        name = "tf32" if tf32 and precision == "fp32" else precision
+        return cls(
+            machine.sustained_flops(name),
+            machine.sustained_bandwidth,
+            machine.operator_s * 1e3,
+        )
+
+    def timed(self, layer: CountedLayer) -> LayerCost:
+        """Returns the cost of a layer with the times that its work takes."""
+        return replace(
+            layer.cost,
+            forward_ms=self._ms(layer.forward),
+            backward_ms=self._ms(layer.backward),
+        )
+
+    def host_ms(self, layer: CountedLayer) -> tuple[float, float]:
+        """Returns the host's times to call the operators of a forward and of a backward."""
+        return (
+            layer.forward.operators * self.operator_ms,
+            layer.backward.operators * self.operator_ms,
+        )
+
+    def _ms(self, work: Work) -> float:
+        product = max(work.flops / self.flops, work.product_bytes / self.bandwidth)
+        return (product + (work.bytes - work.product_bytes) / self.bandwidth) * 1e3
 
 
 def estimate_costs(
@@ -158,7 +204,7 @@ def count_chain(
 
     with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
-        once = RunOnce(run)
+        once = _RunOnce(run)
         costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
     ran = dict(zip(dict.fromkeys(once.first), zip(work, inputs_of, strict=True), strict=True))
     counted = []
@@ -214,3 +260,114 @@ class _TrafficCounter(TorchDispatchMode):
             self.bytes += nbytes
             self.product_bytes += nbytes * (func.overloadpacket in self._products)
         return result
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+# What every module has, and what does not decide what a forward does.
+_OF_MODULE = frozenset(vars(nn.Module()))
+
+
+class _First(NamedTuple):
+    """The run of the first of equal layers."""
+
+    given: list[Tensor]
+    ran: LayerRun
+    saved: Mapping[int, int]
+
+
+class _RunOnce:
+    """Runs the first of equal layers, and gives the others its run with new tensors.
+
+    The layers of a transformer are copies of each other. Each gives an output of the same shape, so
+    what was counted for the first holds for all, and only the first has to run.
+
+    Attributes:
+        first: for each layer that came, the number of the one whose run it has; counted from 0.
+    """
+
+    def __init__(self, run: RunLayer) -> None:
+        self.first: list[int] = []
+        self._run = run
+        self._known: dict[Hashable, tuple[int, _First]] = {}
+        self._numbers = count(-1, -1)  # of storages that nobody sees; no real one is negative
+
+    def __call__(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
+        """Returns what `run` returns."""
+        tensors = tensors_of(given)
+        key = _structure(layer.module), _form(given)
+        if None not in key and key in self._known:
+            number, first = self._known[key]
+            self.first.append(number)
+            return self._again(first, tensors)
+        ran, saved = self._run(layer, given)
+        self._known[key] = len(self.first), _First(tensors, ran, saved)
+        self.first.append(len(self.first))
+        return ran, saved
+
+    def _again(self, first: _First, given: list[Tensor]) -> tuple[LayerRun, Mapping[int, int]]:
+        storages = {storage_id(a): storage_id(b) for a, b in zip(first.given, given, strict=True)}
+
+        def renewed(tensor: Tensor) -> Tensor:
+            for old, new in zip(first.given, given, strict=True):
+                if storage_id(old) == storage_id(tensor):  # the layer hands its input on
+                    return new if old.shape == tensor.shape else new.detach().view(tensor.shape)
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).requires_grad_(tensor.requires_grad)
+
+        handed_on = tree_map_only(Tensor, renewed, first.ran.handed_on)
+        made = zip(tensors_of(first.ran.handed_on), tensors_of(handed_on), strict=True)
+        storages |= {storage_id(old): storage_id(new) for old, new in made}
+        saved = {
+            storages[old] if old in storages else next(self._numbers): nbytes
+            for old, nbytes in first.saved.items()
+        }
+        return first.ran._replace(handed_on=handed_on), saved
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Returns a value that is equal for modules that compute the same; None if that is not known.
+
+    Modules are equal if their types, parameters' shapes and plain attributes are, and all other
+    attributes are the same objects.
+    """
+    described: list[Hashable] = []
+    for name, part in module.named_modules():
+        hooks = [key for key, value in vars(part).items() if key.endswith("_hooks") and value]
+        own = {key: value for key, value in vars(part).items() if key not in _OF_MODULE}
+        attributes = tuple(sorted((key, _value(value)) for key, value in own.items()))
+        if hooks or any(value is None for _, value in attributes):
+            return None
+        described.append((name, type(part), part.training, attributes))
+    for kind in (module.named_parameters, module.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            described.append((name, tensor.shape, tensor.stride(), tensor.dtype))
+            described.append(tensor.requires_grad)
+    return tuple(described)
+
+
+def _value(value: Any) -> str | None:
+    """Returns an attribute as text, so that all can be sorted; None if it may not be compared."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list) and all(isinstance(item, _PLAIN) for item in value):
+        return repr(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return f"object {id(value)}"
+    return None
+
+
+def _form(given: Given) -> Hashable:
+    leaves, tree = tree_flatten(given)
+    ids = [storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return (
+        str(tree),
+        tuple(ids.index(number) for number in ids),
+        tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
+            for leaf in leaves
+        ),
+    )

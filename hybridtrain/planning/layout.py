@@ -10,9 +10,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Machine
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.schedule import (
-    NAMED,
     SCHEDULES,
-    SEARCHES,
     STAGES_PER_DEVICE,
     Placement,
     place_of,
@@ -70,15 +68,6 @@ class Layout:
         return splits_backwards(self.schedule) and self.checkpoint == "never"
 
     @property
-    def named(self) -> tuple[str, ...]:
-        """The schedule; of a searched one those that it is compared with, which holds most last."""
-        if self.schedule not in SEARCHES:
-            return (self.schedule,)
-        if placement_of(self.schedule) == "v":
-            return ("zb-v",)
-        return ("1f1b", "zb-h1") if self.stages_per_device == 1 else ("1f1b",)
-
-    @property
     def devices(self) -> tuple[int, ...]:
         """The number of each stage's device, among those of the pipeline."""
         return _devices(self.stages, self.nb_part, placement_of(self.schedule))
@@ -124,7 +113,6 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterat
     replica. Pipelines fill nodes, or nodes fill pipelines. `engine=local` keeps a pipeline inside
     a node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
     difference (one device has no schedule, one replica no shards), only its first value is given.
-    Schedules that are searched are given only where no named one may be chosen.
 
     Raises:
         ConfigError: there is none.
@@ -167,8 +155,7 @@ def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[
 def _schedules(
     nb_part: int, chunks: int, layers: int, choices: Choices
 ) -> Iterator[tuple[str, int]]:
-    names = [name for name in choices.schedule if name in NAMED] or choices.schedule
-    for schedule in names if nb_part > 1 else names[:1]:
+    for schedule in choices.schedule if nb_part > 1 else choices.schedule[:1]:
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue

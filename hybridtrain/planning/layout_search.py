@@ -9,8 +9,7 @@ bound larger, and goes back into the queue:
     priced          the simulated time                 the next result
 
 So a result is never slower than a layout that was not simulated. Where a model can be cut in few
-ways all of them go into the queue; else the most even one does, improved step by step. Schedules
-are searched at the end, for the results alone, and join them where a step is shorter with them.
+ways all of them go into the queue; else the most even one does, improved step by step.
 """
 
 from __future__ import annotations
@@ -38,16 +37,12 @@ from hybridtrain.planning.price import (
     price,
 )
 from hybridtrain.planning.stage_times import stage_times
-from hybridtrain.schedule import SEARCHES, is_too_long, placement_of
 
 # A model that can be cut in no more ways is tried in all of them.
 _FEW_CUTS = 50
 
 # How many cuts are looked at to improve one.
 _MOST_MOVES = 100
-
-# What a step with a searched schedule takes at most, of that with a named one, to be a result too.
-_GAIN = 0.99
 
 # Layouts of which the least memory is looked for if none fits.
 _CLOSE = 20
@@ -90,14 +85,13 @@ def find_layouts(
     found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    better = search.searched(found, choices.schedule)
-    return sorted([*better, *found], key=lambda one: one.step_ms)[:best]
+    return found
 
 
 def fastest_layout(
     table: CostTable, machine: Machine, job: Job, choices: Choices | None = None
 ) -> Price | None:
-    """Returns the price of the fastest layout; None if none fits. No schedule is searched.
+    """Returns the price of the fastest layout; None if none fits.
 
     Args:
         table: as of `find_layouts`, and so are the others.
@@ -139,9 +133,6 @@ class _Search:
                 found[layout] = entry.priced
             elif counts is not None:
                 priced = price(self._table, self._machine, self._job, layout, counts)
-                # by the order that was searched
-                if priced.peak_bytes > self._machine.usable_bytes:
-                    continue
                 bound = max(entry.bound_ms, priced.step_ms)
                 heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
             else:
@@ -150,37 +141,6 @@ class _Search:
                     heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
         # bounds differ from prices by rounding
         return sorted(found.values(), key=lambda one: one.step_ms)
-
-    def searched(self, found: Sequence[Price], names: Sequence[str]) -> list[Price]:
-        """Returns layouts that are faster with a searched schedule.
-
-        Args:
-            found: the layouts, the fastest first.
-            names: the schedules that may be chosen.
-        """
-        gains: list[Price] = []
-        tried: set[Layout] = set()
-        for one in found:
-            name = "search-v" if placement_of(one.layout.schedule) == "v" else "search"
-            layout = replace(one.layout, schedule=name)
-            if one.layout.schedule in SEARCHES or name not in names or layout in tried:
-                continue
-            tried.add(layout)
-            if layout.nb_part == 1 or is_too_long(layout.stages, layout.chunks):
-                continue
-            if not layout.splits_backwards:
-                continue
-            least = _GAIN * min(self._step_ms(layout, one.counts, each) for each in layout.named)
-            if self.bound_of_cut(layout, one.counts) > least:
-                continue
-            priced = price(self._table, self._machine, self._job, layout, one.counts)
-            if priced.step_ms < least and priced.peak_bytes <= self._machine.usable_bytes:
-                gains.append(priced)
-        return gains
-
-    def _step_ms(self, layout: Layout, counts: Sequence[int], schedule: str) -> float:
-        named = replace(layout, schedule=schedule)
-        return price(self._table, self._machine, self._job, named, counts).step_ms
 
     def bound(self, layout: Layout) -> float:
         """Returns what no cut of the model is faster than, in milliseconds."""
@@ -198,15 +158,7 @@ class _Search:
         return least_step_ms(self._job, layout, times, step)
 
     def cuts(self, layout: Layout) -> list[list[int]]:
-        """Returns cuts that fit into memory, as the layers of each stage: all if there are few.
-
-        What an order holds that will be searched is not known yet. So its cuts are those of the
-        named schedules that it is compared with, and its price tells whether it fits.
-        """
-        of_named = [self._cuts_of(replace(layout, schedule=name)) for name in layout.named]
-        return [list(one) for one in dict.fromkeys(tuple(one) for cuts in of_named for one in cuts)]
-
-    def _cuts_of(self, layout: Layout) -> list[list[int]]:
+        """Returns cuts that fit into memory, as the layers of each stage: all if there are few."""
         if not self._weights_fit(layout):
             return []
         layers = len(self._table.sizes)
@@ -303,11 +255,6 @@ class _Search:
             )
         nbytes, device, layout = min(found, key=lambda entry: entry[0])
         usable = self._machine.usable_bytes
-        if nbytes <= usable:  # by other cuts, and what was searched for those holds more
-            return (
-                f"no plan was found that fits with schedule={layout.schedule}, whose order is "
-                f"searched: let pipeline.schedule= be chosen too"
-            )
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "

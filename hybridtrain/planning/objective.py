@@ -14,7 +14,6 @@ from torch import Tensor
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.schedule import SEARCHES
 
 GIB = 2**30
 INFINITY = float("inf")
@@ -27,8 +26,8 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 
 def needs_costs(options: PipelineOptions) -> bool:
-    """Returns whether the plan, or its schedule, depends on what layers cost."""
-    return options.split in MEASURED_SPLITS or options.schedule in SEARCHES
+    """Returns whether the plan depends on what layers cost."""
+    return options.split in MEASURED_SPLITS
 
 
 # Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,17 +12,9 @@ import yaml
 
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.files import write_atomically
-from hybridtrain.options import CheckpointSpec, PipelineOptions
+from hybridtrain.options import CheckpointSpec
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
-from hybridtrain.schedule import (
-    Durations,
-    Placement,
-    Schedule,
-    place_of,
-    placement_of,
-    read_schedule,
-)
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -31,13 +22,6 @@ _HEADER = """\
 # To cut it like this again: split=<path of this file>
 # Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
 # rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
-"""
-
-_ORDER_HEADER = """\
-# The schedule that was searched, a line for each device: F forward, B backward, or in two parts I
-# to the input and W to the weights; each with its micro-batch, and @ its stage where devices have
-# several. A run with as many micro-batches, devices, stages and the same limit runs this order;
-# delete the key to have it searched anew.
 """
 
 _NEW_PLAN = "make a new plan with split=time"
@@ -71,7 +55,6 @@ class Plan:
         expand: the modules that are cut inside, by name.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
-        order: the schedule, if it was searched, as of `as_lines`.
     """
 
     model: str
@@ -84,8 +67,6 @@ class Plan:
     expand: list[str]
     costs_from: str
     stages: list[StagePlan]
-    max_inflight: int | None = None
-    order: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         stages = ", ".join(f"{len(stage.layers)} on {stage.device}" for stage in self.stages)
@@ -122,47 +103,17 @@ class Plan:
         recomputes = self.checkpoint in WHOLE_STAGES
         return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
-    def durations(self) -> Durations | None:
-        """Returns how long the stages take, in milliseconds; None where no times are known."""
-        placement = placement_of(self.schedule)
-        return durations_of(self.costs, self.counts, self.checkpoint, self.nb_part, placement)
-
-    def searched_schedule(self) -> Schedule | None:
-        """Returns the schedule of `order`; None where there is none.
-
-        Raises:
-            ScheduleError: it is not a schedule of this plan's stages and micro-batches.
-        """
-        if not self.order:
-            return None
-        shape = self.nb_part, self.chunks, self.stages_per_device, self.max_inflight
-        return read_schedule(self.schedule, self.order, *shape)
-
-    def is_for(self, options: PipelineOptions, nb_part: int) -> bool:
-        """Returns whether a schedule that was searched for this plan suits a run with `options`."""
-        names = ("schedule", "chunks", "stages_per_device", "max_inflight")
-        same = all(getattr(self, name) == getattr(options, name) for name in names)
-        same = same and _plain(self.checkpoint) == _plain(options.checkpoint)
-        return same and self.nb_part == nb_part
-
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""
         content = asdict(self)
-        order = content.pop("order")
-        if self.max_inflight is None:
-            del content["max_inflight"]
         content["checkpoint"] = _plain(self.checkpoint)
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         # with None, only what contains no list or mapping is written on one line
-        text = _HEADER + yaml.safe_dump(
+        return _HEADER + yaml.safe_dump(
             content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
         )
-        if order:
-            lines = yaml.safe_dump({"order": order}, default_flow_style=False, width=2**31)
-            text += _ORDER_HEADER + lines
-        return text
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the plan to a file that `read` reads."""
@@ -196,8 +147,6 @@ def _plain(checkpoint: CheckpointSpec) -> Any:
 # Values for the keys that a file lacks, of an earlier version or without them, from its other ones.
 _LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "expand": lambda plan: plan["deeper"],
-    "max_inflight": lambda _: None,
-    "order": lambda _: [],
     "in_flight": lambda stage: stage["held"],
     "process": lambda _: 0,
     "checkpoint": lambda plan: "always" if plan.get("recomputes") else "never",
@@ -207,7 +156,6 @@ _LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text (in quotes)"),
     int: ((int,), "a whole number"),
-    int | None: ((int, type(None)), "a whole number or null"),
     float: ((int, float), "a number"),
     CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
@@ -236,42 +184,6 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
             raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}") from None
         values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
     return kind(**values)
-
-
-# What the operators of both parts of a backward take on a CPU, over those of a whole one: what both
-# read has left the caches. From 1.0 (an encoder layer of width 1024) to 1.3 (width 256, with the
-# calls) were measured. Not measured on a GPU; a search counts it there too, so that it divides no
-# backward without a gain.
-SPLIT_OPERATORS = 1.1
-
-
-def durations_of(
-    costs: Sequence[LayerCost],
-    counts: Sequence[int],
-    checkpoint: CheckpointSpec,
-    nb_part: int,
-    placement: Placement = "loop",
-) -> Durations | None:
-    """Returns how long stages with `counts` layers take; None where no times are known.
-
-    Between two stages of a device, of `nb_part` in this placement, nothing is sent.
-    """
-    if not any(cost.forward_ms for cost in costs):
-        return None
-    stages = stage_costs(costs, counts, [1] * len(counts))
-    forward = [stage.forward_ms for stage in stages]
-    devices = [place_of(stage, nb_part, placement) for stage in range(len(counts))]
-    transfer = [
-        costs[cut - 1].crossing_ms if device != following else 0.0
-        for cut, (device, following) in zip(accumulate(counts), pairwise(devices), strict=False)
-    ]
-    if checkpoint == "never":
-        backward = [stage.backward_ms for stage in stages]
-        return Durations.of(forward, backward, transfer, SPLIT_OPERATORS)
-    # what is recomputed is not divided, see `Stage.backward_to_input`
-    again = forward if checkpoint in WHOLE_STAGES else [0.0] * len(stages)
-    backward = [stage.backward_ms + f for stage, f in zip(stages, again, strict=True)]
-    return Durations(tuple(forward), tuple(backward), (0.0,) * len(stages), tuple(transfer))
 
 
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:

@@ -7,17 +7,17 @@ process group or a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import ConfigError, ScheduleError, SplitError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
 from hybridtrain.graph.trace_guards import TraceGuards
@@ -25,25 +25,28 @@ from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
-from hybridtrain.planning.costs import count
-from hybridtrain.planning.marks import counts_by_marks, marked_stage, spans_stages
-from hybridtrain.planning.objective import MEASURED_SPLITS, Objective
-from hybridtrain.planning.plan import Plan, StagePlan, counts_for, durations_of
-from hybridtrain.planning.search import Decision, find_best_cut
-from hybridtrain.planning.split_spec import modules_around, split_layers
-from hybridtrain.precision import autocast
-from hybridtrain.schedule import (
-    BOUND_OF,
-    SEARCHES,
-    Schedule,
-    as_lines,
-    make_schedule,
-    peak_in_flight,
+from hybridtrain.planning.costs import LayerCost, count
+from hybridtrain.planning.manual_split import (
+    counts_by_marks,
+    marked_stage,
+    modules_around,
+    spans_stages,
+    split_layers,
+    strip_call_index,
 )
+from hybridtrain.planning.objective import MEASURED_SPLITS, Objective, cut_by_costs, stage_tables
+from hybridtrain.planning.plan import Plan, StagePlan, counts_for
+from hybridtrain.precision import autocast
+from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
 Item = TypeVar("Item")
+
+# Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
+LARGE_LAYER = 0.1
+# How often layers are expanded and the cut is looked for anew, at most.
+MAX_EXPANSIONS = 5
 
 
 def plan(
@@ -97,6 +100,15 @@ class PlannedLayers:
     guards: TraceGuards
 
 
+class _Decision(NamedTuple):
+    """The modules that are expanded, what the layers cost, and how many each stage gets."""
+
+    expand: Collection[str]
+    costs: Sequence[LayerCost]
+    counts: list[int]
+    costs_from: str = "counted"
+
+
 class Planner:
     """Makes a plan, and rebuilds the layers of one without tracing anew; arguments as of `plan`."""
 
@@ -138,24 +150,8 @@ class Planner:
         options, cluster = self._options, self._cluster
         nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        # a searched schedule needs the stages first, and holds about as much as this one
-        first = BOUND_OF.get(options.schedule, options.schedule)
-        in_flight = peak_in_flight(make_schedule(first, *shape[1:]))
+        in_flight = peak_in_flight(make_schedule(*shape))
         decision = self._decide(in_flight)
-        order: list[str] = []
-        if options.schedule in SEARCHES:
-            schedule = self._planned_schedule()
-            if schedule is None:
-                decision = self._with_times(decision)
-                durations = durations_of(
-                    decision.costs,
-                    decision.counts,
-                    options.checkpoint,
-                    nb_part,
-                    cluster.placement,
-                )
-                schedule = make_schedule(*shape, durations)
-            in_flight, order = peak_in_flight(schedule), as_lines(schedule)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
             model=type(self._net).__name__,
@@ -171,8 +167,6 @@ class Planner:
                 StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
                 for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
-            max_inflight=options.max_inflight,
-            order=order,
         )
 
     def layers_of(self, plan: Plan) -> PlannedLayers:
@@ -197,7 +191,7 @@ class Planner:
             self._last = key, chain
         return self._last[1]
 
-    def _decide(self, in_flight: Sequence[int]) -> Decision:
+    def _decide(self, in_flight: Sequence[int]) -> _Decision:
         net, split = self._net, self._options.split
         expand: Collection[str]
         if isinstance(split, str) and _is_plan_file(split):
@@ -206,7 +200,7 @@ class Planner:
             counts = counts_for(plan, names, self._stages)
             if plan.chunks != self._options.chunks:
                 log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
-            return Decision(plan.expand, plan.costs, counts, plan.costs_from)
+            return _Decision(plan.expand, plan.costs, counts, plan.costs_from)
         if split == "manual":
             default = self._options.default_partition
             stage_of = partial(marked_stage, net, default=default)
@@ -220,37 +214,9 @@ class Planner:
             expand = modules_around(self._modules, given)
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
-        return Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
+        return _Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
 
-    def _planned_schedule(self) -> Schedule | None:
-        """Returns the searched schedule of the plan file; None if it has none for these options."""
-        options = self._options
-        if not (isinstance(options.split, str) and _is_plan_file(options.split)):
-            return None
-        plan = Plan.read(options.split)
-        if not plan.order:
-            return None
-        if not plan.is_for(options, self._cluster.nb_part):
-            log.info("the order in %s is for other settings: one is searched anew", options.split)
-            return None
-        try:
-            return plan.searched_schedule()
-        except ScheduleError as error:
-            raise SplitError(
-                f"split=: {options.split}: order: {error}; delete the key order, and it is "
-                f"searched anew"
-            ) from error
-
-    def _with_times(self, decision: Decision) -> Decision:
-        """Returns `decision` with costs that have times, if there are inputs to measure with."""
-        if self._microbatch is None or any(cost.forward_ms for cost in decision.costs):
-            return decision
-        options = replace(self._options, split="time")
-        layers = self._chain(decision.expand).layers
-        *_, best = self._costs_of(layers, self._microbatch, options, self._cluster)
-        return decision._replace(costs=best.layers, costs_from=self._costs_from)
-
-    def _by_objective(self, in_flight: Sequence[int]) -> Decision:
+    def _by_objective(self, in_flight: Sequence[int]) -> _Decision:
         goal = Objective.of(self._options)
         by_costs = goal.unit == "costs"
 
@@ -265,8 +231,86 @@ class Planner:
             # not every layer is a module of the model
             return path in self._modules and can_expand(self._modules[path])
 
-        found = find_best_cut(self._chain, costs, in_flight, goal, may_expand)
+        found = _find_best_cut(self._chain, costs, in_flight, goal, may_expand)
         return found._replace(costs_from=self._costs_from) if by_costs else found
+
+
+def _find_best_cut(
+    chain_of: Callable[[Collection[str]], Chain],
+    costs_of: Callable[[Chain], Iterable[Costs]],
+    in_flight: Sequence[int],
+    goal: Objective,
+    may_expand: Callable[[str], bool],
+) -> _Decision:
+    """Finds the best cut.
+
+    `chain_of` returns the chain in which the given modules are expanded, `costs_of` yields the
+    costs of its layers, each time more exact. Other arguments are as for `cut_by_costs`.
+
+    Raises:
+        SplitError: there is no cut; says why.
+    """
+    expand: set[str] = set()
+    best: _Decision | None = None
+    for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
+        chain = chain_of(expand)
+        more: set[str] = set()
+        for found in costs_of(chain):
+            counts: list[int] | None = None
+            failure: SplitError | None = None
+            try:
+                counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
+                best = _Decision(sorted(expand), found.layers, counts)
+            except SplitError as error:
+                failure = error
+            if expansions_left:
+                large = _too_large(chain, found, in_flight, goal, counts)
+                more = {path for path in large if may_expand(path)} - expand
+            if more or failure:
+                break  # better times would not change that
+        if not more:
+            break
+        expand |= more
+    if best is None:
+        assert failure is not None
+        raise SplitError(f"{failure}{_hints(chain)}") from failure
+    return best
+
+
+def _too_large(
+    chain: Chain, found: Costs, in_flight: Sequence[int], goal: Objective, counts: list[int] | None
+) -> set[str]:
+    """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
+    tables = stage_tables(found.layers, in_flight, goal, chain.no_cut_before)
+    sizes = tables[0].diagonal(1).tolist()
+    mean = sum(sizes) / len(in_flight)
+    if counts is not None:
+        stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
+        largest = max(table[bounds].item() for table, bounds in stages)
+        # a number of layers is even enough
+        if goal.unit == "layers" or largest <= (1 + found.noise) * mean:
+            return set()
+    return {
+        strip_call_index(layer.name)
+        for layer, size in zip(chain.layers, sizes, strict=True)
+        if size > LARGE_LAYER * mean
+    }
+
+
+def _hints(chain: Chain) -> str:
+    """Returns why there are not more places to cut."""
+    hints = ""
+    if chain.no_cut_before:
+        first = last = min(chain.no_cut_before)
+        while last + 1 in chain.no_cut_before:
+            last += 1
+        hints = (
+            f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
+            f"since they use one module, or one changes in place what another one reads"
+        )
+    for name, why in list(chain.unexpanded.items())[-3:]:
+        hints += f"; {name} could not be expanded: {why}"
+    return hints
 
 
 def _is_plan_file(split: str) -> bool:

@@ -19,7 +19,6 @@ from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.device_memory import device_memory
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import price
-from hybridtrain.schedule import Schedule
 
 # A rate for where none counts.
 _ANY_RATE = 1e12
@@ -52,7 +51,6 @@ def predict_step(
     layout: Layout,
     measured: Sequence[LayerCost] | None = None,
     *,
-    order: Schedule | None = None,
     precision: str = "fp32",
     tf32: bool = False,
 ) -> Prediction:
@@ -66,7 +64,6 @@ def predict_step(
         job: the work of a step.
         layout: how the model is spread.
         measured: the costs of all layers for such a micro-batch. None: they are counted.
-        order: the schedule of the run, if it was searched.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
 
@@ -82,20 +79,14 @@ def predict_step(
         counted_on = replace(machine, flops_per_s=known)
         table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32)
         if not machine.flops_per_s:
-            return _memory_alone(table, job, layout, counts, order)
-    found = price(table, machine, job, layout, counts, order)
+            return _memory_alone(table, job, layout, counts)
+    found = price(table, machine, job, layout, counts)
     memory = tuple(each.total for each in found.memory)
     return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
 
 
-def _memory_alone(
-    table: CostTable,
-    job: Job,
-    layout: Layout,
-    counts: Sequence[int],
-    order: Schedule | None,
-) -> Prediction:
-    memory = tuple(each.total for each in device_memory(table, job, layout, counts, order))
+def _memory_alone(table: CostTable, job: Job, layout: Layout, counts: Sequence[int]) -> Prediction:
+    memory = tuple(each.total for each in device_memory(table, job, layout, counts))
     return Prediction(
         memory_bytes=memory,
         reason="`hybridtrain measure-machine`, once, or split=time would give the times",

@@ -11,18 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import lcm
 
 from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.device_memory import DeviceMemory, device_memory, most_in_flight
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.orders import Spread, searched_order, shortest_named, spread_of
-from hybridtrain.planning.stage_times import StageTimes, planned_durations, stage_times
-from hybridtrain.schedule import SEARCHES, Schedule, is_too_long
+from hybridtrain.planning.stage_times import StageTimes, stage_times
+from hybridtrain.schedule import Durations, divided_backwards, make_schedule
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
+
+# A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
+# long as the one before.
+MOST_ACTIONS = 8_000
+_MOST_GROUPS = 50
+# With more devices the micro-batches after which all of them repeat themselves are too many.
+_FEW_DEVICES = 6
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,6 @@ class Price:
         in_flight: the most micro-batches that each stage keeps alive at one time.
         binds: what to change first: `compute`, `bubble`, `transfers`, `all-reduce`, `optimizer`,
             `host` or `data`, and `memory` where it is nearly full.
-        order: the schedule, if it was searched; None also where it is so long that a search gives a
-            schedule that has a name.
     """
 
     layout: Layout
@@ -63,7 +69,6 @@ class Price:
     memory: tuple[DeviceMemory, ...]
     in_flight: tuple[int, ...]
     binds: str
-    order: Schedule | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -72,17 +77,9 @@ class Price:
 
 
 def price(
-    table: CostTable,
-    machine: Machine,
-    job: Job,
-    layout: Layout,
-    counts: Sequence[int],
-    order: Schedule | None = None,
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
 ) -> Price:
     """Returns what `layout` takes if its stages have `counts` layers each.
-
-    A searched schedule has the price of the order that a run with this plan has: the one that is
-    found for the durations in its plan.
 
     Args:
         table: the costs of the layers.
@@ -90,18 +87,9 @@ def price(
         job: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
-        order: what a run has, if its schedule is searched; None: it is searched here.
     """
-    if layout.schedule in SEARCHES and order is None:
-        durations = planned_durations(table, machine, job, layout, counts)
-        if is_too_long(layout.stages, layout.chunks):
-            named = replace(layout, schedule=shortest_named(layout, durations))
-            return replace(price(table, machine, job, named, counts), layout=layout)
-        order = searched_order(
-            layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device, durations
-        )
     times = stage_times(table, machine, job, layout, counts)
-    spread = spread_of(layout, times.durations, order)
+    spread = spread_of(layout, times.durations)
     host = _host_bound_ms(layout, times, spread)
     by_device = _by_device(layout, _batch_ms(layout, times, spread))
     busy_share = sum(by_device) / (layout.nb_part * spread.length or 1.0)
@@ -116,13 +104,13 @@ def price(
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
     transfer = 0.0
     if any(times.transfer):
-        transfer = spread.length - spread_of(layout, apart.durations, order).length
+        transfer = spread.length - spread_of(layout, apart.durations).length
     reduce = _exchange_ms(table.sizes, machine, layout, counts, spread)
     optimizer = optimizer_ms(table.sizes, machine, job, layout, counts)
     busy = max(by_device)
     data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
-    memory = device_memory(table, job, layout, counts, order)
+    memory = device_memory(table, job, layout, counts)
     parts = {
         "compute": busy * job.accumulate,
         "bubble": (spread.length - transfer - busy) * job.accumulate,
@@ -153,9 +141,61 @@ def price(
         data_ms=data,
         bubble=max(0.0, 1.0 - busy_share),  # rounded
         memory=tuple(memory),
-        in_flight=most_in_flight(layout, order),
+        in_flight=most_in_flight(layout),
         binds=binds,
-        order=order,
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The simulated times of one batch, in milliseconds.
+
+    Attributes:
+        length: when its last action ends.
+        last_backward: when the last backward of each stage begins and ends.
+        divided: how many backwards of each stage are in two parts.
+    """
+
+    length: float
+    last_backward: tuple[tuple[float, float], ...]
+    divided: tuple[float, ...]
+
+
+def spread_of(layout: Layout, durations: Durations) -> Spread:
+    """Returns when the last actions of a batch run in the schedule of `layout`."""
+    shape = layout.nb_part, layout.chunks, layout.stages_per_device
+    return _simulated(layout.schedule, *shape, durations)
+
+
+@lru_cache(maxsize=1024)
+def _simulated(
+    schedule: str, nb_part: int, chunks: int, stages_per_device: int, durations: Durations
+) -> Spread:
+    """Returns `spread_of`; layouts that differ in their shards have the same."""
+    stages = nb_part * stages_per_device
+
+    def run(chunks: int) -> Spread:
+        made = make_schedule(schedule, nb_part, chunks, stages_per_device)
+        last = [(0.0, 0.0)] * stages
+        for lane in durations.spans(made):
+            for action, start, end in lane:
+                if action.ends_microbatch and action.microbatch == chunks - 1:
+                    last[action.stage] = start, end
+        return Spread(max(end for _, end in last), tuple(last), divided_backwards(made))
+
+    # after some groups the schedule repeats itself: a device that holds n micro-batches every n
+    group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
+    groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
+    less = groups * group + chunks % group
+    if chunks <= less + group:
+        return run(chunks)
+    short, longer = run(less), run(less + group)
+    rounds = (chunks - less) / group
+    more = (longer.length - short.length) * rounds
+    return Spread(
+        short.length + more,
+        tuple((a + more, b + more) for a, b in short.last_backward),
+        tuple(a + (b - a) * rounds for a, b in zip(short.divided, longer.divided, strict=True)),
     )
 
 

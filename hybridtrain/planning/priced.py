@@ -20,8 +20,8 @@ from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
 from hybridtrain.planning.price import Price
-from hybridtrain.planning.stage_times import planned_costs, planned_durations, stage_times
-from hybridtrain.schedule import Span, Spans, as_lines, make_schedule, placement_of
+from hybridtrain.planning.stage_times import planned_costs, stage_times
+from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 from hybridtrain.text_table import text_table
 
 COSTS = ("estimated", "calibrated", "measured")
@@ -53,11 +53,10 @@ class PricedPlans:
     def timeline(self, chunks: int, number: int = 0) -> Spans:
         """Returns when the actions of `chunks` micro-batches run in the layout `number`, in s."""
         found = self.prices[number]
-        layout, given = found.layout, (self.table, self.machine, self.job)
-        durations = planned_durations(*given, layout, found.counts)
-        shape = layout.schedule, layout.nb_part, chunks, layout.stages_per_device
-        schedule = make_schedule(*shape, None, durations)
-        spans = stage_times(*given, layout, found.counts).durations.spans(schedule)
+        layout = found.layout
+        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        times = stage_times(self.table, self.machine, self.job, layout, found.counts)
+        spans = times.durations.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
         ]
@@ -174,7 +173,6 @@ def plan_of(table: CostTable, machine: Machine, job: Job, price: Price) -> Plan:
             )
             for stage, (alive, (start, end)) in enumerate(zip(price.in_flight, bounds, strict=True))
         ],
-        order=as_lines(price.order) if price.order is not None else [],
     )
 
 

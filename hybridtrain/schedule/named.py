@@ -1,4 +1,4 @@
-"""The schedules that have a name.
+"""The schedules, and each by its name, as the options give it.
 
 1F1B, 4 stages, 6 micro-batches (GPipe: Huang et al., arXiv:1811.06965; 1F1B: Narayanan et al.,
 arXiv:2006.09503); time runs to the right, a backward is drawn twice as long as a forward
@@ -19,13 +19,19 @@ stage 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import count, pairwise
 
-from hybridtrain.errors import ScheduleError
-from hybridtrain.schedule.durations import Durations
+from hybridtrain.errors import ScheduleError, did_you_mean
 from hybridtrain.schedule.placement import STAGES_PER_DEVICE, Placement, stages_at
-from hybridtrain.schedule.table import Action, ActionKind, Schedule
-from hybridtrain.schedule.whole_backwards import merge_backwards, whole_on_first_stage
+from hybridtrain.schedule.simulation import Durations
+from hybridtrain.schedule.table import Action, ActionKind, Schedule, peak_in_flight, validate
+
+Builder = Callable[[int, int, int], Schedule]
+
+# Two times that differ by less are the same.
+_ROUNDING = 1e-9
 
 
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
@@ -52,7 +58,7 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     about twice the activations.
     """
     v = stages_per_device
-    rounds = even_parts(chunks, max(1, chunks // devices))
+    rounds = _even_parts(chunks, max(1, chunks // devices))
     lanes = []
     for d, own in enumerate(_stages_of_devices(devices, v)):
         # each later device adds a forward to the warm-up, or two if stages are interleaved; each
@@ -78,7 +84,7 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
     Raises:
         ScheduleError: there are several stages per device.
     """
-    check_stages_per_device("zb-h1", stages_per_device)
+    _check_stages_per_device("zb-h1", stages_per_device)
     lanes = []
     for d in range(devices):
         warm_up = min(devices - d, chunks)
@@ -91,7 +97,7 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
                 lane.append(Action("F", d, warm_up + k))
         lane += [Action("W", d, i) for i in range(max(0, chunks - d), chunks)]
         lanes.append(lane)
-    return Schedule("zb-h1", devices, chunks, whole_on_first_stage(lanes))
+    return Schedule("zb-h1", devices, chunks, _whole_on_first_stage(lanes))
 
 
 def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:
@@ -117,7 +123,7 @@ def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2
     Raises:
         ScheduleError: there are not two stages per device.
     """
-    check_stages_per_device("zb-v", stages_per_device)
+    _check_stages_per_device("zb-v", stages_per_device)
     lanes = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
@@ -141,7 +147,7 @@ def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2
         lane.add(whole - lane.begun("W", up), ("W", up))
         lane.add(whole - lane.begun("W", down), ("W", down))
         lanes.append([action for action in lane.actions if action.microbatch < chunks])
-    return Schedule("zb-v", 2 * devices, chunks, whole_on_first_stage(lanes))
+    return Schedule("zb-v", 2 * devices, chunks, _whole_on_first_stage(lanes))
 
 
 class _Lane:
@@ -163,7 +169,7 @@ class _Lane:
         return sum(action[:2] == (kind, stage) for action in self.actions)
 
 
-def check_stages_per_device(name: str, given: int) -> None:
+def _check_stages_per_device(name: str, given: int) -> None:
     """Checks that the schedule of this name is for `given` stages on each device.
 
     Raises:
@@ -184,7 +190,7 @@ def forward_only(
     lanes = tuple(
         tuple(
             Action("F", s, i)
-            for group in even_parts(chunks, max(1, chunks // devices))
+            for group in _even_parts(chunks, max(1, chunks // devices))
             for s in stages_at(device, devices, stages_per_device, placement)
             for i in group
         )
@@ -197,8 +203,116 @@ def _stages_of_devices(devices: int, stages_per_device: int) -> list[list[int]]:
     return [stages_at(device, devices, stages_per_device) for device in range(devices)]
 
 
-def even_parts(number: int, parts: int) -> list[range]:
+def _even_parts(number: int, parts: int) -> list[range]:
     """Returns the numbers below `number` in `parts` ranges, the longer ones first."""
     small, longer = divmod(number, parts)
     starts = [part * small + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
+
+
+def _whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """Returns `lanes` with whole backwards on stage 0, which sends no gradient to anybody."""
+    return tuple(
+        tuple(
+            action._replace(kind="B") if action[:2] == ("W", 0) else action
+            for action in lane
+            if action[:2] != ("I", 0)
+        )
+        for lane in lanes
+    )
+
+
+def merge_backwards(schedule: Schedule, durations: Durations) -> Schedule:
+    """Returns `schedule` with one backward for each I with its W right after it, if none waits.
+
+    That is where the stage before begins its own backward no sooner than the whole one ends. So for
+    these durations no action comes later than before. Two parts take longer than a whole backward:
+    its graph is walked, each node with weights is called by itself, and what both parts read is
+    read twice.
+    """
+    spans = durations.spans(schedule)
+    begins = {
+        (action.stage, action.microbatch): start
+        for lane in spans
+        for action, start, _ in lane
+        if action.kind in "BI"
+    }
+    lanes = []
+    for own in spans:
+        lane: list[Action] = []
+        for action, _, _ in own:
+            stage, microbatch = action.stage, action.microbatch
+            if action.kind == "W" and lane[-1:] == [action._replace(kind="I")]:
+                end = begins[stage, microbatch] + durations.backward[stage]
+                if stage:
+                    end += durations.transfer[stage - 1]
+                if not stage or begins[stage - 1, microbatch] >= end - _ROUNDING:
+                    lane[-1] = action._replace(kind="B")
+                    continue
+            lane.append(action)
+        lanes.append(tuple(lane))
+    return Schedule(schedule.name, schedule.stages, schedule.chunks, tuple(lanes))
+
+
+_BUILDERS: dict[str, Builder] = {
+    "1f1b": one_forward_one_backward,
+    "gpipe": gpipe,
+    "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+}
+
+SCHEDULES = tuple(_BUILDERS)
+"""The names that `make_schedule` knows."""
+
+
+def splits_backwards(name: str) -> bool:
+    """Returns whether the schedule of this name has backwards in two parts."""
+    return name not in ("gpipe", "1f1b")
+
+
+@lru_cache(maxsize=256)
+def make_schedule(
+    name: str,
+    devices: int,
+    chunks: int,
+    stages_per_device: int = 1,
+    max_inflight: int | None = None,
+) -> Schedule:
+    """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
+
+    Args:
+        name: one of `SCHEDULES`.
+        devices: how many.
+        chunks: micro-batches.
+        stages_per_device: how many stages each device runs.
+        max_inflight: how many micro-batches may be in flight, begun and not finished, at one time.
+
+    Raises:
+        ScheduleError: `name` is unknown, a count is not positive, or the schedule has another
+            number of stages per device.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"schedule={name!r} is unknown; {did_you_mean(name, SCHEDULES, 'schedules')}"
+        )
+    if min(devices, chunks, stages_per_device, max_inflight or 1) < 1:
+        raise ScheduleError(
+            f"a schedule needs at least 1 device, 1 chunk, 1 stage per device and 1 micro-batch "
+            f"in flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
+        )
+    schedule = _BUILDERS[name](devices, chunks, stages_per_device)
+    # stage 0 holds every micro-batch that is in flight
+    if max_inflight is not None and peak_in_flight(schedule)[0] > max_inflight:
+        schedule = _in_blocks(_BUILDERS[name], max_inflight, devices, chunks, stages_per_device)
+    validate(schedule)
+    return schedule
+
+
+def _in_blocks(builder: Builder, size: int, devices: int, chunks: int, v: int) -> Schedule:
+    """Returns `builder`'s schedules for `size` micro-batches at a time, one after the other."""
+    lanes: list[list[Action]] = [[] for _ in range(devices)]
+    for block in _even_parts(chunks, -(-chunks // size)):
+        part = builder(devices, len(block), v)
+        for lane, actions in zip(lanes, part.lanes, strict=True):
+            lane += [action._replace(microbatch=block[action.microbatch]) for action in actions]
+    return Schedule(part.name, devices * v, chunks, tuple(map(tuple, lanes)))

@@ -11,15 +11,13 @@ from typing import Literal
 
 Placement = Literal["loop", "v"]
 
-_IN_A_V = ("zb-v", "search-v")
-
 # The schedules that are for one number of stages per device.
-STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2, "search-v": 2}
+STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2}
 
 
 def placement_of(schedule: str) -> Placement:
     """Returns the placement that the schedule of this name needs."""
-    return "v" if schedule in _IN_A_V else "loop"
+    return "v" if schedule == "zb-v" else "loop"
 
 
 def place_of(stage: int, devices: int, placement: Placement = "loop") -> int:

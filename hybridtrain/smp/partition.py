@@ -15,7 +15,7 @@ from hybridtrain.errors import ConfigError, SplitError, UserError
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.planning import plan
-from hybridtrain.planning.marks import partition, set_partition
+from hybridtrain.planning.manual_split import partition, set_partition
 from hybridtrain.planning.plan import table
 from hybridtrain.smp.activation_checkpointing import checkpointed_names
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -54,9 +53,7 @@ TORCH: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb-h1": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
-    "search": ScheduleDualPipeV,
 }
-IN_A_V = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 WIDTH = 4
 
 
@@ -212,7 +209,7 @@ def torch_pipelining(
         return None
     total = devices * per_device
     kind = TORCH[schedule]
-    own = stages_at(rank, devices, per_device, "v" if kind in IN_A_V else "loop")
+    own = stages_at(rank, devices, per_device, "v" if kind is ScheduleZBVZeroBubble else "loop")
     stages = [
         PipelineStage(Emulated(1 / per_device), index, total, torch.device("cpu"), group=group)
         for index in own
@@ -286,7 +283,7 @@ def main() -> None:
     calibrate()
     processes = Processes(max(options.devices))
     rows = []
-    kinds = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "search": 2}
+    kinds = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
     ):
@@ -332,8 +329,8 @@ def main() -> None:
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
         "ms. Measured idle: here with threads, with "
-        "processes, PyTorch. Two stages per device for interleaved, zb-v and search. PyTorch's "
-        "beside zb-h1 is ScheduleInterleavedZeroBubble, beside search ScheduleDualPipeV. `alone`: "
+        "processes, PyTorch. Two stages per device for interleaved and zb-v. PyTorch's "
+        "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
         f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "
         f"backward {sleeps.backward * 1e6:.0f}; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us "

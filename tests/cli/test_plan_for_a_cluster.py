@@ -32,23 +32,6 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     assert [len(s["layers"]) for s in cut["stages"]] == [len(s["layers"]) for s in run["stages"]]
 
 
-def test_a_run_has_the_order_of_the_plan_that_was_written_for_a_cluster(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
-    keys = ["cluster=h100", "cluster.nodes=1", "cluster.devices_per_node=2", "run_name=priced"]
-    fixed = ["pipeline.nb_part=2", "pipeline.schedule=search", "world.engine=local"]
-    told = succeed(capfd, "plan", *SMALL, *keys, *fixed)
-    overrides = shlex.split(told.rsplit("to train with it: ", 1)[1].splitlines()[0])
-    succeed(capfd, "train", *SMALL, *overrides, "world.devices=cpu", "run_name=run")
-    orders = [
-        yaml.safe_load((tmp_path / f"outputs/{name}/plan.yaml").read_text())["order"]
-        for name in ("priced", "run")
-    ]
-    assert len(orders[0]) == 2
-    assert orders[0] == orders[1]
-
-
 AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
 
 

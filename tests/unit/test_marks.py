@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
-from hybridtrain.planning.marks import (
+from hybridtrain.planning.manual_split import (
     counts_by_marks,
     has_marks,
     marked_stage,

@@ -64,6 +64,7 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path, recomputes, checkpoint, 
     path = tmp_path / "plan.yaml"
     TWO.write(path)
     content = yaml.safe_load(path.read_text()) | {"recomputes": recomputes, "split": split}
+    content |= {"schedule": "search", "order": ["F0 B0", "F0 B0"], "max_inflight": 2}
     content["deeper"] = content.pop("expand")
     del content["checkpoint"], content["costs_from"]
     for stage in content["stages"]:

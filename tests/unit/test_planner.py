@@ -24,9 +24,8 @@ from hybridtrain.planning import (
     balance_by_time,
     plan,
 )
-from hybridtrain.planning.plan import durations_of, table
+from hybridtrain.planning.plan import table
 from hybridtrain.planning.profiler import LayerProfiler
-from hybridtrain.schedule import make_schedule, peak_in_flight
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -333,7 +332,7 @@ def test_only_a_chain_that_looks_even_is_timed_carefully_and_cut_by_those_times(
 
 
 def test_after_the_last_expansion_the_layers_are_still_timed_carefully(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.search.MAX_EXPANSIONS", 0)
+    monkeypatch.setattr("hybridtrain.planning.planner.MAX_EXPANSIONS", 0)
     found = planned(nn.Sequential(Block(0), Block(30)), 2, samples(), split="time")
     assert found.expand == []
     assert len(careful) == 1
@@ -516,48 +515,3 @@ def test_the_split_does_not_change_the_initial_weights(split):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert_trains_as_whole(model, plain)
-
-
-def test_a_searched_schedule_is_that_of_the_costs_in_its_plan():
-    costs = [LayerCost(f"{i}", 1, ms, 2 * ms) for i, ms in enumerate([5, 1, 1, 1, 1, 1, 1, 1])]
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in costs))
-    options = PipelineOptions(schedule="search", chunks=8)
-    made = plan(
-        net, options, torch.rand(16, 4), Cluster.of_cpus(4), costs=lambda layers, inputs: costs
-    )
-    assert made.counts == [2, 2, 2, 2]
-    durations = made.durations()
-    assert durations.forward == (6, 2, 2, 2)
-    assert durations.weight == pytest.approx([12, 2.2, 2.2, 2.2])
-    found = make_schedule("search", 4, 8, 1, None, durations)
-    assert made.in_flight == list(peak_in_flight(found))
-    assert found != make_schedule("search", 4, 8)
-
-
-def test_a_searched_schedule_measures_the_layers_that_a_split_has_only_counted():
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    options = PipelineOptions(schedule="search", split="uniform")
-    measured = plan(net, options, torch.rand(8, 4), Cluster.of_cpus(2))
-    assert measured.costs_from == "measured"
-    alone = plan(net, options, None, Cluster.of_cpus(2))
-    assert (alone.costs_from, alone.durations()) == ("counted", None)
-
-
-def test_what_is_recomputed_is_searched_as_a_whole_backward():
-    costs = [LayerCost(f"{i}", 1, 1.0, 2.0) for i in range(4)]
-    assert durations_of(costs, [2, 2], "always", 2).backward == (6.0, 6.0)
-    assert durations_of(costs, [2, 2], "always", 2).weight == (0.0, 0.0)
-    assert durations_of([LayerCost("a"), LayerCost("b")], [1, 1], "never", 2) is None
-
-
-def test_nothing_is_sent_between_two_stages_of_a_device():
-    costs = [LayerCost(f"{i}", 1, 1.0, 2.0, crossing_ms=0.5) for i in range(4)]
-    assert durations_of(costs, [1] * 4, "never", 2).transfer == (0.5, 0.5, 0.5)
-    assert durations_of(costs, [1] * 4, "never", 2, "v").transfer == (0.5, 0.0, 0.5)
-    assert durations_of(costs, [1] * 4, "never", 1).transfer == (0.0, 0.0, 0.0)
-    options = PipelineOptions(schedule="search-v", stages_per_device=2, chunks=4)
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in costs))
-    cpus = Cluster.of_cpus(2)
-    made = plan(net, options, torch.rand(8, 4), cpus, costs=lambda layers, inputs: costs)
-    assert made.durations().transfer == (0.5, 0.0, 0.5)
-    assert made.searched_schedule() == make_schedule("search-v", 2, 4, 2, None, made.durations())

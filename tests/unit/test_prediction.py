@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import hybridtrain.app.predicted as app_predicted
-from hybridtrain.app.predicted import beside_measured, in_words, predict_run
+from hybridtrain.app.predicted import beside_measured, in_words
 from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
@@ -17,7 +15,6 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
-from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
 LAYOUT = Layout(2, chunks=4)
@@ -58,39 +55,6 @@ def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
     optimizer.step()
     counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
     assert found.memory_bytes == pytest.approx(counted, rel=0.01)
-
-
-def test_a_searched_step_is_predicted_from_the_order_that_the_run_has(model):
-    searched = replace(LAYOUT, schedule="search")
-    # an order that holds more than a search would
-    order = make_schedule("gpipe", 2, 4)
-    microbatch = torch.zeros(2, 8, dtype=torch.long)
-    machine = Machine(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e9})
-    for known in (machine, replace(machine, flops_per_s={})):
-        found = [
-            predict_step(model.planned.stages, microbatch, known, Job(8), layout, order=given)
-            for layout, given in ((searched, order), (replace(LAYOUT, schedule="gpipe"), None))
-        ]
-        assert found[0].memory_bytes == found[1].memory_bytes
-        assert found[0].memory_bytes > predicted(model, known).memory_bytes
-
-
-def test_the_prediction_of_a_run_asks_it_for_its_order(monkeypatch):
-    tokens = torch.zeros(8, 8, dtype=torch.long)
-    world = World.from_env(2, "cpu")
-    model = HybridModel(gpt(64, 8, n_layer=4, d_model=16), world, chunks=4, schedule="search")
-    config = SimpleNamespace(
-        data={"batch_size": 8},
-        trainer=SimpleNamespace(accumulate=1, tf32=False),
-        cluster=None,
-        pipeline=SimpleNamespace(memory_limit_gib=None),
-    )
-    context = SimpleNamespace(config=config, world=world, model=model, example_inputs=tokens)
-    known = Machine(device="cpu", devices_per_node=2)
-    monkeypatch.setattr(app_predicted, "machine_of_run", lambda *_: known)
-    searched = predict_run(context).memory_bytes
-    monkeypatch.setattr(model, "schedule", lambda chunks: make_schedule("gpipe", 2, chunks))
-    assert max(predict_run(context).memory_bytes) > max(searched)
 
 
 def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):

@@ -23,16 +23,10 @@ from hybridtrain.planning.device_memory import device_memory, most_in_flight
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.layout_search import _Search, find_layouts
-from hybridtrain.planning.orders import spread_of
-from hybridtrain.planning.price import (
-    least_step_ms,
-    price,
-)
-from hybridtrain.planning.priced import find_plans, plan_of
+from hybridtrain.planning.price import least_step_ms, price, spread_of
+from hybridtrain.planning.priced import find_plans
 from hybridtrain.planning.stage_times import stage_times
 from hybridtrain.schedule import (
-    NAMED,
-    SEARCHES,
     Durations,
     divided_backwards,
     make_schedule,
@@ -40,9 +34,6 @@ from hybridtrain.schedule import (
     simulate,
     splits_backwards,
 )
-
-# What a queue of layouts promises; schedules are searched for its results alone.
-NAMED_ONLY = Choices(schedule=tuple(NAMED))
 
 few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 MIB = 2**20
@@ -164,7 +155,7 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
             one = price(table, machine, job, layout, counts)
             if one.peak_bytes <= machine.usable_bytes:
                 steps.append(one.step_ms)
-    found = find_layouts(table, machine, job, NAMED_ONLY)
+    found = find_layouts(table, machine, job)
     assert found[0].step_ms == pytest.approx(min(steps))
     assert len({one.layout for one in found}) == len(found)
 
@@ -174,13 +165,13 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
 def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
     table, machine, job = problem
     try:
-        free = find_layouts(table, machine, job, NAMED_ONLY, best=1)[0]
+        free = find_layouts(table, machine, job, best=1)[0]
     except SplitError:
         return
     one = data.draw(st.sampled_from(list(layouts(machine, job, len(table.sizes), Choices()))))
     names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "checkpoint", "shard")
     fixed = replace(
-        NAMED_ONLY, **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
+        Choices(), **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
     )
     try:
         found = find_layouts(table, machine, job, fixed, best=1)[0]
@@ -197,7 +188,7 @@ def test_the_best_step_is_not_slower_over_a_faster_link(problem, factor):
     for link in (None, "node_bytes_per_s", "network_bytes_per_s"):
         faster = {link: factor * getattr(machine, link)} if link else {}
         try:
-            found = find_layouts(table, replace(machine, **faster), job, NAMED_ONLY, best=1)[0]
+            found = find_layouts(table, replace(machine, **faster), job, best=1)[0]
         except SplitError:
             return
         steps.append(found.step_ms)
@@ -243,9 +234,7 @@ def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_pa
 
 
 @pytest.mark.parametrize(("nb_part", "chunks"), [(1, 3), (2, 3), (4, 24), (3, 40)])
-@pytest.mark.parametrize(
-    ("schedule", "v"), [("zb-h1", 1), ("zb-v", 2), ("search", 1), ("search-v", 2)]
-)
+@pytest.mark.parametrize(("schedule", "v"), [("zb-h1", 1), ("zb-v", 2)])
 def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     schedule, v, nb_part, chunks
 ):
@@ -253,144 +242,7 @@ def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     whole = peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
     counted = most_in_flight(one)
     assert all(mine >= theirs for mine, theirs in zip(counted, whole, strict=True))
-    if schedule not in SEARCHES:  # which may hold less than it might
-        assert max(counted) == max(whole)
-
-
-UNEVEN = [1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "v", "checkpoint"),
-    [("search", 1, "never"), ("search", 2, "never"), ("search", 1, "always"),
-     ("search-v", 2, "never"), ("search-v", 2, "always")],
-)  # fmt: skip
-def test_a_searched_schedule_is_priced_as_the_order_that_its_run_has(name, v, checkpoint):
-    in_a_v = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5]
-    table, job = table_of(in_a_v if name == "search-v" else UNEVEN), Job(8)
-    machine = Machine(devices_per_node=4, node_bytes_per_s=1e10, action_s=0.0)
-    layout = Layout(4, 1, "distributed", 8, name, v, checkpoint)
-    cut = [8 // (4 * v)] * 4 * v
-    found = price(table, machine, job, layout, cut)
-    made = plan_of(table, machine, job, found)
-    order = make_schedule(name, 4, 8, v, None, made.durations())
-    assert order != make_schedule(name, 4, 8, v)
-    assert made.in_flight == list(peak_in_flight(order))
-    assert found.memory == tuple(device_memory(table, job, layout, cut, order))
-    times = stage_times(table, machine, job, layout, cut)
-    assert found.pipeline_ms == pytest.approx(times.durations.length(order))
-
-
-@few
-@given(problems(), st.sampled_from(["search", "search-v"]), st.sampled_from(["never", "always"]))
-def test_a_searched_plan_is_within_the_memory_that_its_own_order_takes(problem, name, checkpoint):
-    table, machine, job = problem
-    choices = Choices(schedule=[name], checkpoint=[checkpoint])
-    try:
-        found = find_layouts(table, machine, job, choices)
-    except (ConfigError, SplitError):
-        return
-    for one in found:
-        layout = one.layout
-        made = plan_of(table, machine, job, one)
-        shape = layout.nb_part, layout.chunks, layout.stages_per_device
-        order = make_schedule(name, *shape, None, made.durations())
-        assert made.in_flight == list(peak_in_flight(order))
-        memory = device_memory(table, job, layout, one.counts, order)
-        assert max(each.total for each in memory) <= machine.usable_bytes
-
-
-def test_a_searched_order_that_holds_less_than_it_may_is_a_plan_where_that_alone_fits():
-    # recomputed backwards are whole, so that the order found is that of 1F1B
-    table, job = table_of([1.0] * 4, nbytes=64 * MIB, weights=MIB), Job(8)
-    layout = Layout(4, 1, "local", 8, "1f1b", 1, "always")
-    least = max(m.total for m in device_memory(table, job, layout, [1] * 4))
-    most = device_memory(table, job, replace(layout, schedule="search"), [1] * 4)
-    assert least < max(m.total for m in most)
-    machine = Machine(
-        devices_per_node=4, memory_gib=least / 2**30, reserved_gib=0.0, node_bytes_per_s=1e15
-    )
-    fixed = Choices([4], ["local"], [8], ["search"], [1], ["always"])
-    (found,) = find_layouts(table, machine, job, fixed)
-    assert found.peak_bytes == least
-
-
-def test_a_search_whose_order_does_not_fit_names_the_schedule_as_what_to_change():
-    def costs_at(samples):
-        times, kept = [3.0, 3.0, 2.0, 3.0, 1.0, 3.0], [4, 16, 1, 4, 4, 4]
-        return [
-            LayerCost(f"{i}", 1, ms * samples, 2 * ms * samples, 0,
-                      activation_bytes=128 * MIB * k * samples, crossing_bytes=128 * MIB * samples)
-            for i, (ms, k) in enumerate(zip(times, kept, strict=True))
-        ]  # fmt: skip
-
-    table = given_costs(costs_at, [LayerSize(512 * MIB, 512 * MIB)] * 6)
-    machine = Machine(devices_per_node=3, memory_gib=14.9, reserved_gib=0.0)
-    fixed = Choices([3], ["local"], schedule=["search-v"], checkpoint=["never"])
-    with pytest.raises(SplitError, match="schedule=search-v, whose order is searched: let"):
-        find_layouts(table, machine, Job(4), fixed)
-
-
-@pytest.mark.parametrize(
-    ("name", "nb_part", "v", "named"),
-    [("search", 8, 1, ["1f1b", "zb-h1"]), ("search-v", 4, 2, ["zb-v"])],
-)
-def test_a_table_that_is_too_long_to_be_searched_is_a_named_one_and_priced_as_it(
-    name, nb_part, v, named
-):
-    table, machine = table_of(UNEVEN), Machine(devices_per_node=8, node_bytes_per_s=1e15)
-    one = Layout(nb_part, 1, "local", 1000, name, v)
-    found = price(table, machine, Job(1000), one, [1] * 8)
-    run = plan_of(table, machine, Job(1000), found).durations()
-    order = make_schedule(name, nb_part, 1000, v, None, run)
-    (same,) = [each for each in named
-               if order.lanes == make_schedule(each, nb_part, 1000, v).lanes]  # fmt: skip
-    its_price = price(table, machine, Job(1000), replace(one, schedule=same), [1] * 8)
-    assert found == replace(its_price, layout=one)
-
-
-@pytest.mark.parametrize("chunks", [8, 32, 100])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_search_in_a_v_is_not_priced_above_zb_v(device, chunks):
-    table, cut = table_of([1.0, 1.1, 1.3, 1.0, 1.2, 1.0, 1.1, 1.3]), [1] * 8
-    machine = Machine(devices_per_node=4, device=device, node_bytes_per_s=1e15, action_s=1e-5)
-    steps = [price(table, machine, Job(chunks), Layout(4, 1, "local", chunks, name, 2, "never"),
-                   cut).step_ms for name in ("search-v", "zb-v")]  # fmt: skip
-    assert steps[0] <= 1.001 * steps[1]
-
-
-@few
-@given(problems())
-def test_a_searched_schedule_is_among_the_plans_only_where_it_makes_a_step_shorter(problem):
-    table, machine, job = problem
-    try:
-        named = find_layouts(table, machine, job, NAMED_ONLY)
-    except SplitError:
-        return
-    found = find_layouts(table, machine, job)
-    assert found[0].step_ms <= named[0].step_ms
-    for one in found:
-        if one.layout.schedule in SEARCHES:
-            others = [price(table, machine, job, replace(one.layout, schedule=name), one.counts)
-                      for name in one.layout.named]  # fmt: skip
-            assert one.step_ms < min(other.step_ms for other in others)
-            assert one.peak_bytes <= machine.usable_bytes
-
-
-@pytest.mark.parametrize(
-    ("times", "names"),
-    [
-        ([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5], ["zb-v", "search-v"]),
-        ([1.0, 1.2, 1.1, 0.9], ["1f1b", "gpipe", "zb-h1", "search"]),
-    ],
-)
-def test_a_searched_schedule_is_the_first_plan_where_stages_are_uneven(times, names):
-    machine = Machine(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, action_s=0.0)
-    fixed = Choices([4], ["local"], [8], names, [len(times) // 4], ["never"], ["none"])
-    best = find_layouts(table_of(times), machine, Job(8), fixed)[0]
-    assert best.layout.schedule == names[-1]
-    without = replace(fixed, schedule=names[:-1])
-    assert best.step_ms < 0.985 * find_layouts(table_of(times), machine, Job(8), without)[0].step_ms
+    assert max(counted) == max(whole)
 
 
 def chosen_schedule(table, **machine):
@@ -465,7 +317,7 @@ def test_a_long_schedule_with_slow_messages_takes_as_long_as_the_whole(schedule,
     # the last device but one, which holds two micro-batches, waits longest
     messages = [0.1] * (devices - 2) + [12.5]
     durations = Durations.of(times, [2 * one for one in times], messages)
-    found = spread_of(Layout(devices, chunks=chunks, schedule=schedule), durations, None)
+    found = spread_of(Layout(devices, chunks=chunks, schedule=schedule), durations)
     whole = durations.length(make_schedule(schedule, devices, chunks))
     assert found.length == pytest.approx(whole, rel=1e-6)
 

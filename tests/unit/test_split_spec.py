@@ -9,7 +9,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer, layers_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import plan
-from hybridtrain.planning.split_spec import counts_by_patterns, split_layers
+from hybridtrain.planning.manual_split import counts_by_patterns, split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 

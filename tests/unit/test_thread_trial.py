@@ -109,7 +109,7 @@ def test_an_engine_takes_the_threads_that_its_trial_chooses_and_the_log_says_so(
     assert len(threads) == 4
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "search"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_steps_in_one_thread_have_the_same_gradients_to_the_bit(schedule, checkpoint):
     found = []

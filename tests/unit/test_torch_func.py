@@ -51,8 +51,6 @@ def force_field():
         ("1f1b", {"stages_per_device": 2}),
         ("zb-h1", {}),
         ("zb-v", {"stages_per_device": 2}),
-        ("search", {}),
-        ("search-v", {"stages_per_device": 2}),
     ],
     ids=str,
 )
