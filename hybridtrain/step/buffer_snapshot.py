@@ -7,6 +7,7 @@ leave NaN in them for ever.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 
@@ -97,8 +98,7 @@ class BufferSnapshot:
         for module, table, known in zip(self._own, self._tables, self._known, strict=True):
             for name in table.keys() - known:
                 delattr(module, name)
-        # at the first step nothing is known yet, and every copy is new
-        for index in self._changed() if self._takes > 1 else range(len(self._places)):
+        for index in self._may_have_changed():
             module, name = self._places[index]
             taken, _ = self._taken[index]
             buffer = module._buffers.get(name)
@@ -110,27 +110,25 @@ class BufferSnapshot:
                 taken.copy_(self._copies[index])
                 self._taken[index] = taken, taken._version
 
-    @property
-    def changed_in_place(self) -> bool:
-        """True if `restore_where` can undo all that has changed since the last `take`."""
-        buffers = [module._buffers.get(name) for module, name in self._places]
-        same = all(b is taken for b, (taken, _) in zip(buffers, self._taken, strict=True))
-        return same and all(
-            table.keys() == known for table, known in zip(self._tables, self._known, strict=True)
-        )
-
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Gives the buffers back their values where `flag` is true, on their devices.
 
-        For buffers that were changed in place. No host waits for the flag, a 0-dim tensor.
+        No host waits for the flag, a 0-dim tensor. A buffer that was made, deleted, or replaced by
+        one of another shape stays as it is.
         """
         flags: dict[torch.device, Tensor] = {}
-        for index in self._changed():
-            buffer, _ = self._taken[index]
-            if buffer is not None:
-                here = flags.setdefault(buffer.device, put(flag, buffer.device))
-                buffer.copy_(torch.where(here, self._copies[index], buffer))
+        for index in self._may_have_changed():
+            (module, name), copy = self._places[index], self._copies[index]
+            buffer = module._buffers.get(name)
+            if buffer is None or self._taken[index][0] is None or buffer.shape != copy.shape:
+                continue
+            here = flags.setdefault(buffer.device, put(flag, buffer.device))
+            buffer.copy_(torch.where(here, copy, buffer))
+
+    def _may_have_changed(self) -> Sequence[int]:
+        # at the first step nothing is known yet, and every copy is new
+        return self._changed() if self._takes > 1 else range(len(self._places))
 
     def _changed(self) -> list[int]:
         """Returns the places whose buffer may not be what the last `take` has seen."""

@@ -98,11 +98,6 @@ class FiniteCheck:
             self._meant.difference_update(fresh)
             self._meant.update(non_finite_names(fresh))
 
-    @property
-    def undoes_on_device(self) -> bool:
-        """True if a device can put back the buffers of this step: they were changed in place."""
-        return self._buffers.changed_in_place
-
     def restore_where_not_finite(self, norm: Tensor) -> None:
         """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
         self._buffers.restore_where(~norm.isfinite())
@@ -140,7 +135,8 @@ class FiniteCheck:
             if too_large:
                 where = f"{largest_gradient(self._model)}: finite, but the norm overflows"
             else:
-                where = self._origin(trained, finite_loss, undone)
+                loss_fn = None if finite_loss else trained.loss_fn
+                where = find_origin(self._model, trained, loss_fn, gradients=not undone)
             self._began = trained.number, where
             if self._model.world.is_main:
                 what = "gradient's norm" if too_large else "gradient" if finite_loss else "loss"
@@ -214,19 +210,6 @@ class FiniteCheck:
         """Returns whether a gradient of any stage is not finite; a collective call."""
         gradients = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None}
         return any(self._model.world.gather(bool(non_finite_names(gradients))))
-
-    def _origin(self, trained: Trained, finite_loss: bool, undone: bool) -> str:
-        loss_fn = None if finite_loss else trained.loss_fn
-        if not undone:
-            return find_origin(self._model, trained, loss_fn)
-        # a later step has changed the buffers meanwhile; its snapshot has what they were before
-        later = BufferSnapshot(self._model.net)
-        later.take()
-        self._buffers.restore()
-        try:
-            return find_origin(self._model, trained, loss_fn, gradients=False)
-        finally:
-            later.restore()
 
     def _loss_is_finite(self, results: Sequence[TrainStepResult]) -> bool:
         bad = any(not math.isfinite(float(result.loss)) for result in results)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.accelerator import HostCopy, accelerator_of
@@ -121,6 +121,7 @@ class OptimizerStep:
         self._may_step: bool | None = None
         self._updated: list[Optimizer] = []
         self._undecided: _Undecided | None = None
+        self._all_take_found_inf: bool | None = None
 
     @property
     def scaler(self) -> GradScaler:
@@ -130,6 +131,7 @@ class OptimizerStep:
     def add(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
         """Adds an optimizer, and what scales the loss for it from now on."""
         self.optimizers.append(optimizer)
+        self._all_take_found_inf = None
         if scaler is not None:
             self.finite.scaler = scaler
 
@@ -297,14 +299,16 @@ class OptimizerStep:
 
     def _decides_on_device(self) -> bool:
         """Returns whether the optimizers of this step leave themselves out where they must."""
-        if self._may_step is not None or self._norm is None:
+        norm, nothing_counts = self._norm, self._weights is not None and not self._weights.total
+        if self._may_step is not None or norm is None or nothing_counts:
             return False
-        if accelerator_of(self._norm.device) is None or self.scaler.is_enabled():
+        if accelerator_of(norm.device) is None or self.scaler.is_enabled():
             return False
-        known = self._weights is None or self._weights.total > 0
-        return (
-            known and self.finite.undoes_on_device and all(map(_takes_found_inf, self.optimizers))
-        )
+        if self._all_take_found_inf is None:
+            # alike in all processes: where it began is looked for by all of them together
+            own = all(map(takes_found_inf, self.optimizers))
+            self._all_take_found_inf = all(self.model.world.gather(own))
+        return self._all_take_found_inf
 
     def _take_on_device(self, optimizer: Any, norm: Tensor) -> None:
         """Has `optimizer` step where `norm` is finite, without the host's knowing.
@@ -488,15 +492,12 @@ def _by_name(
     return {f"loader{number}": loader for number, loader in enumerate(loaders)} | dict(states or {})
 
 
-def _takes_found_inf(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` leaves itself out where `found_inf` says so.
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` leaves itself out where its `found_inf` is 1.
 
-    Those with a fused kernel do. Not in the first step of a parameter: SGD would take a momentum
-    that its kernel has not written.
+    Those with a fused kernel do, and say so to GradScaler. Not SGD: the momentum of a parameter's
+    first step is memory that its kernel has not written then.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        parameter in optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
+        optimizer, SGD
     )
