@@ -36,7 +36,7 @@ from hybridtrain.options import check_names
 from hybridtrain.pipeline.replica_check import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep
-from hybridtrain.step.optimizer_step import replay
+from hybridtrain.step.optimizer_step import find_checkpoint, replay
 from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
@@ -397,19 +397,30 @@ class Trainer:
         self._checkpoints.mark_best(self)
         self._interruptions.saved()
 
-    def resume(self, path: Path) -> None:
-        """Continues from the checkpoint at `path`, of any split and number of processes.
+    def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
+        """Continues from the checkpoint at `path`, or from the newest in that directory.
 
-        Weights and optimizer state are the checkpoint's. The learning rate, its schedule and the
-        other options are those of this trainer, so that a run can be made longer or be tuned.
+        It may be of any split and number of processes. Weights and optimizer state are the
+        checkpoint's. The learning rate, its schedule and the other options are those of this
+        trainer, so that a run can be made longer or be tuned.
+
+        Args:
+            path: a checkpoint, or the directory of all.
+            missing_ok: if there is none, do nothing.
+
+        Returns:
+            whether there was one.
 
         Raises:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        self._checkpoints.restore(self, path)
-        if self.lr_schedule is not None:
-            replay(self.lr_schedule, self.step)
+        found = find_checkpoint(path, self.world, missing_ok)
+        if found is not None:
+            self._checkpoints.restore(self, found)
+            if self.lr_schedule is not None:
+                replay(self.lr_schedule, self.step)
+        return found is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types."""

@@ -115,7 +115,7 @@ class BufferSnapshot:
         """Gives the buffers back their values where `flag` is true, on their devices.
 
         No host waits for the flag, a 0-dim tensor. A buffer that was made, deleted, or replaced by
-        one of another shape stays as it is.
+        one of another shape is left unchanged.
         """
         flags: dict[torch.device, Tensor] = {}
         for index in self._may_have_changed():

@@ -36,6 +36,7 @@ from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.non_finite import Trained
 from hybridtrain.step.optimizer_check import OptimizerCheck, check_lr_schedule
+from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -452,12 +453,9 @@ class OptimizerStep:
         Raises:
             CheckpointError: it is missing or damaged, or is of another model.
         """
-        world = self.model.world
-        newest = world.broadcast(world.on_main(lambda: checkpoint_at(Path(path))))
+        newest = find_checkpoint(path, self.model.world, missing_ok)
         if newest is None:
-            if missing_ok:
-                return None
-            raise CheckpointError(f"{path} has no checkpoint")
+            return None
         saved = state.restore(
             newest,
             self.model,
@@ -470,9 +468,21 @@ class OptimizerStep:
         return saved
 
 
-def checkpoint_at(path: Path) -> Path | None:
-    """Returns the checkpoint at `path`, or the newest in that directory."""
-    return path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
+def find_checkpoint(path: str | Path, world: World, missing_ok: bool) -> Path | None:
+    """Returns the checkpoint at `path`, or the newest in that directory; a collective call.
+
+    Raises:
+        CheckpointError: there is none, unless that is `missing_ok`.
+    """
+    path = Path(path)
+    found = world.broadcast(
+        world.on_main(
+            lambda: path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
+        )
+    )
+    if found is None and not missing_ok:
+        raise CheckpointError(f"{path} has no checkpoint")
+    return found
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:
