@@ -30,7 +30,9 @@ class Machine:
     device: str = "cuda"
     """`cuda` or `cpu`; between CPU stages of one process nothing is copied."""
     nodes: int = 1
+    """Nodes of the machine."""
     devices_per_node: int = 1
+    """Devices of a node."""
     memory_gib: float = 16.0
     """Memory of a device, in GiB."""
     reserved_gib: float = 1.0
@@ -39,16 +41,19 @@ class Machine:
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
     flops_reached: float = 0.5
+    """The share of `flops_per_s` that training reaches."""
     memory_bytes_per_s: float = 1e12
     """Bytes that a device reads from and writes to its memory."""
     bandwidth_reached: float = 0.8
-    """Of all bandwidths: memory, node and network."""
+    """The share of all bandwidths that training reaches: memory, node and network."""
     node_bytes_per_s: float = 1e10
     """Bytes from one device of a node to another, in one direction."""
     node_latency_s: float = 5e-6
+    """Seconds of a message inside a node beside its bytes."""
     network_bytes_per_s: float = 1e10
     """Bytes that leave a node, over all of its network cards."""
     network_latency_s: float = 1e-5
+    """Seconds of a message between nodes beside its bytes."""
     network_cards: int = 1
     """Cards that share `network_bytes_per_s`; one message goes over one of them."""
     operator_s: float = 6e-6

@@ -74,16 +74,16 @@ class PipelineOptions:
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and `zb-v`, which needs `stages_per_device=2`."""
     split: SplitSpec = "uniform"
-    """The layers of each stage. By what the largest stage should be small in: `uniform`
-    (number of layers), `size` (parameters), `time`, `memory` or `balanced` (what each layer is
-    measured to cost). `manual`: as marked by `partition` and `set_partition`. Or the path of a plan
-    (`.yaml`), or a list of layer counts, cut points, layer names or name patterns."""
+    """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
+    (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
+    marked by `partition` and `set_partition`; the path of a plan (`.yaml`); or a list of layer
+    counts, cut points, layer names or name patterns."""
     checkpoint: CheckpointSpec = "never"
     """Activation checkpointing, what is recomputed in the backward instead of kept: `never`; whole
-    stages for all micro-batches `except_last` or `always`; `{"every": k}` for every kth layer; or
-    a list of layer names."""
+    stages for all micro-batches `except_last` or `always`; `{every: k}` for every kth layer; or a
+    list of layer names."""
     stages_per_device: int = 1
-    """Stages that each device runs; more than one interleaves them."""
+    """Stages that each device runs; more than one interleaves 1F1B; `zb-v` needs 2, `zb-h1` 1."""
     max_inflight: int | None = None
     """Micro-batches that may be in flight at one time; None: the schedule decides."""
     batch_norm: str = "micro_batch"
@@ -92,7 +92,7 @@ class PipelineOptions:
     sync_batch_norm: bool = False
     """Normalise over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
     precision: str = "fp32"
-    """`fp32`, or `bf16` or `fp16` for autocast; fp16 needs `scale_loss` in `train_step`."""
+    """`fp32`, or `bf16` or `fp16` for autocast. `train_step` needs its `scale_loss` for fp16."""
     compile: bool = False
     """Compile each layer with `torch.compile`; those that draw random numbers, such as dropout, run
     uncompiled in training."""
@@ -104,15 +104,14 @@ class PipelineOptions:
     """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas. When
     off, running statistics are each replica's own until an evaluation."""
     shard: str = "none"
-    """The tensors of which each replica keeps only a part: `none`; the state of the `optimizer`,
-    which must be a `ShardedOptimizer`; or `full`, also the weights and gradients, which are whole
-    inside a step only. Without effect where there is one replica."""
+    """The tensors of which each replica keeps only a part: `none`, or the state of the `optimizer`,
+    which must be a `ShardedOptimizer`. Without effect where there is one replica."""
     memory_weight: float = 0.2
-    """For `split="balanced"`: 0 balances time alone, 1 memory alone."""
+    """For the split `balanced`: 0 balances time alone, 1 memory alone."""
     memory_limit_gib: float | None = None
-    """For a split by measured costs: what a device may hold, in GiB."""
+    """For a split by measured costs: what a device may hold, in GiB; None: no limit."""
     default_partition: int | None = None
-    """For `split="manual"`: the stage of layers without a mark."""
+    """For the split `manual`: the stage of layers without a mark; None: each needs one."""
     optimizer_tensors_per_param: int = 2
     """For a split by memory: tensors of a parameter's size that the optimizer keeps for it (AdamW
     keeps 2)."""

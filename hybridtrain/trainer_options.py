@@ -40,19 +40,19 @@ class TrainerOptions:
     epochs: int | None = None
     """Passes over the data in total."""
     max_time: float | str | None = None
-    """The time after which `fit` saves and raises `Interrupted`, at the end of a step: seconds, or
-    text such as `"01:30:00"` (hours, minutes, seconds), `"1-12:00:00"` (with days) or `"90m"`
-    (`s`, `m`, `h`, `d`). None: no limit."""
+    """Time after which the run saves and stops, at the end of a step: seconds, or text such as
+    `"01:30:00"`, `"1-12:00:00"` (with days) or `90m`; None: no limit. `fit` raises `Interrupted`
+    then."""
     accumulate: int = 1
     """Batches whose gradients an optimizer step adds up. A step does not reach into the next
     epoch."""
     clip_norm: float | None = None
     """Largest norm of the gradient, over all stages."""
     loss_scale: float | None = None
-    """A fixed scale for the `scaler`; None: it adapts the scale."""
+    """A fixed scale of the loss, for fp16; None: an adaptive one."""
     max_skipped: int | None = 10
-    """Consecutive steps that may be skipped because the loss or a gradient is not finite; then
-    `DivergedError` is raised. None: no limit."""
+    """Consecutive steps that may be skipped because the loss or a gradient is not finite; None: any
+    number. One more is a `DivergedError`."""
     log_every: int = 10
     """Steps between two logged lines."""
     eval_every: int | None = None
@@ -60,8 +60,8 @@ class TrainerOptions:
     eval_every_epochs: int | None = None
     """Epochs between two evaluations."""
     eval_first: bool = False
-    """Evaluate before the first step too, which is logged at step 0. Otherwise one batch of the
-    evaluation runs there, which counts for nothing, so that an error in a metric is found."""
+    """Evaluate before the first step too, at step 0. Otherwise one batch of the evaluation runs
+    there, which counts for nothing, so that an error in a metric is found."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; None: only at the end."""
     checkpoint_every_epochs: int | None = None
@@ -69,8 +69,8 @@ class TrainerOptions:
     checkpoint_every_minutes: float | None = None
     """Minutes of rank 0's clock between two checkpoints."""
     best: str | None = None
-    """The value of the evaluation, `loss` or the name of a metric, whose best step is saved as well
-    and never removed; None: none is."""
+    """A value of the evaluation, `loss` or the name of a metric, whose best step is saved as well
+    and never removed; None: none."""
     best_mode: str = "min"
     """`min` if the smallest value is best, `max` if the largest is."""
     timeline_every: int | None = None

@@ -42,12 +42,15 @@ class PipelineConfig:
     """One replica's pipeline. See `PipelineOptions` for keys not described here."""
 
     nb_part: Any = 1
-    """Devices of a pipeline, each with `stages_per_device` stages; or `auto`: the fastest number,
-    by the price of a step."""
+    """Devices of a pipeline, each with `stages_per_device` stages: of one process, or with
+    `engine=distributed` of as many processes; `auto`: the fastest number, by the price of a
+    step."""
     chunks: Any = PipelineOptions.chunks
-    """A number, or `auto`: the fastest, by the price of a step."""
+    """Micro-batches that a replica's batch is cut into, fewer if it has fewer samples; `auto`: the
+    fastest number, by the price of a step."""
     schedule: str = PipelineOptions.schedule
-    """One of `PipelineOptions.schedule`, or `auto`: the fastest, by the price of a step."""
+    """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
+    and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest, by the price of a step."""
     stages_per_device: int = PipelineOptions.stages_per_device
     max_inflight: int | None = PipelineOptions.max_inflight
     split: Any = PipelineOptions.split
@@ -64,16 +67,17 @@ class WorldConfig:
     """The processes and their devices. See `PipelineOptions` for the last three keys."""
 
     engine: str = "local"
-    """`local`: the stages of a replica are threads of one process; `distributed`: processes,
-    with one device each."""
+    """Home of the stages of a replica: `local`, in one process, a thread per device;
+    `distributed`, in `pipeline.nb_part` processes with a device each."""
     inner: str = "pp"
     """With `distributed`, which processes have consecutive ranks: `pp`, those of a pipeline, which
     then is inside a node; `dp`, those that have the same stages."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None
-    """null: the GPUs, or the CPU where there are none; `auto`: the GPUs if there are enough, else
-    the CPU; `cpu`; `cuda`; or a list such as [cuda:0,cuda:1]."""
+    """null: the GPUs, or the CPU where there are none (an error if the launcher has given some);
+    `auto`: the GPUs if there are enough, else the CPU; `cpu`; `cuda`; or a list such as
+    `[cuda:0,cuda:1]`."""
     timeout_s: float = 600.0
     """Seconds that a collective may take."""
     stall_s: float | None = 300.0
@@ -102,14 +106,17 @@ class TrainerConfig:
     eval_every_epochs: int | None = None
     eval_first: bool = False
     deterministic: bool = False
-    """Use deterministic algorithms only; an operation without one is an error."""
+    """Use deterministic algorithms only; an operation without one is an error. Sets
+    `CUBLAS_WORKSPACE_CONFIG` if it is not set."""
     tf32: bool = False
-    """Let GPUs multiply fp32 matrices in TF32."""
+    """Let GPUs multiply fp32 matrices, and convolve, in TF32."""
     loss: Any = "cross_entropy"
-    """`cross_entropy`, `nll` or `mse`."""
+    """`cross_entropy`, `nll`, `mse`; `model_output` for the model's own `output.loss`; or a mapping
+    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`."""
     metrics: Any = None
-    """Names of metrics, or a mapping of names to torchmetrics `_target_`s; null: accuracy, where
-    there are classes."""
+    """Names of metrics, or a mapping such as `{f1: {_target_:
+    torchmetrics.classification.MulticlassF1Score, num_classes: 10}}`; null: accuracy, where there
+    are classes."""
 
 
 # The functions that `dataclass` would write have the fields' names as parameters, and `async` is a
@@ -152,7 +159,7 @@ class MonitorConfig:
     """The reports of a run while it trains."""
 
     tensorboard: bool = True
-    """Write event files for TensorBoard to <run directory>/tensorboard."""
+    """Write event files for TensorBoard to `tensorboard/` in the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
     timeline_every: int | None = None
@@ -166,28 +173,36 @@ class SubmitConfig:
     to: str = "slurm"
     """`slurm` sends a batch script; `torchrun` and `kubernetes` print what starts the same run."""
     nodes: int = 1
+    """Nodes of a job."""
     processes_per_node: int | None = None
-    """null: as many as `gpus_per_node` are enough for, or one without GPUs."""
+    """null: with `engine=local` one for every `nb_part` GPUs, with `distributed` one for each GPU;
+    without GPUs one, or `nb_part`."""
     gpus_per_node: int | None = None
-    """null: none."""
+    """GPUs of a node; null: none."""
     cpus_per_task: int | None = None
     """CPUs of each process; null: as the cluster has it."""
     mem: Any = None
-    """Memory of a node, as Slurm takes it: 64G."""
+    """Memory of a node, such as `64G`; null: as the cluster has it."""
     partition: str | None = None
+    """As sbatch takes it."""
     account: str | None = None
+    """As sbatch takes it."""
     qos: str | None = None
+    """As sbatch takes it."""
     constraint: str | None = None
+    """As sbatch takes it."""
     time: Any = None
-    """The time limit, as `trainer.max_time` takes it; null: as the cluster has it."""
+    """The time limit, written as `trainer.max_time` is: a bare number is seconds; null: as the
+    cluster has it."""
     signal_s: int = 120
     """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
     max_requeues: int = 20
     """The number of times that a job which was stopped, and has saved, is queued again."""
     setup: list[str] = field(default_factory=list)
-    """Lines of the script before the run, such as [module load cuda]."""
+    """Lines of the script before the run, such as `[module load cuda]`."""
     container: Any = None
-    """null, or what the processes run in: a mapping of the fields of `Container`."""
+    """The container of the processes: `{runtime: pyxis, image: my.sqsh, mounts: [/data], args:
+    []}`, the runtime `pyxis`, `apptainer` or `charliecloud`; null: no container."""
     srun_args: list[str] = field(default_factory=list)
     """More arguments of srun, verbatim."""
     sbatch_args: list[str] = field(default_factory=list)
@@ -229,7 +244,7 @@ class Config:
     recipe: str | None = None
     """A recipe of the package by its name, or any by the path of its file."""
     run_name: str | None = None
-    """The folder of the run in `output_dir`; null: the name of the recipe, or of its path."""
+    """The folder of the run in `output_dir`; null: the name of the recipe, or `run`."""
     output_dir: str = "outputs"
     """The folder of all runs."""
     seed: int = PipelineOptions.seed
@@ -246,28 +261,35 @@ class Config:
     """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
     with one; false: the weights themselves."""
     output: str | None = None
-    """Of the command `predict`: the file to write, `.jsonl` or `.npy`; null: one in the run
+    """The file that `predict` writes, with the suffix `.jsonl` or `.npy`; null: one in the run
     directory."""
     allow_targets: list[str] = field(default_factory=list)
-    """Your packages that a `_target_` may come from, such as [my_project.models]."""
+    """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
+    line, or in `pyproject.toml`."""
     model: dict[str, Any] = field(default_factory=dict)
+    """The model's `_target_` and arguments; one that is null is taken from the data set."""
     data: dict[str, Any] = field(
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )
     """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
     and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`, `divided`."""
     optim: dict[str, Any] = field(default_factory=dict)
+    """The optimizer's `_target_` and arguments, and `groups` and `layer_decay` of its
+    parameters."""
     lr_schedule: dict[str, Any] = field(default_factory=dict)
+    """The schedule's `_target_` and arguments, and `warmup_steps`."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     callbacks: Any = None
-    """Names of callbacks, or a mapping of names to their arguments; with a `_target_` any name."""
+    """Names such as `[ema, learning_rates]`, or a mapping of names to their arguments such as
+    `{early_stopping: {patience: 3}}`; with a `_target_` any name."""
     submit: SubmitConfig = field(default_factory=SubmitConfig)
     cluster: ClusterConfig | None = None
-    """The machine that `plan` prices the run for; null: none."""
+    """The machine that `plan` prices the run for, and that `auto` keys are chosen for; null:
+    none."""
 
 
 def auto_keys(pipeline: PipelineConfig) -> list[str]:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from pages import ROOT
 
 from hybridtrain.app.compose import compose_config
+from scripts import options
 
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
@@ -42,6 +43,10 @@ def test_every_key_is_on_the_page_with_its_default() -> None:
     for group, keys in common.items():
         actual |= {f"{group}.{k}": v for k, v in keys.items() if k != "_target_"}
     assert documented() == actual
+
+
+def test_a_key_is_told_by_one_text_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.main(check=True) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("group", OPEN_GROUPS)
