@@ -84,7 +84,8 @@ class SplitBackward:
             node.register_prehook(partial(self._see, node, edges)) for node, edges in self._branches
         ]
         try:
-            run_from(self._first, self._inputs, retain_graph=True)
+            with BackwardDraws():
+                run_from(self._first, self._inputs, retain_graph=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -106,7 +107,7 @@ class SplitBackward:
         seen, later = self._seen, self._later
         self._seen, self._later = [], []
         with BackwardDraws():
-            _run_from(later)
+            run_from(later)
             # A backward that began at a node would run its hooks again, and those of the tensor
             # that it has made. A call runs none. Inside a backward, a node that is called computes
             # what that backward asks for: here the edges to weights, one product of two.
@@ -123,9 +124,9 @@ class SplitBackward:
                         f"backward is in two parts: use schedule=1f1b, or return a new tensor"
                     )
                 found.clear()
-                _run_from([start], (inside, *kept.edges.values()))
+                run_from([start], (inside, *kept.edges.values()))
                 free_saved(kept.node)
-                _run_from(
+                run_from(
                     [(edge, g) for i, edge in kept.edges.items() if (g := found[i]) is not None]
                 )
 
@@ -152,20 +153,14 @@ def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
 
 def run_from(
     starts: Sequence[tuple[Root, Tensor]],
-    inputs: Sequence[Tensor] = (),
+    inputs: Sequence[Root] = (),
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone."""
-    with BackwardDraws():
-        _run_from(starts, inputs, retain_graph)
+    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone.
 
-
-def _run_from(
-    starts: Sequence[tuple[Root, Tensor]],
-    inputs: Sequence[Root] = (),
-    retain_graph: bool = False,
-) -> None:
+    The caller has entered `BackwardDraws`.
+    """
     if not starts:
         return
     roots, gradients = zip(*starts, strict=True)

@@ -12,13 +12,14 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import UserError
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.memory import count_saved
@@ -28,8 +29,9 @@ from hybridtrain.pipeline.boundary import (
     Message,
     OutputBoundary,
     Root,
-    StageInput,
+    StageInputs,
 )
+from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer
@@ -37,18 +39,20 @@ from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_b
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
+_ALONE = nullcontext()  # no other replica takes part
+
 
 class _InFlight(NamedTuple):
     """A micro-batch between its forward and its backward.
 
     Attributes:
-        inputs: what came over each incoming link and gets a gradient.
+        inputs: what came in and gets a gradient.
         roots: for each outgoing link, where the backward starts; on the last stage, the loss.
         gradient: of the loss, on the last stage.
         whole: its backward cannot be in two parts: some activations are recomputed, or counted.
     """
 
-    inputs: list[list[StageInput]]
+    inputs: StageInputs
     roots: list[list[Root]]
     gradient: Tensor | None
     whole: bool
@@ -74,6 +78,7 @@ class Stage:
         layers: the layers that it runs.
         first: the number of the first of them in the model.
         device: where they are.
+        accelerator: what it is asked through if it computes apart from the host; None otherwise.
         incoming: the links to it, the primary output's first.
         outgoing: the links from it, the primary output's first.
         module: its layers under one root.
@@ -99,6 +104,7 @@ class Stage:
         self.index = index
         self.module = module
         self.device = device
+        self.accelerator = accelerator_of(device)
         self.layers: tuple[Layer, ...] = runner.layers
         self.first = runner.first
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
@@ -199,7 +205,7 @@ class Stage:
         """
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        leaves = [one.leaf for own in begun.inputs for one in own]
+        leaves = [leaf for own in begun.inputs.leaves for leaf in own]
         parts = None
         if not begun.whole and self._may_split is not False:
             parts = split_backward(starts, leaves)
@@ -223,22 +229,23 @@ class Stage:
 
     def _finish(self, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
-        if backward is None:
-            return
-        with self._reducing(roots, reduce):
-            backward.to_weights()
+        if backward is not None:
+            with self._reducing(roots, reduce) if self.reducer is not None else _ALONE:
+                backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
-        with self._reducing([root for root, _ in starts], reduce):
-            if starts:
+        with BackwardDraws():
+            if self.reducer is None:
                 run_from(starts)
+            else:
+                with self._reducing([root for root, _ in starts], reduce):
+                    run_from(starts)
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
         """Tells the reducer of a backward in the block, which starts at `roots`."""
-        if self.reducer is None:
-            yield
-        elif reduce:
+        assert self.reducer is not None
+        if reduce:
             self.reducer.prepare_for_backward(roots)
             yield
             self.reducer.check_reduced()
