@@ -76,7 +76,10 @@ class InputBoundary:
         for names, message in zip(self._names, messages, strict=True):
             leaves: list[Tensor] = []
             as_leaf = partial(self._as_leaf, inputs, leaves)
-            values.update(zip(names, map_tensors(as_leaf, message), strict=True))
+            if len(message) == 1 and type(message[0]) is Tensor:  # the most frequent one
+                values[names[0]] = as_leaf(message[0])
+            else:
+                values.update(zip(names, map_tensors(as_leaf, message), strict=True))
             inputs.leaves.append(leaves)
         return values, inputs
 
@@ -103,9 +106,10 @@ class InputBoundary:
             )
         for hook in hooks:
             hook.remove()
-        return [
-            [raw.get(id(leaf), leaf.grad) for leaf in own] for own in leaves[: len(self._links)]
-        ]
+        found: list[Gradients] = []
+        for own in leaves[: len(self._links)]:
+            found.append([raw.get(id(leaf), leaf.grad) for leaf in own])
+        return found
 
 
 class OutputBoundary:

@@ -30,7 +30,7 @@ from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES, make_engine
 from hybridtrain.pipeline.grad_norm import norm_over_devices, norm_over_processes
-from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator, no_generator
+from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
@@ -97,7 +97,7 @@ class Pipeline:
             world.replica,
             planned.units,
             options.compile,
-            no_generator if shared else current_gpus_generator,
+            None if shared else current_gpus_generator,
         )
         # collective calls, for every stage
         cluster = world.cluster.placed(options.placement)

@@ -12,7 +12,7 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_b
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
-_ALONE = nullcontext()  # no other replica takes part
+# The context of a backward without other replicas.
+_ALONE: AbstractContextManager[None] = nullcontext()
 
 
 class _InFlight(NamedTuple):
@@ -234,12 +235,11 @@ class Stage:
                 backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
-        with BackwardDraws():
-            if self.reducer is None:
-                run_from(starts)
-            else:
-                with self._reducing([root for root, _ in starts], reduce):
-                    run_from(starts)
+        reducing = _ALONE
+        if self.reducer is not None:
+            reducing = self._reducing([root for root, _ in starts], reduce)
+        with reducing, BackwardDraws():
+            run_from(starts)
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
@@ -276,9 +276,9 @@ def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root
     """Returns where the backward of a micro-batch begins, with the gradients there."""
     if begun.gradient is not None:
         gradients = [[begun.gradient]]
-    return [
-        (root, gradient)
-        for own, given in zip(begun.roots, gradients, strict=True)
-        for root, gradient in zip(own, given, strict=True)
-        if gradient is not None
-    ]
+    starts: list[tuple[Root, Tensor]] = []
+    for roots, given in zip(begun.roots, gradients, strict=True):
+        for root, gradient in zip(roots, given, strict=True):
+            if gradient is not None:
+                starts.append((root, gradient))
+    return starts

@@ -61,8 +61,17 @@ class ForeignDropout(nn.Module):
         return x * (self.generator.rand(x.shape) > 0.5) * x
 
 
+def have_own_generator(monkeypatch, generator):
+    """Gives the threads of the models made from here on a generator, as a GPU of their own does."""
+
+    def rng(seed, replica, units, looks_apart, own_generator):
+        return layer_rng.LayerRNG(seed, replica, units, looks_apart, lambda: generator)
+
+    monkeypatch.setattr(pipeline, "LayerRNG", rng)
+
+
 def foreign_gradients(monkeypatch, checkpoint, steps=2):
-    monkeypatch.setattr(pipeline, "no_generator", lambda: ForeignDropout.generator)
+    have_own_generator(monkeypatch, ForeignDropout.generator)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForeignDropout(), nn.Linear(WIDTH, WIDTH))
     model = hybrid(net, 1, chunks=2, seed=7, checkpoint=checkpoint)
@@ -107,7 +116,7 @@ def test_a_dropout_draws_from_a_generator_of_its_own_thread_without_a_lock(monke
         if owns:
             generator = DefaultGenerator()
             generator.set_offset(8)
-            monkeypatch.setattr(pipeline, "no_generator", lambda g=generator: g)
+            have_own_generator(monkeypatch, generator)
             monkeypatch.setattr(layer_rng, "default_generator_lock", None)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(), nn.Linear(WIDTH, WIDTH), Drops())

@@ -15,7 +15,8 @@ What crosses a border for one micro-batch is one message, see `links`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from hybridtrain._torch_private import ThreadDraws
@@ -59,6 +60,13 @@ class Wire(Protocol):
         """
 
 
+@contextmanager
+def of_stages() -> Iterator[None]:
+    """Lets this thread run stages: what layers stash and draw there is theirs."""
+    with skip_scope(None), ThreadDraws():
+        yield
+
+
 class Aborted(Exception):
     """Another thread has failed: nothing more will come."""
 
@@ -97,7 +105,7 @@ class ActionRunner:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
     def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
-        """Executes `actions`, each with its lane, in this thread.
+        """Executes `actions`, each with its lane, in this thread, which is inside `of_stages`.
 
         Raises:
             Aborted: another thread has failed.
@@ -105,7 +113,7 @@ class ActionRunner:
         """
         current: Action | None = None
         try:
-            with self._step.thread_state.applied(), skip_scope(None), ThreadDraws():
+            with self._step.thread_state.applied():
                 for lane, action in actions:
                     if self.stopped:
                         break

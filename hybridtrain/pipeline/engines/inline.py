@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from hybridtrain.launch.activity import activity
-from hybridtrain.pipeline.engines.actions import ActionRunner
+from hybridtrain.pipeline.engines.actions import ActionRunner, of_stages
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.stage import Stage
@@ -38,7 +38,8 @@ class InlineEngine:
         (doing,) = activity.begin_step(1)
         done = False
         try:
-            runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
+            with of_stages():
+                runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
             done = True
         finally:
             if not done:

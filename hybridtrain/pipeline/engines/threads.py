@@ -25,7 +25,7 @@ from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
 from hybridtrain.launch.second_signal import ends_at_once
-from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner
+from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, of_stages
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
 from hybridtrain.pipeline.links import Link, Route, routes
@@ -223,9 +223,10 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
     if (accelerator := accelerator_of(device)) is not None:
         accelerator.set_device(device)
-    while (run_lane := inbox.get()) is not None:
-        run_lane()
-        del run_lane  # or this frame would keep the step's activations until the next one
+    with of_stages():
+        while (run_lane := inbox.get()) is not None:
+            run_lane()
+            del run_lane  # or this frame would keep the step's activations until the next one
 
 
 def _shut_down(inboxes: Sequence[Inbox]) -> None:
