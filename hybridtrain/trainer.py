@@ -34,7 +34,7 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.monitor.base import call_hook
 from hybridtrain.options import check_names
-from hybridtrain.pipeline.replica_check import check_replicas
+from hybridtrain.pipeline.process_checks import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training.best_checkpoint import BestCheckpoint

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
+from hybridtrain._torch_private import run_backward
 from hybridtrain.errors import SplitError
 from hybridtrain.microbatch import hides_tensors, leaves_of, map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
@@ -213,6 +214,25 @@ def requiring_grad(value: Any) -> list[Tensor]:
         return [value[0]] if value[0].requires_grad else []
     tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
+
+
+def run_from(
+    starts: Sequence[tuple[Root, Tensor]],
+    inputs: Sequence[Root] = (),
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone.
+
+    The caller has entered `BackwardDraws`.
+    """
+    if not starts:
+        return
+    roots, gradients = zip(*starts, strict=True)
+    run_backward(
+        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
 
 
 def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:

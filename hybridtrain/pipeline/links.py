@@ -1,4 +1,4 @@
-"""The links between stages, and the way of their values: border by border, from stage to stage.
+"""The links between stages, and how their values travel: border by border, from stage to stage.
 
     border 0|1            border 1|2            border 2|3
     output of 0      -->  output of 1      -->  output of 2
@@ -83,7 +83,7 @@ def crossing(links: Sequence[Link], border: int) -> list[Link]:
 
 
 class Route(NamedTuple):
-    """What a stage takes of the messages that come to it, and what it passes on.
+    """The part of the messages to a stage that it takes; it passes the rest on.
 
     Attributes:
         ends: for each link over the border before the stage, whether it ends there.

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from hybridtrain._torch_private import free_saved, has_saved_hooks, run_backward
+from hybridtrain._torch_private import free_saved, has_saved_hooks
 from hybridtrain.errors import UserError
-from hybridtrain.pipeline.boundary import Root
+from hybridtrain.pipeline.boundary import Root, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
 # Custom functions that need their whole backward in one go, or free what they have saved in it.
@@ -149,25 +149,6 @@ class _Kept(NamedTuple):
 
 def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
     return [gradient._version for gradient in gradients if gradient is not None]
-
-
-def run_from(
-    starts: Sequence[tuple[Root, Tensor]],
-    inputs: Sequence[Root] = (),
-    *,
-    retain_graph: bool = False,
-) -> None:
-    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone.
-
-    The caller has entered `BackwardDraws`.
-    """
-    if not starts:
-        return
-    roots, gradients = zip(*starts, strict=True)
-    run_backward(
-        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
-        accumulate_grad=True,
-    )  # fmt: skip
 
 
 def split_backward(

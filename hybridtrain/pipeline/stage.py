@@ -1,9 +1,11 @@
 """A stage: consecutive layers on one device, and what it keeps between forward and backward.
 
-                forward                                   backward
-messages -> input boundary -> leaves          gradients of what was sent -> roots
-            leaves -> layers -> output                 roots -> autograd -> leaf.grad
-messages <- output boundary <- output         gradients of what came in <- input boundary
+        forward                                            backward
+    [1] messages -> input boundary -> leaves           [4] gradients of what was sent -> roots
+    [2] leaves -> layers -> output                     [5] roots -> autograd -> leaf.grad
+    [3] messages <- output boundary <- output          [6] gradients of what came in <- leaf.grad
+
+How messages come here and go on is in `engines/actions`; their numbers here are 3 and 7 there.
 
 A backward runs as a whole, or in two parts: `backward_to_input`, whose result the stage before
 waits for, and `backward_to_weights` later (see `split_backward`).
@@ -30,12 +32,13 @@ from hybridtrain.pipeline.boundary import (
     OutputBoundary,
     Root,
     StageInputs,
+    run_from,
 )
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer
-from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_backward
+from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
@@ -152,7 +155,7 @@ class Stage:
         Returns:
             the message for each outgoing link; on the last stage the head's value alone.
         """
-        values, inputs = self._input.enter(messages)
+        values, inputs = self._input.enter(messages)  # 1
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_checkpointed if checkpoint else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
@@ -163,9 +166,9 @@ class Stage:
                 output, skipped = run(microbatch, value, values)
             self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
         else:
-            output, skipped = run(microbatch, value, values)
+            output, skipped = run(microbatch, value, values)  # 2
         if head is None:
-            sent, roots = self._output.leave(output, skipped)
+            sent, roots = self._output.leave(output, skipped)  # 3
             gradient = None
         else:
             result, root, gradient = head(microbatch, output)
@@ -193,8 +196,8 @@ class Stage:
             the gradients to send back over each incoming link.
         """
         begun = self._in_flight.pop(microbatch)
-        self._backward(_starts(begun, gradients), reduce)
-        return self._input.gradients(begun.inputs)
+        self._backward(_starts(begun, gradients), reduce)  # 4, 5
+        return self._input.gradients(begun.inputs)  # 6
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool

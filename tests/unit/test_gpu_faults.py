@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
 from support.nets import WIDTH, floats
 from support.stand_in_gpus import on_host, stand_in_gpus
@@ -23,8 +24,8 @@ from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline import grad_norm, layer_rng, pipeline
-from hybridtrain.pipeline.grad_norm import norm_over_devices
+from hybridtrain.pipeline import layer_rng, pipeline
+from hybridtrain.pipeline.gradients import norm_over_devices, norm_over_processes
 from hybridtrain.planning.profiler import LayerProfiler
 
 
@@ -144,15 +145,15 @@ def test_the_host_sleeps_where_it_waits_for_an_event_of_a_gpu(monkeypatch):
 def test_the_norm_over_processes_waits_for_no_device(monkeypatch):
     own = [floats(5, seed=seed) * 10**seed for seed in range(4)]
     expected = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
-    monkeypatch.setattr(grad_norm.dist, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     with stand_in_gpus(1) as gpus:
         device = gpus.devices[0]
         gradients = [gpus.copy(one, device) for one in own]
         elsewhere = SimpleNamespace(grad=None, dtype=torch.float32)
         parameters = [SimpleNamespace(grad=one, dtype=torch.float32) for one in gradients]
         parameters[2:2] = [elsewhere]
-        norm = grad_norm.norm_over_processes(parameters, None, device, device)
-        none = grad_norm.norm_over_processes([elsewhere] * 2, None, device, device)
+        norm = norm_over_processes(parameters, None, device, device)
+        none = norm_over_processes([elsewhere] * 2, None, device, device)
         assert gpus.syncs == 0
         assert torch.equal(on_host(norm), expected)
         assert on_host(none) == 0

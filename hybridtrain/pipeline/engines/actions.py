@@ -3,13 +3,19 @@
 An engine says which actions run in which thread or process, in which order. How values come from
 one stage to the next is a wire's concern, of which each engine has its own:
 
-    runner, stage s                       wire                       runner, stage s + 1
-    values = sent + passing --[4] send--> F, border s|s+1 --[1] receive--> own + passing    [2]
-                                                                           stage.forward    [3]
-    own + passing <--receive [5]--------- B, border s|s+1 <--send [8]----- sent + passing
-    stage.backward           [7]                                           [6]
+          stage s        border s|s+1        stage s+1        border s+1|s+2
+    F     sent + passing ---wire----> [1] receive
+                                      [2] own | passing
+                                      [3] own -> forward -> sent
+                                      [4] sent + passing ----wire----> ...
+    B, I                              [5] receive       <----wire----- ...
+                                      [6] own | passing
+                                      [7] own -> backward -> sent
+          ...      <-----wire-------- [8] sent + passing
+    W                                 [7] alone: nobody waits for it
 
-What crosses a border for one micro-batch is one message, see `links`.
+What crosses a border for one micro-batch is one message. Which values a stage takes of it, and
+which it passes on, outside of autograd, says its `Route` (see `links`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The sizes of a message must be known before it is received. They follow from the
 processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
 its messages along (`messages`), and later steps need none.
 
-    process 0   F0 [1]                                      [5] receive B0
-    process 1         [2] begin to receive F0   [3] receive F0  [4] B0
+    process of stage s       [1] send: pack, format if new, numbers
+    process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MessageWire:
             draws = torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64)
             message = [*message, draws]
         known = self._formats.get(to)
-        form, tensors = pack(message, to.kind == "F", known)
+        form, tensors = pack(message, to.kind == "F", known)  # 1
         works: list[Any] = []
         held: list[Tensor] = []
         if known is None:
@@ -131,7 +131,7 @@ class MessageWire:
         if action not in self._formats:
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
-        tensors = [empty(one, self._wire_device) for one in form.tensors]
+        tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
         parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
         works = self._begin(dist.irecv, parts, sender)
         self._coming[action] = _Coming(form, tensors, parts, works)
@@ -148,7 +148,7 @@ class MessageWire:
             work.wait()
         doing.wait(False)
         draws: Tensor | None = tensors[-1] if action.kind == "F" else None
-        message: list[Any] = unpack(form, tensors, self._device)
+        message: list[Any] = unpack(form, tensors, self._device)  # 3
         if draws is not None:
             message.pop()
             if draws.numel():
