@@ -1,4 +1,4 @@
-"""The norm of the gradients of stages on several devices or in processes, and their scale in fp16."""
+"""The norm of the gradients of stages on several devices or in processes, and their fp16 scale."""
 
 from __future__ import annotations
 

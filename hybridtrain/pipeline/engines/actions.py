@@ -41,7 +41,7 @@ SLACK = 1
 
 
 class Wire(Protocol):
-    """The way of values over the borders between stages, in a process or between several.
+    """Carries values over the borders between stages, in a process or between several.
 
     Each border has two directions, and in each of them messages arrive in the order of the
     micro-batches.
