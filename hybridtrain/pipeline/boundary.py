@@ -30,6 +30,8 @@ from hybridtrain.pipeline.transfer import move
 Message = tuple[Any, ...]
 Gradients = list[Tensor | None]
 
+_OUTPUT_ALONE = (PRIMARY_OUTPUT,)
+
 # Where a backward begins. An edge of the graph does not hold the tensor's memory, so that what was
 # copied to another device is freed here as soon as this stage's graph does not need it.
 Root = Tensor | GradientEdge
@@ -107,10 +109,9 @@ class InputBoundary:
             )
         for hook in hooks:
             hook.remove()
-        found: list[Gradients] = []
-        for own in leaves[: len(self._links)]:
-            found.append([raw.get(id(leaf), leaf.grad) for leaf in own])
-        return found
+        return [
+            [raw.get(id(leaf), leaf.grad) for leaf in own] for own in leaves[: len(self._links)]
+        ]
 
 
 class OutputBoundary:
@@ -152,14 +153,18 @@ class OutputBoundary:
         messages: list[Message] = []
         roots: list[list[Root]] = []
         for link, changer in zip(self._links, self._changers, strict=True):
+            alone = type(output) is Tensor and link.names == _OUTPUT_ALONE
+            if alone and output.requires_grad and torch.is_grad_enabled():
+                # by far the most frequent message, for which no more is to be done
+                roots.append([get_gradient_edge(output) if self._hold_edges else output])
+                messages.append((self._detached(output),))
+                continue
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
-            # by far the most frequent message is one tensor that the layers have computed
-            if len(message) > 1 or type(message[0]) is not Tensor or not message[0].requires_grad:
-                self._check_sendable(message)
-                refuse_overlaps(message, changer)
-                message = self._with_copies_of_buffers(message)
+            self._check_sendable(message)
+            refuse_overlaps(message, changer)
+            message = self._with_copies_of_buffers(message)
             if torch.is_grad_enabled():
                 tensors: list[Any] = requiring_grad(message)
                 roots.append(
