@@ -354,6 +354,7 @@ class InterceptedDraws(AbstractContextManager[Any]):
         if self._outer is None:  # the key may be on: another thread's, which has started this one
             self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
             _set_draws_key(_DRAWS_KEY, True)
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._thread.context = self._outer

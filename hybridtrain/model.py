@@ -33,10 +33,10 @@ from hybridtrain.model_misuse import (
 )
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
-from hybridtrain.pipeline.loss_scaling import unscale_
+from hybridtrain.pipeline.gradients import unscale_
 from hybridtrain.pipeline.own_stages import construct_own_stages
 from hybridtrain.pipeline.pipeline import Pipeline
-from hybridtrain.pipeline.same_batch import BatchCheck
+from hybridtrain.pipeline.process_checks import BatchCheck
 from hybridtrain.pipeline.step import Head, HeadOutput
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Timeline

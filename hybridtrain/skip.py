@@ -12,10 +12,10 @@
             return torch.cat([x, pop("features")], dim=1)
 
 A module declares the names that it stashes and pops on its class or on the instance, so that the
-pipeline knows in advance which stage needs what from which. A value goes straight from its stage's
-device to that of the first stage that pops it, from there to the next that does, and its gradient
-the same way back. Both functions also work in the plain `nn.Sequential`, without this project.
-(The idea is torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
+pipeline knows in advance which stage needs what from which. A value goes from its stage to
+the first one that pops it, from there to the next that does, and its gradient the same way back;
+stages between pass it on. Both functions also work in the plain `nn.Sequential`, without this
+project. (The idea is torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput
 from hybridtrain.monitor.base import call_hook
 from hybridtrain.options import check_names
-from hybridtrain.pipeline.replica_check import check_replicas
+from hybridtrain.pipeline.process_checks import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep
 from hybridtrain.step.optimizer_step import find_checkpoint, replay

@@ -24,7 +24,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.memory import resident_bytes
 from hybridtrain.pipeline import boundary, transfer
-from hybridtrain.pipeline.engines import threads
+from hybridtrain.pipeline.engines import queue_wire
 from hybridtrain.pipeline.reducer import StageReducer
 from scripts.bench.common import mean_loss
 from tests.support.matrix import Cell, compared, difference
@@ -50,11 +50,13 @@ def _batch(device: str, samples: int = 32) -> Tensor:
 @contextmanager
 def side_streams() -> Iterator[None]:
     """Has stages of one GPU send to each other as stages of two do, with copies that are clones."""
-    begin, hold = threads._QueuePort.__init__, boundary.OutputBoundary.__init__
+    begin, hold = queue_wire.QueueWire.__init__, boundary.OutputBoundary.__init__
 
-    def with_copies(self: Any, source: Any, target: Any, kind: str, stop: Any) -> None:
-        begin(self, source, target, kind, stop)
-        self._between = source, target, kind
+    def with_copies(self: Any, stages: Any) -> None:
+        begin(self, stages)
+        for (kind, index), line in self._lines.items():
+            device, name = stages[index].device, "F" if kind == "F" else "B"
+            self._lines[kind, index] = line._replace(between=(device, device, name))
 
     def with_edges(self: Any, *args: Any, **options: Any) -> None:
         hold(self, *args, **options | {"hold_edges": True})
@@ -63,7 +65,7 @@ def side_streams() -> Iterator[None]:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     with (
-        mock.patch.object(threads._QueuePort, "__init__", with_copies),
+        mock.patch.object(queue_wire.QueueWire, "__init__", with_copies),
         mock.patch.object(boundary.OutputBoundary, "__init__", with_edges),
         mock.patch.object(transfer, "move", clone),
     ):

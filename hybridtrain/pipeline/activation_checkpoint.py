@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,16 +39,18 @@ class CheckpointPolicy:
     mode: str = "never"
     layers: frozenset[int] = frozenset()
 
-    def whole_stages(self, chunks: int) -> frozenset[int]:
-        """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
-        if self.mode == "never":
-            return frozenset()
-        return frozenset(range(chunks if self.mode == "always" else chunks - 1))
-
     @property
     def is_active(self) -> bool:
         """True if anything is recomputed."""
         return self != CheckpointPolicy()
+
+
+@cache
+def whole_stages(mode: str, chunks: int) -> frozenset[int]:
+    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
+    if mode == "never":
+        return frozenset()
+    return frozenset(range(chunks if mode == "always" else chunks - 1))
 
 
 def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointPolicy:

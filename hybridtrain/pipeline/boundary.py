@@ -10,15 +10,17 @@ begin a graph of the stage's own, so that its backward is a separate call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 
+from hybridtrain._torch_private import run_backward
 from hybridtrain.errors import SplitError
 from hybridtrain.microbatch import hides_tensors, leaves_of, map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
@@ -28,45 +30,29 @@ from hybridtrain.pipeline.transfer import move
 Message = tuple[Any, ...]
 Gradients = list[Tensor | None]
 
+_OUTPUT_ALONE = (PRIMARY_OUTPUT,)
+
 # Where a backward begins. An edge of the graph does not hold the tensor's memory, so that what was
 # copied to another device is freed here as soon as this stage's graph does not need it.
 Root = Tensor | GradientEdge
 
 
-class StageInput:
-    """A tensor that came in, and its gradient once the backward has run.
+class StageInputs(NamedTuple):
+    """The tensors that came into a stage for a micro-batch and get a gradient.
 
     PyTorch brings a leaf's gradient into the leaf's memory layout, and a layer that sums such a
-    gradient may then do so in another order than in the unsplit model. With `capture_raw` the
-    gradient is taken before that, which costs a Python call per tensor.
+    gradient may then do so in another order than in the unsplit model. A hook sees the gradient
+    before that, which costs a Python call per tensor.
 
     Attributes:
-        leaf: the tensor.
+        leaves: the tensors, for each incoming link.
+        raw: the gradients by the `id` of their leaf, as hooks have seen them.
+        hooks: are taken off after the backward: a tensor may be the caller's own.
     """
 
-    def __init__(self, leaf: Tensor, capture_raw: bool) -> None:
-        self.leaf = leaf
-        self._raw: Tensor | None = None
-        self._hook = leaf.register_hook(self._capture) if capture_raw else None
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The gradient; None if there is none."""
-        return self.leaf.grad if self._raw is None else self._raw
-
-    @property
-    def grad_strides_differ(self) -> bool:
-        """True if the captured gradient has another memory layout than the tensor."""
-        return self._raw is not None and self._raw.stride() != self.leaf.stride()
-
-    def release(self) -> None:
-        """Takes the hook off, or both would keep each other's memory until a garbage collection."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _capture(self, gradient: Tensor) -> None:
-        self._raw = gradient
+    leaves: list[list[Tensor]]
+    raw: dict[int, Tensor]
+    hooks: list[RemovableHandle]
 
 
 class InputBoundary:
@@ -86,34 +72,46 @@ class InputBoundary:
         # None until a backward has shown whether a gradient's layout differs from its tensor's
         self._captures_raw: bool | None = None
 
-    def enter(self, messages: Sequence[Message]) -> tuple[dict[str, Any], list[list[StageInput]]]:
-        """Returns the values by name, and for each link the tensors that will get a gradient."""
+    def enter(self, messages: Sequence[Message]) -> tuple[dict[str, Any], StageInputs]:
+        """Returns the values by name, and the tensors among them that will get a gradient."""
         values: dict[str, Any] = {}
-        inputs: list[list[StageInput]] = []
+        inputs = StageInputs([], {}, [])
         for names, message in zip(self._names, messages, strict=True):
-            own: list[StageInput] = []
-
-            def as_leaf(tensor: Tensor, own: list[StageInput] = own) -> Tensor:
-                if not self._links and tensor.device != self._device:  # of the batch
-                    tensor = move(tensor, self._device)
-                if not tensor.requires_grad:
-                    return tensor
-                own.append(StageInput(tensor, capture_raw=self._captures_raw is not False))
-                return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor
-
-            values.update(zip(names, map_tensors(as_leaf, message), strict=True))
-            inputs.append(own)
+            leaves: list[Tensor] = []
+            as_leaf = partial(self._as_leaf, inputs, leaves)
+            if len(message) == 1 and type(message[0]) is Tensor:  # the most frequent one
+                values[names[0]] = as_leaf(message[0])
+            else:
+                values.update(zip(names, map_tensors(as_leaf, message), strict=True))
+            inputs.leaves.append(leaves)
         return values, inputs
 
-    def gradients(self, inputs: Sequence[Sequence[StageInput]]) -> list[Gradients]:
+    def _as_leaf(self, inputs: StageInputs, leaves: list[Tensor], tensor: Tensor) -> Tensor:
+        if not self._links and tensor.device != self._device:  # of the batch
+            tensor = move(tensor, self._device)
+        if not tensor.requires_grad:
+            return tensor
+        leaves.append(tensor)
+        if self._captures_raw is not False:
+            see = partial(inputs.raw.__setitem__, id(tensor))
+            inputs.hooks.append(tensor.register_hook(see))
+        return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor
+
+    def gradients(self, inputs: StageInputs) -> list[Gradients]:
         """Returns, after the backward, the gradients to send back over each incoming link."""
+        leaves, raw, hooks = inputs
         if self._captures_raw is None:
-            self._captures_raw = any(one.grad_strides_differ for own in inputs for one in own)
-        found = [[one.gradient for one in own] for own in inputs[: len(self._links)]]
-        for own in inputs:
-            for one in own:
-                one.release()
-        return found
+            self._captures_raw = any(
+                raw[id(leaf)].stride() != leaf.stride()
+                for own in leaves
+                for leaf in own
+                if id(leaf) in raw
+            )
+        for hook in hooks:
+            hook.remove()
+        return [
+            [raw.get(id(leaf), leaf.grad) for leaf in own] for own in leaves[: len(self._links)]
+        ]
 
 
 class OutputBoundary:
@@ -155,6 +153,12 @@ class OutputBoundary:
         messages: list[Message] = []
         roots: list[list[Root]] = []
         for link, changer in zip(self._links, self._changers, strict=True):
+            alone = type(output) is Tensor and link.names == _OUTPUT_ALONE
+            if alone and output.requires_grad and torch.is_grad_enabled():
+                # by far the most frequent message, for which no more is to be done
+                roots.append([get_gradient_edge(output) if self._hold_edges else output])
+                messages.append((self._detached(output),))
+                continue
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
@@ -166,20 +170,15 @@ class OutputBoundary:
                 roots.append(
                     [get_gradient_edge(t) for t in tensors] if self._hold_edges else tensors
                 )
-                message = self._detached(message)
+                message = map_tensors(self._detached, message)
             messages.append(message)
         return messages, roots
 
-    def _detached(self, message: Message) -> Message:
-        def detached(tensor: Tensor) -> Tensor:
-            value = tensor.detach().clone() if self._clone else tensor.detach()
-            return value.requires_grad_() if tensor.requires_grad else value
-
-        return map_tensors(detached, message)  # type: ignore[no-any-return]
+    def _detached(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach().clone() if self._clone else tensor.detach()
+        return value.requires_grad_() if tensor.requires_grad else value
 
     def _with_copies_of_buffers(self, message: Message) -> Message:
-        if all(type(part) is Tensor and part.requires_grad for part in message):
-            return message
         memory = {_memory_of(buffer) for buffer in self._module.buffers()}
         if not memory:
             return message
@@ -216,12 +215,29 @@ class _NonLeafIdentity(torch.autograd.Function):
 
 def requiring_grad(value: Any) -> list[Tensor]:
     """Returns the tensors in a pytree that require a gradient, each once."""
-    if type(value) is tuple and len(value) == 1:
-        value = value[0]
-    if type(value) is Tensor:
-        return [value] if value.requires_grad else []
+    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+        return [value[0]] if value[0].requires_grad else []
     tensors = {id(leaf): leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
+
+
+def run_from(
+    starts: Sequence[tuple[Root, Tensor]],
+    inputs: Sequence[Root] = (),
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone.
+
+    The caller has entered `BackwardDraws`.
+    """
+    if not starts:
+        return
+    roots, gradients = zip(*starts, strict=True)
+    run_backward(
+        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
 
 
 def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:

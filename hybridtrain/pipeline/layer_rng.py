@@ -58,8 +58,8 @@ class LayerRNG:
         replica: the number of this replica, which draws other numbers than the others.
         units: for each layer its unit, and its number among the unit's pieces.
         looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
-        own_generator: returns the default generator of the device of this thread, if no other
-            thread draws from it.
+        own_generator: returns the default generator of the device of this thread, or None; where
+            another thread draws from it too, there is no such function.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LayerRNG:
         looks_apart: bool = False,
         own_generator: Callable[[], torch.Generator | None] | None = None,
     ) -> None:
-        self.own_generator = own_generator or no_generator
+        self.own_generator = own_generator
         self.step = 0
         self.active = True
         self._seed = seed
@@ -117,7 +117,11 @@ class LayerRNG:
 
     def seeded(self, microbatch: int) -> LayerDraws:
         """Returns a context in which the random operations of layers are seeded by place."""
-        return _SeededDraws(self, microbatch) if self.active else _NOT_SEEDED
+        if not self.active:
+            return _NOT_SEEDED
+        if self.own_generator is not None and (own := self.own_generator()) is not None:
+            return _OwnDraws(self, microbatch, own)
+        return _SeededDraws(self, microbatch)
 
     def begin_piece(self, layer: int, microbatch: int) -> int:
         """Begins a run of `layer`; returns how often earlier pieces of its unit have drawn."""
@@ -217,42 +221,21 @@ class _SeededDraws(InterceptedDraws):
         microbatch: that the layers run on.
     """
 
+    _own: torch.Generator | None = None  # that of the device, if no other thread draws from it
+
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         self._rng = rng
         self._microbatch = microbatch
-        self._own = rng.own_generator()
         self._layer = -1
         self._before = self._operations = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __enter__(self) -> LayerDraws:
-        if self._own is not None:
-            self._found = self._own.initial_seed(), self._own.get_offset()
-            self._own.manual_seed(0)  # at the offset 0: nothing is drawn yet
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._own is not None:
-            self._note_unseen(self._own)
-            seed, offset = self._found
-            self._own.manual_seed(seed)
-            self._own.set_offset(offset)
-
     def at(self, layer: int) -> None:
         """See `LayerDraws`."""
-        if self._own is not None:
-            self._note_unseen(self._own)
-            self._own.manual_seed(self._rng.seed_of_unseen(layer, self._microbatch))
         self._layer = layer
         self._operations = 0
         rng = self._rng
         self._before = rng.begin_piece(layer, self._microbatch) if layer in rng.pieces else 0
-
-    def _note_unseen(self, own: torch.Generator) -> None:
-        if own.get_offset():
-            self._rng.note_draw(self._layer, self._microbatch, self._operations)
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator of its place."""
@@ -305,6 +288,39 @@ class _SeededDraws(InterceptedDraws):
         return self._rng.seed_of(self._layer, self._microbatch, number)
 
 
+class _OwnDraws(_SeededDraws):
+    """Seeds by place what draws unseen, too, from a generator that this thread has alone."""
+
+    _own: torch.Generator
+
+    def __init__(self, rng: LayerRNG, microbatch: int, own: torch.Generator) -> None:
+        super().__init__(rng, microbatch)
+        self._own = own
+
+    def __enter__(self) -> LayerDraws:
+        self._found = self._own.initial_seed(), self._own.get_offset()
+        self._own.manual_seed(0)  # at the offset 0: nothing is drawn yet
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._note_unseen()
+        seed, offset = self._found
+        self._own.manual_seed(seed)
+        self._own.set_offset(offset)
+
+    def at(self, layer: int) -> None:
+        """See `LayerDraws`."""
+        self._note_unseen()
+        self._own.manual_seed(self._rng.seed_of_unseen(layer, self._microbatch))
+        super().at(layer)
+
+    def _note_unseen(self) -> None:
+        if self._own.get_offset():
+            self._rng.note_draw(self._layer, self._microbatch, self._operations)
+
+
 class ReplayedDraws(_SeededDraws):
     """Gives a module that is not cut the draws that a pipeline's layers had.
 
@@ -317,7 +333,6 @@ class ReplayedDraws(_SeededDraws):
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.left = list(seeds)
-        self._own = None
         self._generators = {}
 
     def _next_seed(self) -> int:
@@ -363,10 +378,6 @@ def _inside_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def no_generator() -> None:
-    """Returns None: other threads draw from the default generator of the device."""
 
 
 def current_gpus_generator() -> torch.Generator | None:

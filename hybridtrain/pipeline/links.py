@@ -1,9 +1,18 @@
-"""The links between stages: the primary output to the next stage, skipping values to theirs."""
+"""The links between stages, and how their values travel: border by border, from stage to stage.
+
+    border 0|1            border 1|2            border 2|3
+    output of 0      -->  output of 1      -->  output of 2
+    "a", 0 to 3      -->  "a"              -->  "a"
+
+All that crosses a border for a micro-batch is one message: for each link over it the link's values,
+or their gradients. A stage takes what is for it, and passes the rest on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import Layer
@@ -11,6 +20,8 @@ from hybridtrain.skip import popped_by, stashed_by
 
 PRIMARY_OUTPUT = ""
 """The name of the value that each layer passes to the next one."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,3 +69,55 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
         name = min(unused)
         raise SplitError(f"layer {origin[name][1]!r} stashes {name!r}, and no later layer pops it")
     return [Link(*ends, tuple(names[ends])) for ends in sorted(names) if ends[0] != ends[1]]
+
+
+def crossing(links: Sequence[Link], border: int) -> list[Link]:
+    """Returns the links of a message, in its order, which all stages and processes have.
+
+    Args:
+        links: all of a pipeline.
+        border: the number of the stage before it.
+    """
+    found = [link for link in links if link.source <= border < link.target]
+    return sorted(found, key=lambda link: (-link.source, link.target))
+
+
+class Route(NamedTuple):
+    """The part of the messages to a stage that it takes; it passes the rest on.
+
+    Attributes:
+        ends: for each link over the border before the stage, whether it ends there.
+        starts: the number of links over the border behind the stage that start there, which are
+            the first ones.
+    """
+
+    ends: tuple[bool, ...]
+    starts: int
+
+    def own_values(self, message: Sequence[T]) -> tuple[list[T], list[T]]:
+        """Returns what is for the stage of the values that came, and what goes on."""
+        own: list[T] = []
+        passing: list[T] = []
+        for value, ends in zip(message, self.ends, strict=True):
+            (own if ends else passing).append(value)
+        return own, passing
+
+    def own_gradients(self, message: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        """Returns what is for the stage of the gradients that came, and what goes on."""
+        return message[: self.starts], message[self.starts :]
+
+    def gradients_before(self, own: Sequence[T], passing: Sequence[T]) -> list[T]:
+        """Returns the gradients that go over the border before the stage, in its order."""
+        its, others = iter(own), iter(passing)
+        return [next(its if ends else others) for ends in self.ends]
+
+
+def routes(links: Sequence[Link]) -> dict[int, Route]:
+    """Returns the routes of the stages that pass something on: others take all that comes."""
+    found: dict[int, Route] = {}
+    for stage in {link.source for link in links}:
+        before = crossing(links, stage - 1)
+        if any(link.target > stage for link in before):
+            ends = tuple(link.target == stage for link in before)
+            found[stage] = Route(ends, sum(link.source == stage for link in links))
+    return found

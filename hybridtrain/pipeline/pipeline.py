@@ -24,22 +24,21 @@ from hybridtrain.launch.activity import activity
 from hybridtrain.launch.second_signal import second_signal_ends
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
+from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
-from hybridtrain.pipeline.clocks import seconds_ahead
 from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES, make_engine
-from hybridtrain.pipeline.grad_norm import norm_over_devices, norm_over_processes
-from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator, no_generator
+from hybridtrain.pipeline.gradients import norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
-from hybridtrain.pipeline.replica_check import check_frozen_alike
+from hybridtrain.pipeline.process_checks import check_frozen_alike
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
-from hybridtrain.pipeline.timeline import LanePeers, Timeline
+from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
@@ -97,7 +96,7 @@ class Pipeline:
             world.replica,
             planned.units,
             options.compile,
-            no_generator if shared else current_gpus_generator,
+            None if shared else current_gpus_generator,
         )
         # collective calls, for every stage
         cluster = world.cluster.placed(options.placement)
@@ -154,7 +153,7 @@ class Pipeline:
         """
         if self._options.broadcast_buffers:
             self.sync_buffers()
-        checkpointed = self._policy.whole_stages(schedule.chunks)
+        checkpointed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
         step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)

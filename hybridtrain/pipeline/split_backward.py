@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from hybridtrain._torch_private import free_saved, has_saved_hooks, run_backward
+from hybridtrain._torch_private import free_saved, has_saved_hooks
 from hybridtrain.errors import UserError
-from hybridtrain.pipeline.boundary import Root
+from hybridtrain.pipeline.boundary import Root, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
 # Custom functions that need their whole backward in one go, or free what they have saved in it.
@@ -84,7 +84,8 @@ class SplitBackward:
             node.register_prehook(partial(self._see, node, edges)) for node, edges in self._branches
         ]
         try:
-            run_from(self._first, self._inputs, retain_graph=True)
+            with BackwardDraws():
+                run_from(self._first, self._inputs, retain_graph=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -106,7 +107,7 @@ class SplitBackward:
         seen, later = self._seen, self._later
         self._seen, self._later = [], []
         with BackwardDraws():
-            _run_from(later)
+            run_from(later)
             # A backward that began at a node would run its hooks again, and those of the tensor
             # that it has made. A call runs none. Inside a backward, a node that is called computes
             # what that backward asks for: here the edges to weights, one product of two.
@@ -123,9 +124,9 @@ class SplitBackward:
                         f"backward is in two parts: use schedule=1f1b, or return a new tensor"
                     )
                 found.clear()
-                _run_from([start], (inside, *kept.edges.values()))
+                run_from([start], (inside, *kept.edges.values()))
                 free_saved(kept.node)
-                _run_from(
+                run_from(
                     [(edge, g) for i, edge in kept.edges.items() if (g := found[i]) is not None]
                 )
 
@@ -148,31 +149,6 @@ class _Kept(NamedTuple):
 
 def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
     return [gradient._version for gradient in gradients if gradient is not None]
-
-
-def run_from(
-    starts: Sequence[tuple[Root, Tensor]],
-    inputs: Sequence[Tensor] = (),
-    *,
-    retain_graph: bool = False,
-) -> None:
-    """Runs a backward, which adds to the gradients of all leaves, or of `inputs` alone."""
-    with BackwardDraws():
-        _run_from(starts, inputs, retain_graph)
-
-
-def _run_from(
-    starts: Sequence[tuple[Root, Tensor]],
-    inputs: Sequence[Root] = (),
-    retain_graph: bool = False,
-) -> None:
-    if not starts:
-        return
-    roots, gradients = zip(*starts, strict=True)
-    run_backward(
-        roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
-        accumulate_grad=True,
-    )  # fmt: skip
 
 
 def split_backward(

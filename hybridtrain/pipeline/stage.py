@@ -1,9 +1,11 @@
 """A stage: consecutive layers on one device, and what it keeps between forward and backward.
 
-                forward                                   backward
-messages -> input boundary -> leaves          gradients of what was sent -> roots
-            leaves -> layers -> output                 roots -> autograd -> leaf.grad
-messages <- output boundary <- output         gradients of what came in <- input boundary
+        forward                                            backward
+    [1] messages -> input boundary -> leaves           [4] gradients of what was sent -> roots
+    [2] leaves -> layers -> output                     [5] roots -> autograd -> leaf.grad
+    [3] messages <- output boundary <- output          [6] gradients of what came in <- leaf.grad
+
+How messages come here and go on is in `engines/actions`; their numbers here are 3 and 7 there.
 
 A backward runs as a whole, or in two parts: `backward_to_input`, whose result the stage before
 waits for, and `backward_to_weights` later (see `split_backward`).
@@ -12,13 +14,14 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import UserError
 from hybridtrain.graph.layer import Layer, works_in_place
 from hybridtrain.memory import count_saved
@@ -28,27 +31,32 @@ from hybridtrain.pipeline.boundary import (
     Message,
     OutputBoundary,
     Root,
-    StageInput,
+    StageInputs,
+    run_from,
 )
+from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer
-from hybridtrain.pipeline.split_backward import SplitBackward, run_from, split_backward
+from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
+
+# The context of a backward without other replicas.
+_ALONE: AbstractContextManager[None] = nullcontext()
 
 
 class _InFlight(NamedTuple):
     """A micro-batch between its forward and its backward.
 
     Attributes:
-        inputs: what came over each incoming link and gets a gradient.
+        inputs: what came in and gets a gradient.
         roots: for each outgoing link, where the backward starts; on the last stage, the loss.
         gradient: of the loss, on the last stage.
         whole: its backward cannot be in two parts: some activations are recomputed, or counted.
     """
 
-    inputs: list[list[StageInput]]
+    inputs: StageInputs
     roots: list[list[Root]]
     gradient: Tensor | None
     whole: bool
@@ -74,6 +82,7 @@ class Stage:
         layers: the layers that it runs.
         first: the number of the first of them in the model.
         device: where they are.
+        accelerator: what it is asked through if it computes apart from the host; None otherwise.
         incoming: the links to it, the primary output's first.
         outgoing: the links from it, the primary output's first.
         module: its layers under one root.
@@ -99,6 +108,7 @@ class Stage:
         self.index = index
         self.module = module
         self.device = device
+        self.accelerator = accelerator_of(device)
         self.layers: tuple[Layer, ...] = runner.layers
         self.first = runner.first
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
@@ -145,7 +155,7 @@ class Stage:
         Returns:
             the message for each outgoing link; on the last stage the head's value alone.
         """
-        values, inputs = self._input.enter(messages)
+        values, inputs = self._input.enter(messages)  # 1
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_checkpointed if checkpoint else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
@@ -156,9 +166,9 @@ class Stage:
                 output, skipped = run(microbatch, value, values)
             self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
         else:
-            output, skipped = run(microbatch, value, values)
+            output, skipped = run(microbatch, value, values)  # 2
         if head is None:
-            sent, roots = self._output.leave(output, skipped)
+            sent, roots = self._output.leave(output, skipped)  # 3
             gradient = None
         else:
             result, root, gradient = head(microbatch, output)
@@ -186,8 +196,8 @@ class Stage:
             the gradients to send back over each incoming link.
         """
         begun = self._in_flight.pop(microbatch)
-        self._backward(_starts(begun, gradients), reduce)
-        return self._input.gradients(begun.inputs)
+        self._backward(_starts(begun, gradients), reduce)  # 4, 5
+        return self._input.gradients(begun.inputs)  # 6
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -199,7 +209,7 @@ class Stage:
         """
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        leaves = [one.leaf for own in begun.inputs for one in own]
+        leaves = [leaf for own in begun.inputs.leaves for leaf in own]
         parts = None
         if not begun.whole and self._may_split is not False:
             parts = split_backward(starts, leaves)
@@ -223,22 +233,22 @@ class Stage:
 
     def _finish(self, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
-        if backward is None:
-            return
-        with self._reducing(roots, reduce):
-            backward.to_weights()
+        if backward is not None:
+            with self._reducing(roots, reduce) if self.reducer is not None else _ALONE:
+                backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
-        with self._reducing([root for root, _ in starts], reduce):
-            if starts:
-                run_from(starts)
+        reducing = _ALONE
+        if self.reducer is not None:
+            reducing = self._reducing([root for root, _ in starts], reduce)
+        with reducing, BackwardDraws():
+            run_from(starts)
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
         """Tells the reducer of a backward in the block, which starts at `roots`."""
-        if self.reducer is None:
-            yield
-        elif reduce:
+        assert self.reducer is not None
+        if reduce:
             self.reducer.prepare_for_backward(roots)
             yield
             self.reducer.check_reduced()
@@ -269,9 +279,9 @@ def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root
     """Returns where the backward of a micro-batch begins, with the gradients there."""
     if begun.gradient is not None:
         gradients = [[begun.gradient]]
-    return [
-        (root, gradient)
-        for own, given in zip(begun.roots, gradients, strict=True)
-        for root, gradient in zip(own, given, strict=True)
-        if gradient is not None
-    ]
+    starts: list[tuple[Root, Tensor]] = []
+    for roots, given in zip(begun.roots, gradients, strict=True):
+        for root, gradient in zip(roots, given, strict=True):
+            if gradient is not None:
+                starts.append((root, gradient))
+    return starts

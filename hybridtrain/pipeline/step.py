@@ -78,22 +78,3 @@ class Engine(Protocol):
     def forget(self) -> None:
         """Forgets what it has learned from earlier steps: other parameters are trained now."""
         ...
-
-
-class Port(Protocol):
-    """One end of a link between two stages, in this process or in two."""
-
-    def send(self, message: Any) -> None:
-        """Sends the values, or gradients, of one micro-batch; does not wait for the receiver."""
-
-    def receive(self) -> Any:
-        """Waits for the next micro-batch's message and returns it, on the receiver's device."""
-
-
-class StagePorts(NamedTuple):
-    """The ports of a stage, in the order of its links."""
-
-    receive: list[Port]
-    send: list[Port]
-    receive_gradients: list[Port]
-    send_gradients: list[Port]

@@ -38,11 +38,6 @@ class Action(NamedTuple):
         return f"{self.kind}{self.microbatch}@{self.stage}"
 
     @property
-    def sends_gradient(self) -> bool:
-        """True if it computes the gradient of the stage's input."""
-        return "I" in _MAKES[self.kind]
-
-    @property
     def ends_microbatch(self) -> bool:
         """True if it computes the gradients of the weights: the activations are not needed more."""
         return "W" in _MAKES[self.kind]
@@ -57,7 +52,7 @@ class Schedule:
     chunks: int
     lanes: tuple[tuple[Action, ...], ...]
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """True if it has backwards."""
         return any(action.kind != "F" for action in self.lanes[0])

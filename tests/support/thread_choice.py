@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from hybridtrain.pipeline.engines import threads
-from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
+from hybridtrain.pipeline.engines.threads import ThreadTrial
 
 
 class InTurn(ThreadTrial):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
 from support.nets import WIDTH, floats
 from support.stand_in_gpus import on_host, stand_in_gpus
@@ -23,8 +24,8 @@ from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.layer import layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline import grad_norm, layer_rng, pipeline
-from hybridtrain.pipeline.grad_norm import norm_over_devices
+from hybridtrain.pipeline import layer_rng, pipeline
+from hybridtrain.pipeline.gradients import norm_over_devices, norm_over_processes
 from hybridtrain.planning.profiler import LayerProfiler
 
 
@@ -61,8 +62,17 @@ class ForeignDropout(nn.Module):
         return x * (self.generator.rand(x.shape) > 0.5) * x
 
 
+def have_own_generator(monkeypatch, generator):
+    """Gives the threads of the models made from here on a generator, as a GPU of their own does."""
+
+    def rng(seed, replica, units, looks_apart, own_generator):
+        return layer_rng.LayerRNG(seed, replica, units, looks_apart, lambda: generator)
+
+    monkeypatch.setattr(pipeline, "LayerRNG", rng)
+
+
 def foreign_gradients(monkeypatch, checkpoint, steps=2):
-    monkeypatch.setattr(pipeline, "no_generator", lambda: ForeignDropout.generator)
+    have_own_generator(monkeypatch, ForeignDropout.generator)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForeignDropout(), nn.Linear(WIDTH, WIDTH))
     model = hybrid(net, 1, chunks=2, seed=7, checkpoint=checkpoint)
@@ -107,7 +117,7 @@ def test_a_dropout_draws_from_a_generator_of_its_own_thread_without_a_lock(monke
         if owns:
             generator = DefaultGenerator()
             generator.set_offset(8)
-            monkeypatch.setattr(pipeline, "no_generator", lambda g=generator: g)
+            have_own_generator(monkeypatch, generator)
             monkeypatch.setattr(layer_rng, "default_generator_lock", None)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(), nn.Linear(WIDTH, WIDTH), Drops())
@@ -135,15 +145,15 @@ def test_the_host_sleeps_where_it_waits_for_an_event_of_a_gpu(monkeypatch):
 def test_the_norm_over_processes_waits_for_no_device(monkeypatch):
     own = [floats(5, seed=seed) * 10**seed for seed in range(4)]
     expected = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
-    monkeypatch.setattr(grad_norm.dist, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     with stand_in_gpus(1) as gpus:
         device = gpus.devices[0]
         gradients = [gpus.copy(one, device) for one in own]
         elsewhere = SimpleNamespace(grad=None, dtype=torch.float32)
         parameters = [SimpleNamespace(grad=one, dtype=torch.float32) for one in gradients]
         parameters[2:2] = [elsewhere]
-        norm = grad_norm.norm_over_processes(parameters, None, device, device)
-        none = grad_norm.norm_over_processes([elsewhere] * 2, None, device, device)
+        norm = norm_over_processes(parameters, None, device, device)
+        none = norm_over_processes([elsewhere] * 2, None, device, device)
         assert gpus.syncs == 0
         assert torch.equal(on_host(norm), expected)
         assert on_host(none) == 0

@@ -14,7 +14,7 @@ from torch import nn
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
 from hybridtrain.errors import BatchError, ConfigError, UserError
-from hybridtrain.pipeline.engines import OneStageEngine, ThreadEngine
+from hybridtrain.pipeline.engines import InlineEngine, ThreadEngine
 from hybridtrain.planning.plan import table
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)
@@ -244,7 +244,7 @@ def test_a_model_that_is_not_cut_runs_in_the_callers_thread_by_an_engine_of_its_
 
     world = World.from_env(devices="cpu", engine=engine)
     model = HybridModel(nn.Sequential(Noted(4, 4)), world, chunks=2)
-    assert isinstance(model.pipeline._engine, OneStageEngine)
+    assert isinstance(model.pipeline._engine, InlineEngine)
     model.train_step(torch.randn(4, 4), None, lambda output, _: output.square().mean())
     model(torch.randn(4, 4))
     assert set(threads) == {threading.main_thread()}

@@ -19,7 +19,8 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.layer import layers_of
-from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, links_between
+from hybridtrain.pipeline.engines import inline
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
 from hybridtrain.skip import pop, stash
 
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
@@ -347,3 +348,56 @@ def test_a_stashed_value_that_needs_no_gradient_is_passed_on():
     net = nn.Sequential(Mask(), TanhLinear(), TanhLinear(), Masked())
     assert_two_steps_equal_the_plain_net(net, (4, 1))
     assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), checkpoint="always")
+
+
+def test_a_stage_takes_what_is_for_it_and_passes_the_rest_on_in_the_order_of_the_border():
+    out = (PRIMARY_OUTPUT,)
+    near = [Link(stage, stage + 1, out) for stage in range(4)]
+    links = [
+        near[0],
+        Link(0, 2, ("b",)),
+        Link(0, 4, ("a",)),
+        near[1],
+        Link(1, 3, ("c",)),
+        *near[2:],
+    ]
+    of_stage = routes(links)
+    assert sorted(of_stage) == [1, 2, 3]  # the others pass nothing on
+    for stage, route in of_stage.items():
+        before, behind = crossing(links, stage - 1), crossing(links, stage)
+        own, passing = route.own_values(before)
+        assert {link.target for link in own} == {stage}
+        sent = [link for link in links if link.source == stage]
+        assert sent + passing == behind
+        own, passing = route.own_gradients(behind)
+        assert own == sent
+        incoming = sorted((k for k in links if k.target == stage), key=lambda k: -k.source)
+        assert route.gradients_before(incoming, passing) == before
+
+
+class Shelf:
+    """A wire of another kind: a dict."""
+
+    def __init__(self, stages):
+        self.messages = {}
+
+    def send(self, to, message):
+        self.messages[to] = message
+
+    def receive(self, action, doing):
+        return self.messages.pop(action._replace(kind="B" if action.kind == "I" else action.kind))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
+def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch):
+    x, y = regression(8)
+    models = []
+    for wire in (None, Shelf):
+        if wire is not None:
+            monkeypatch.setattr(inline, "QueueWire", wire)
+        torch.manual_seed(0)
+        models.append(
+            hybrid(skip_chain(0, 6), 1, 4 if schedule != "zb-v" else 2, schedule=schedule)
+        )
+        models[-1].train_step(x, y, F.mse_loss)
+    assert_same_gradients(*models)

@@ -8,7 +8,7 @@ from support.compare import grads, hybrid, mean_loss
 from support.thread_choice import InTurn, OneThread, threads_of
 from torch import nn
 
-from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
+from hybridtrain.pipeline.engines.threads import ThreadTrial
 from hybridtrain.schedule import make_schedule
 
 SCHEDULE = make_schedule("1f1b", 4, 8)

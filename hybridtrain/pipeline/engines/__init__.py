@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from hybridtrain.pipeline.engines.one_stage import OneStageEngine
+from hybridtrain.pipeline.engines.inline import InlineEngine
 from hybridtrain.pipeline.engines.processes import ProcessEngine
 from hybridtrain.pipeline.engines.threads import ThreadEngine
 from hybridtrain.pipeline.links import Link
@@ -10,13 +10,13 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Engine
 from hybridtrain.world import World
 
-__all__ = ["ENGINES", "OneStageEngine", "ProcessEngine", "ThreadEngine", "make_engine"]
+__all__ = ["ENGINES", "InlineEngine", "ProcessEngine", "ThreadEngine", "make_engine"]
 
 ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[Link], World], Engine]] = {
     "local": ThreadEngine,
     "distributed": ProcessEngine,
 }
-"""The engines of models that are cut, by name."""
+"""The engines of models with stages on several devices, by name."""
 
 
 def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) -> Engine:
@@ -27,6 +27,6 @@ def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) ->
         links: between all stages of the pipeline; none where the model is not cut.
         world: the processes.
     """
-    if not links:
-        return OneStageEngine(*stages)
-    return ENGINES[world.engine](stages, links, world)
+    on_one_device = len(world.devices) == world.processes_per_replica == 1
+    engine = InlineEngine if on_one_device or not links else ENGINES[world.engine]
+    return engine(stages, links, world)

@@ -1,17 +1,80 @@
-"""The execution of one action of a schedule, which is the same for every engine."""
+"""The execution of the actions of a schedule, which is the same for every engine.
+
+An engine says which actions run in which thread or process, in which order. How values come from
+one stage to the next is a wire's concern, of which each engine has its own:
+
+          stage s        border s|s+1        stage s+1        border s+1|s+2
+    F     sent + passing ---wire----> [1] receive
+                                      [2] own | passing
+                                      [3] own -> forward -> sent
+                                      [4] sent + passing ----wire----> ...
+    B, I                              [5] receive       <----wire----- ...
+                                      [6] own | passing
+                                      [7] own -> backward -> sent
+          ...      <-----wire-------- [8] sent + passing
+    W                                 [7] alone: nobody waits for it
+
+What crosses a border for one micro-batch is one message. Which values a stage takes of it, and
+which it passes on, outside of autograd, says its `Route` (see `links`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
+from hybridtrain._torch_private import ThreadDraws
+from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch.activity import Lane
-from hybridtrain.pipeline.run_ahead import run_ahead
+from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import StagePorts, Step
+from hybridtrain.pipeline.step import Step
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Inputs
-from hybridtrain.schedule import WORDS, Action
+from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
+from hybridtrain.skip import skip_scope
+
+# Micro-batches beyond those that a stage holds: one is queued while another is computed.
+SLACK = 1
+
+
+class Wire(Protocol):
+    """Carries values over the borders between stages, in a process or between several.
+
+    Each border has two directions, and in each of them messages arrive in the order of the
+    micro-batches.
+    """
+
+    def send(self, to: Action, message: list[Any]) -> None:
+        """Sends what crosses the border before `to`, a forward or a backward of the next stage.
+
+        Does not wait for the receiver.
+
+        Args:
+            to: the action that needs it; `B` where a part of a backward does.
+            message: for each link over the border its values, or their gradients.
+        """
+
+    def receive(self, action: Action, doing: Lane) -> list[Any]:
+        """Waits for the message to `action`, and returns it on the device of the action's stage.
+
+        Args:
+            action: a forward, a backward, or the first part of one.
+            doing: notes that it waits.
+        """
+
+
+@contextmanager
+def of_stages() -> Iterator[None]:
+    """Lets this thread run stages: what layers stash and draw there is theirs."""
+    with skip_scope(None), ThreadDraws():
+        yield
+
+
+class Aborted(Exception):
+    """Another thread has failed: nothing more will come."""
 
 
 class ActionRunner:
@@ -19,25 +82,62 @@ class ActionRunner:
 
     Attributes:
         values: the head's values by micro-batch.
+        stopped: no further action is begun. Not an Event: an interrupt on the way into its methods
+            may leave its lock taken for ever.
 
     Args:
         step: the step.
         stages: the stages of this process, by their index.
-        ports: of each of these stages.
+        routes: of those that pass values on.
+        wire: connects them with each other and with those of other processes.
     """
 
     def __init__(
-        self, step: Step, stages: Mapping[int, Stage], ports: Mapping[int, StagePorts]
+        self, step: Step, stages: Mapping[int, Stage], routes: Mapping[int, Route], wire: Wire
     ) -> None:
         self.values: list[Any] = [None] * step.schedule.chunks
+        self.stopped = False
         self._step = step
         self._stages = stages
-        self._ports = ports
+        self._routes = routes
+        self._wire = wire
         self._last = step.schedule.stages - 1
-        self._run_ahead = run_ahead(step.schedule, stages)
-        self._inputs: Inputs | None = None
-        if self._run_ahead is not None and 0 in stages:
-            self._inputs = Inputs(step.source, step.schedule.chunks, stages[0].device)
+        self._run_ahead: RunAhead | None = None
+        self._take = step.source
+        accelerator = next(iter(stages.values())).accelerator
+        if accelerator is not None:
+            self._run_ahead = RunAhead(step.schedule, stages, accelerator)
+            if 0 in stages:
+                self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
+
+    def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
+        """Executes `actions`, each with its lane, in this thread, which is inside `of_stages`.
+
+        Raises:
+            Aborted: another thread has failed.
+            Exception: the first one of an action, with a note that names it.
+        """
+        current: Action | None = None
+        try:
+            with self._step.thread_state.applied():
+                for lane, action in actions:
+                    if self.stopped:
+                        break
+                    current = action
+                    doing.begin(action)
+                    if action.kind == "F":
+                        self._forward(lane, action, doing)
+                    else:
+                        self._backward(lane, action, doing)
+                    current = None
+        except Aborted:
+            raise
+        except BaseException as error:
+            if current is not None:
+                self.add_note(error, current)
+            raise
+        finally:
+            doing.end()
 
     def add_note(self, error: BaseException, action: Action) -> None:
         """Adds to `error` which action has failed."""
@@ -45,59 +145,102 @@ class ActionRunner:
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
 
-    def forward(self, lane: int, action: Action, doing: Lane) -> None:
-        """Runs `action`, a forward of `lane`, when its input has come."""
+    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
         _, index, microbatch = action
-        stage, ports = self._stages[index], self._ports[index]
+        stage = self._stages[index]
+        passing: list[Any] = []
         if self._run_ahead is not None:
             doing.wait(True)
             self._run_ahead.before_forward(index)
             doing.wait(False)
-        if index:
-            doing.wait(True)
-            messages = [port.receive() for port in ports.receive]
-            doing.wait(False)
+        if index == 0:
+            own = [(self._take(microbatch),)]
         else:
-            take = step.source if self._inputs is None else self._inputs.take
-            messages = [(take(microbatch),)]
+            own = self._wire.receive(action, doing)  # 1
+            if index in self._routes:
+                own, passing = self._routes[index].own_values(own)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
         with step.thread_state.autocast():
-            sent = stage.forward(microbatch, messages, head, microbatch in step.checkpointed)
+            sent = stage.forward(microbatch, own, head, microbatch in step.checkpointed)  # 3
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
         if self._run_ahead is not None:
             self._run_ahead.after(action)
-        if head is not None:
+        if head is None:
+            self._wire.send(Action("F", index + 1, microbatch), sent + passing)  # 4
+        else:
             (self.values[microbatch],) = sent
-            return
-        for port, message in zip(ports.send, sent, strict=True):
-            port.send(message)
 
-    def backward(self, lane: int, action: Action, doing: Lane) -> None:
-        """Runs `action`, a backward of `lane` or a part of one, when its gradients have come."""
+    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
         step = self._step
         kind, index, microbatch = action
-        stage, ports = self._stages[index], self._ports[index]
-        gradients: list[Any] = []
-        if action.sends_gradient:
-            doing.wait(True)
-            gradients = [port.receive() for port in ports.receive_gradients]
-            doing.wait(False)
+        stage = self._stages[index]
+        own: Sequence[Any] = ()
+        passing: Sequence[Any] = ()
+        if kind != "W" and index != self._last:
+            own = self._wire.receive(action, doing)  # 5
+            if index in self._routes:
+                own, passing = self._routes[index].own_gradients(own)  # 6
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
         start = mark(stage.device) if step.timeline else 0.0
-        if kind == "B":
-            sent = stage.backward(microbatch, gradients, reduce)
+        if kind == "B":  # 7
+            sent = stage.backward(microbatch, own, reduce)
         elif kind == "I":
-            sent = stage.backward_to_input(microbatch, gradients, reduce)
+            sent = stage.backward_to_input(microbatch, own, reduce)
         else:
             stage.backward_to_weights(microbatch, reduce)
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
         if self._run_ahead is not None:
             self._run_ahead.after(action)
-        if action.sends_gradient:
-            for port, message in zip(ports.send_gradients, sent, strict=True):
-                port.send(message)
+        if kind != "W" and index:
+            if index in self._routes:
+                sent = self._routes[index].gradients_before(sent, passing)
+            self._wire.send(Action("B", index - 1, microbatch), sent)  # 8
+
+
+class RunAhead:
+    """A bound on how far the host runs ahead of the devices in a step; follows from the schedule.
+
+    The host queues work faster than a device does it. Memory that was sent, or has arrived, is
+    reused only when the streams that read it have come so far; a host that has queued a whole step
+    would have allocated it for every micro-batch. So a forward is queued once the device is done
+    with the micro-batch whose place it takes:
+
+        a stage that holds 2:   F0 F1 B0 F2 B1 F3 ...     F3 is queued when B0 is done, so that the
+                                                          device always has F2 and B1 before it
+
+    Args:
+        schedule: of the step.
+        stages: of this process, by their index.
+        accelerator: of their devices.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Mapping[int, Stage], accelerator: Accelerator
+    ) -> None:
+        self._accelerator = accelerator
+        self._trains = schedule.trains
+        held = peak_in_flight(schedule) if self._trains else (1,) * schedule.stages
+        self._most = {index: held[index] + SLACK for index in stages}
+        self._stages = stages
+        self._done: dict[int, deque[Event]] = {index: deque() for index in stages}
+        self._begun = dict.fromkeys(stages, 0)
+        self._finished = dict.fromkeys(stages, 0)
+
+    def before_forward(self, index: int) -> None:
+        """Waits until the stage has room for one more micro-batch."""
+        self._begun[index] += 1
+        while self._begun[index] - self._finished[index] > self._most[index]:
+            self._done[index].popleft().synchronize()
+            self._finished[index] += 1
+
+    def after(self, action: Action) -> None:
+        """Notes that the host has queued `action`."""
+        if action.ends_microbatch if self._trains else action.kind == "F":
+            device = self._stages[action.stage].device
+            stream = self._accelerator.current_stream(device)
+            self._done[action.stage].append(self._accelerator.record_event(stream))

@@ -1,13 +1,7 @@
 """The engine for stages that all live in this process: one worker thread per device.
 
 Each thread runs its lane of the schedule from left to right, or one thread runs all lanes where
-that is faster (see `thread_trial`). A link between two stages is two queues, one for activations
-and one for gradients:
-
-    lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
-    lane 1      F0 B0 F1 ..                <---gradients---
-
-A thread whose input is not there yet waits in the queue; there is no barrier and no clock. In an
+that is faster (see `ThreadTrial`); between the stages there are queues (see `queue_wire`). In an
 evaluation, where no backward holds the first stage back, it waits while the pipeline has
 `_MOST_INSIDE` micro-batches for each stage, since what waits before a slow stage is memory. PyTorch
 releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
@@ -16,30 +10,34 @@ CPU a backward runs in the thread that calls it.
 
 from __future__ import annotations
 
+import logging
+import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
 from hybridtrain.launch.second_signal import ends_at_once
-from hybridtrain.pipeline.engines.actions import ActionRunner
-from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
-from hybridtrain.pipeline.links import Link
+from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, of_stages
+from hybridtrain.pipeline.engines.queue_wire import QueueWire
+from hybridtrain.pipeline.links import Link, Route, routes
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import StagePorts, Step
-from hybridtrain.pipeline.transfer import receive, send, sync_streams
+from hybridtrain.pipeline.step import Step
+from hybridtrain.pipeline.transfer import sync_streams
 from hybridtrain.schedule import Action, Schedule
-from hybridtrain.skip import skip_scope
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 Inbox = SimpleQueue[Callable[[], None] | None]
 
@@ -55,6 +53,18 @@ _MOST_INSIDE = 2
 # it, and Python calls the signal's handler when the wait is over.
 _LONGEST_WAIT_S = 0.5
 
+# Steps that are compared, of each kind.
+_COMPARED = 3
+# The first steps allocate memory and find out what later ones know.
+_WARM_UP = 2
+# One thread is not tried where an action takes longer than this in its lane's thread, its waiting
+# included: a trial would cost more than the lock does.
+_LONGEST_ACTION_S = 1e-3
+# What must be won to change, or noise would decide.
+_GAIN = 0.9
+# Steps between two trials; it doubles while they have the same outcome.
+_FIRST_PAUSE, _LONGEST_PAUSE = 50, 3200
+
 
 class ThreadEngine:
     """Executes steps on `stages`; lane `d` of a schedule runs in thread `d`.
@@ -65,23 +75,14 @@ class ThreadEngine:
 
     def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
         devices = world.devices
-        self._stages = stages
+        self._stages = {stage.index: stage for stage in stages}
+        self._routes = routes(links)
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
-        self._links = links
         ends = {link.source for link in links} | {link.target for link in links}
-        if ends - {stage.index for stage in stages}:
+        if ends - set(self._stages):
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
-        # None while they are in use, and after a step that has failed, whose messages are in them
-        self._ports: _Ports | None = None
+        self._trial = None if self._gpus else ThreadTrial(tells=world.is_main)
         self._inboxes: list[Inbox] = []
-        self._trial = None
-        if len(devices) == 1:
-            # a single lane runs in the caller's thread, in which `cuda` must mean this GPU
-            if (accelerator := accelerator_of(devices[0])) is not None:
-                accelerator.set_device(devices[0])
-            return
-        if not self._gpus:
-            self._trial = ThreadTrial(tells=world.is_main)
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: Inbox = SimpleQueue()
@@ -102,35 +103,29 @@ class ThreadEngine:
         """Executes `step`; see `Engine.run`."""
         trial = self._trial if step.schedule.trains else None
         one_thread = trial is not None and trial.one_thread_for(recorded=step.timeline is not None)
-        work = _work_of(step.schedule, one_thread)
-        ports, self._ports = self._ports or _Ports(self._stages, self._links), None
-        run = _StepRun(step, self._stages, ports, work)
+        run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         begun = time.perf_counter()
-        if self._inboxes:
-            if self._gpus:
-                sync_streams(self._gpus, before=True)
-            try:
-                self._dispatch(run)
-                run.join()
-            except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
-                if run.stop.requested:
-                    raise
-                run.abort(interrupt)
-                if ends_at_once():  # all ends: no step will follow
-                    raise
-                self._dispatch(run)
-                run.join()
-            if self._gpus:
-                sync_streams(self._gpus, before=False, values=run.values)
-        else:
-            run.run_actions(0)
+        if self._gpus:
+            sync_streams(self._gpus, before=True)
+        try:
+            self._dispatch(run)
+            run.join()
+        except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
+            if run.runner.stopped:
+                raise
+            run.abort(interrupt)
+            if ends_at_once():  # all ends: no step will follow
+                raise
+            self._dispatch(run)
+            run.join()
+        if self._gpus:
+            sync_streams(self._gpus, before=False, values=run.runner.values)
         failure, run.failure = run.failure, None
         if failure is None:
-            self._ports = ports
             if trial is not None and step.timeline is None:
                 trial.took(time.perf_counter() - begun, step.schedule)
-            return run.values
-        for stage in self._stages:
+            return run.runner.values
+        for stage in self._stages.values():
             stage.clear()
         try:
             raise failure
@@ -139,87 +134,14 @@ class ThreadEngine:
 
     def _dispatch(self, run: _StepRun) -> None:
         for thread, inbox in zip(range(run.threads), self._inboxes, strict=False):
-            inbox.put(lambda thread=thread: run.run_actions(thread))  # type: ignore[misc]
+            inbox.put(partial(run.run_thread, thread))
 
 
 def _work_of(schedule: Schedule, one_thread: bool) -> list[_Work]:
     """Returns the actions of each thread."""
     if one_thread:
         return [schedule.in_one_order]
-    return [zip(repeat(device), lane) for device, lane in enumerate(schedule.lanes)]
-
-
-class _PipelineAborted(Exception):
-    """Another lane has failed: nothing more will come through the queues."""
-
-
-class _Stop:
-    """A request to all lanes of a step to stop.
-
-    Not an Event: an interrupt on the way into its methods may leave its lock taken for ever.
-    """
-
-    requested = False
-
-
-class _QueuePort:
-    """Both ends of one direction of a link: a queue, with a copy between devices."""
-
-    __slots__ = ("_between", "_queue", "_stop")
-
-    def __init__(self, source: torch.device, target: torch.device, kind: str, stop: _Stop) -> None:
-        self._between = (source, target, kind) if source != target else None
-        self._stop = stop
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-
-    def send(self, message: Any) -> None:
-        self._queue.put(send(message, *self._between) if self._between else message)
-
-    def receive(self) -> Any:
-        message = self._queue.get()
-        if message is None or self._stop.requested:
-            raise _PipelineAborted
-        return receive(message, self._between[1]) if self._between else message
-
-    def wake_receiver(self) -> None:
-        """Ends the wait of a thread in `receive`, after the run was aborted."""
-        self._queue.put(None)
-
-
-class _Ports:
-    """The queues between the stages; empty between two steps.
-
-    Attributes:
-        of_stage: the ports of each stage.
-        stop: requested when a step has failed.
-    """
-
-    def __init__(self, stages: Sequence[Stage], links: Sequence[Link]) -> None:
-        self.stop = _Stop()
-        device = [stage.device for stage in stages]
-        activations = {
-            link: _QueuePort(device[link.source], device[link.target], "F", self.stop)
-            for link in links
-        }
-        gradients = {
-            link: _QueuePort(device[link.target], device[link.source], "B", self.stop)
-            for link in links
-        }
-        self.of_stage = {
-            stage.index: StagePorts(
-                receive=[activations[link] for link in stage.incoming],
-                send=[activations[link] for link in stage.outgoing],
-                receive_gradients=[gradients[link] for link in stage.outgoing],
-                send_gradients=[gradients[link] for link in stage.incoming],
-            )
-            for stage in stages
-        }
-        self._queues = [*activations.values(), *gradients.values()]
-
-    def wake_receivers(self) -> None:
-        """Ends the waits in `receive`."""
-        for queue in self._queues:
-            queue.wake_receiver()
+    return [zip(repeat(device), lane, strict=False) for device, lane in enumerate(schedule.lanes)]
 
 
 class _StepRun:
@@ -227,74 +149,60 @@ class _StepRun:
 
     Attributes:
         threads: how many run it.
+        runner: of its actions, which is stopped when one has failed.
         failure: the first exception, if any.
-        stop: requested when there is one.
     """
 
     def __init__(
-        self, step: Step, stages: Sequence[Stage], ports: _Ports, work: Sequence[_Work]
+        self,
+        step: Step,
+        stages: Mapping[int, Stage],
+        routes: Mapping[int, Route],
+        work: Sequence[_Work],
     ) -> None:
         self.threads = len(work)
         self.failure: BaseException | None = None
-        self._step = step
+        self._wire = QueueWire(list(stages.values()))
+        self.runner = ActionRunner(step, stages, routes, self._wire)
         self._work = work
-        self._ports = ports
-        self.stop = ports.stop
-        own = {stage.index: stage for stage in stages}
-        self._runner = ActionRunner(step, own, ports.of_stage)
-        schedule = step.schedule
-        self._last = schedule.stages - 1
+        self._last = step.schedule.stages - 1
         # an entry for each micro-batch that may be taken in, where no backward holds that back
         self._free: SimpleQueue[None] | None = None
-        if not schedule.trains:
+        if not step.schedule.trains:
             self._free = SimpleQueue()
-            for _ in range(_MOST_INSIDE * schedule.stages):
+            for _ in range(_MOST_INSIDE * step.schedule.stages):
                 self._free.put(None)
         self._running = set(range(self.threads))
         self._ends: SimpleQueue[int] = SimpleQueue()
         self._activity = activity.begin_step(self.threads)
         self._lock = threading.Lock()
 
-    @property
-    def values(self) -> list[Any]:
-        """The head's values by micro-batch."""
-        return self._runner.values
-
-    def run_actions(self, thread: int) -> None:
+    def run_thread(self, thread: int) -> None:
         """Executes the actions of one thread; never raises."""
-        step, runner = self._step, self._runner
-        action: Action | None = None
-        doing = self._activity[thread]
+        doing, work = self._activity[thread], self._work[thread]
         try:
-            with step.thread_state.applied(), skip_scope(None), ThreadDraws():
-                for lane, action in self._work[thread]:
-                    if self.stop.requested:
-                        break
-                    doing.begin(action)
-                    if self._free is not None and action.stage == 0:
-                        self._wait_until_free(self._free, doing)
-                    run = runner.forward if action.kind == "F" else runner.backward
-                    run(lane, action, doing)
-                    if self._free is not None and action.stage == self._last:
-                        self._free.put(None)
-        except _PipelineAborted:
+            if self._free is not None:
+                work = self._bounded(work, self._free, doing)
+            self.runner.run_actions(work, doing)
+        except Aborted:
             pass
         except BaseException as error:
-            if action is not None:
-                runner.add_note(error, action)
             self.abort(error)
         finally:
-            doing.end()
             self._running.discard(thread)
             self._ends.put(thread)
 
-    def _wait_until_free(self, free: SimpleQueue[None], doing: Lane) -> None:
-        """Waits until the first stage may take one more micro-batch in."""
-        doing.wait(True)
-        free.get()
-        doing.wait(False)
-        if self.stop.requested:
-            raise _PipelineAborted
+    def _bounded(self, work: _Work, free: SimpleQueue[None], doing: Lane) -> _Work:
+        """Yields `work`, each micro-batch once the pipeline may take one more in."""
+        for lane, action in work:
+            if action.stage == 0:
+                doing.begin(action)
+                doing.wait(True)
+                free.get()
+                doing.wait(False)
+            yield lane, action
+            if action.stage == self._last:
+                free.put(None)
 
     def join(self) -> None:
         """Waits until every thread has stopped; after a second signal it does not wait."""
@@ -304,7 +212,7 @@ class _StepRun:
             except Empty:
                 continue
             except BaseException as interrupt:
-                if self.stop.requested:
+                if self.runner.stopped:
                     raise
                 self.abort(interrupt)
                 if ends_at_once():
@@ -313,10 +221,10 @@ class _StepRun:
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""
         with self._lock:
-            if not self.stop.requested:
+            if not self.runner.stopped:
                 self.failure = error
-            self.stop.requested = True
-        self._ports.wake_receivers()
+            self.runner.stopped = True
+        self._wire.abort()
         if self._free is not None:
             self._free.put(None)
 
@@ -331,11 +239,82 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
     if (accelerator := accelerator_of(device)) is not None:
         accelerator.set_device(device)
-    while (run_lane := inbox.get()) is not None:
-        run_lane()
-        del run_lane  # or this frame would keep the step's activations until the next one
+    with of_stages():
+        while (run_lane := inbox.get()) is not None:
+            run_lane()
+            del run_lane  # or this frame would keep the step's activations until the next one
 
 
 def _shut_down(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+
+
+class ThreadTrial:
+    """Chooses between a thread for each lane and one thread for all, by the times of steps.
+
+    Threads compute side by side in PyTorch's kernels, which run without the interpreter's lock.
+    Stages so small that a step is Python for the most part do not: their threads hand that lock to
+    one another at every operation, and one thread that takes all actions is done earlier.
+
+    The results are the same to the bit: each stage takes its actions in the same order, in a thread
+    with as many intra-op threads.
+
+    Args:
+        tells: whether the first choice of one thread is logged.
+    """
+
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+        self._chosen = self._next = False
+        self._times = {one: deque[float](maxlen=_COMPARED) for one in (False, True)}
+        self._pause = _FIRST_PAUSE
+        self._until_trial = _WARM_UP + _COMPARED
+
+    def one_thread_for(self, recorded: bool) -> bool:
+        """Returns whether the next step runs in one thread.
+
+        Args:
+            recorded: its timeline is shown to the user, so it is not one of a trial.
+        """
+        return self._chosen if recorded else self._next
+
+    def took(self, seconds: float, schedule: Schedule) -> None:
+        """Notes the time of a step that was not recorded, and chooses for the next one."""
+        lanes = len(schedule.lanes)
+        of_action = seconds * lanes / sum(map(len, schedule.lanes))  # as if all lanes were busy
+        self._times[self._next].append(of_action)
+        if self._next is not self._chosen:
+            self._look_at_trial()
+        elif self._chosen and of_action > lanes * _LONGEST_ACTION_S:
+            self._choose(False)  # they have become long
+        else:
+            self._until_trial -= 1
+            if self._until_trial <= 0 and self._may_try():
+                self._next = not self._chosen
+                self._times[self._next].clear()
+
+    def _may_try(self) -> bool:
+        return self._chosen or statistics.median(self._times[False]) < _LONGEST_ACTION_S
+
+    def _look_at_trial(self) -> None:
+        tried, present = self._times[self._next], statistics.median(self._times[self._chosen])
+        if len(tried) == _COMPARED:
+            wins = statistics.median(tried) < _GAIN * present
+            self._choose(self._next if wins else self._chosen)
+        elif min(tried) > 2 * present:  # no need to go on
+            self._choose(self._chosen)
+
+    def _choose(self, one_thread: bool) -> None:
+        changes = one_thread is not self._chosen
+        self._pause = _FIRST_PAUSE if changes else min(2 * self._pause, _LONGEST_PAUSE)
+        self._until_trial = self._pause
+        self._chosen = self._next = one_thread
+        if changes and one_thread and self._tells:
+            self._tells = False
+            each, all_in_one = (statistics.median(self._times[one]) for one in (False, True))
+            _log.info(
+                "the stages are so small that one thread for all is faster than one for each: a "
+                "step takes %.0f%% of the time",
+                100 * all_in_one / each,
+            )
