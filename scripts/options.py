@@ -2,8 +2,8 @@
 
 The text is the docstring of the field: in `hybridtrain/app/config.py`, or in the options that the
 field is handed to. From it come the comments in `configs/`, the tables of docs/configuration.md and
-a JSON schema for editors, docs/assets/config.schema.json. `--check` writes nothing and fails where
-a file is not what it should be.
+a JSON schema for editors and for `--cfg job`, configs/schema.json. `--check` writes nothing and
+fails where a file is not what it should be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.trainer_options import TrainerOptions
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "docs/assets/config.schema.json"
+PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "configs/schema.json"
 
 # Where a field of a group gets its text if it has none of its own.
 SOURCES: dict[str, list[type]] = {

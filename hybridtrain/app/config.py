@@ -37,6 +37,23 @@ AUTO_KEYS = ("nb_part", "chunks", "schedule")
 """The keys of `pipeline` that may be `auto`."""
 
 
+RARE = {
+    "pipeline": ("max_inflight", "memory_weight", "default_partition"),
+    "world": ("inner", "broadcast_buffers", "find_unused_parameters"),
+    "submit": ("account", "qos", "constraint", "srun_args", "sbatch_args", "array_parallelism"),
+    "cluster": (
+        "flops_reached",
+        "bandwidth_reached",
+        "node_latency_s",
+        "network_latency_s",
+        "operator_s",
+        "action_s",
+        "message_s",
+    ),
+}
+"""Keys by group that `--cfg job` shows only where they are set."""
+
+
 @dataclass
 class PipelineConfig:
     """One replica's pipeline. See `PipelineOptions` for keys not described here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain import __version__
 from hybridtrain.app.compose import Composition
+from hybridtrain.app.config import OPEN_GROUPS, RARE, ClusterConfig, Config
 from hybridtrain.app.hidden import masked, to_tree
 from hybridtrain.errors import ConfigError
 
@@ -38,7 +40,7 @@ def config_text(composition: Composition, resolve: bool = False, package: str | 
     if resolve:
         tree = to_tree(composition.config)
     comments = dict(_comments(tree))
-    tree = masked(tree)
+    tree, left_out = _without_rare(masked(tree))
     if package is not None:
         if package not in tree:
             raise ConfigError(f"--package {package}: there is no such group")
@@ -50,26 +52,43 @@ def config_text(composition: Composition, resolve: bool = False, package: str | 
             group = key[2] if not key[1] else group
             comment = comments.get(key[2] if not key[1] else f"{group}.{key[2]}")
         lines.append(f"{line}  # {comment}" if comment else line)
+    if package is None:
+        lines.append(f"# rare keys, at their defaults: {', '.join(left_out)}")
     return "\n".join(lines)
 
 
+def _without_rare(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the tree without rare keys that have their defaults, and these keys."""
+    defaults = to_tree(Config(cluster=ClusterConfig()))
+    left_out = [
+        f"{group}.{key}"
+        for group, keys in RARE.items()
+        for key in keys
+        if tree.get(group) and tree[group].get(key) == defaults[group][key]
+    ]
+    shown = {
+        group: {key: value for key, value in values.items() if f"{group}.{key}" not in left_out}
+        if group in RARE and values
+        else values
+        for group, values in tree.items()
+    }
+    return shown, left_out
+
+
 def _comments(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the comment of each key, out of the files of the groups."""
+    """Yields the comment of each key: out of the schema, and the files of the open groups."""
     folder = files("hybridtrain.configs")
-    root = (folder / "config.yaml").read_text()
-    yield from re.findall(r"^(\w+): .*? # (.*)$", root, re.M)
-    yield from re.findall(r"^#   (data\.\w+) +(.*)$", root, re.M)
-    for group, values in tree.items():
-        if not isinstance(values, Mapping) or not (folder / group).is_dir():
-            continue
+    for name, entry in json.loads((folder / "schema.json").read_text())["properties"].items():
+        for key, inner in {"": entry, **entry.get("properties", {})}.items():
+            text: str = inner.get("description", "")
+            yield f"{name}.{key}".rstrip("."), text.partition(". ")[0]
+    for group in OPEN_GROUPS:
+        target = f"_target_: {(tree.get(group) or {}).get('_target_')}\n"
         for option in (folder / group).iterdir():
-            if not option.name.endswith(".yaml"):
-                continue
-            text = option.read_text()
-            if "_target_" in values and f"_target_: {values['_target_']}\n" not in text:
-                continue
-            for key, comment in re.findall(r"^(\w+): .*? # (.*)$", text, re.M):
-                yield f"{group}.{key}", comment
+            text = option.read_text() if option.name.endswith(".yaml") else ""
+            if target in text:
+                for key, comment in re.findall(r"^(\w+): .*? # (.*)$", text, re.M):
+                    yield f"{group}.{key}", comment
 
 
 def _version(package: str) -> str:

@@ -139,12 +139,16 @@ def test_cfg_job_shows_each_key_with_its_comment(capfd: pytest.CaptureFixture[st
     assert main(["--cfg", "job", *arguments]) == 0
     shown = capfd.readouterr().out
     assert "  batch_size: 64  # samples per batch, over all replicas\n" in shown
-    assert "  chunks: 8  # auto, or micro-batches that a replica's batch is cut into\n" in shown
-    assert "  workers: 0  # processes per replica that load batches ahead; 0: a thread\n" in shown
+    assert "  chunks: 8  # Micro-batches that a replica's batch is cut into, fewer if " in shown
+    assert "  workers: 0  # Processes per replica that load batches ahead; 0: a thread" in shown
     assert "T_max" not in shown
     tree = yaml.safe_load(shown)
     assert tree["trainer"]["steps"] == "${seed}"
     OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree))
+    assert "inner" not in tree["world"]  # rare, and not set
+    assert "world.inner" in shown.splitlines()[-1]
+    assert main(["--cfg", "job", *arguments, "world.inner=dp"]) == 0
+    assert yaml.safe_load(capfd.readouterr().out)["world"]["inner"] == "dp"
     assert main(["--cfg", "job", *arguments, "--resolve", "--package", "trainer"]) == 0
     assert yaml.safe_load(capfd.readouterr().out)["trainer"]["steps"] == 0
 
