@@ -15,27 +15,28 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.auto import chosen, without_auto
-from hybridtrain.app.callbacks import build_callbacks
+from hybridtrain.app.components import (
+    build_callbacks,
+    build_loss,
+    build_metrics,
+    load_data,
+    optimizer_tensors_per_param,
+)
 from hybridtrain.app.config import AUTO, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.load_data import load_data
-from hybridtrain.app.loss import build_loss
-from hybridtrain.app.optim import optimizer_tensors_per_param
-from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.pricing import chosen, without_auto
+from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
+from hybridtrain.app.run_directory import LogLines, RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_log import LogLines
-from hybridtrain.app.settings import Settings
-from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
-from hybridtrain.errors import ConfigError, check_choice
-from hybridtrain.launch import early_signals
-from hybridtrain.losses import METRICS, LossFn, resolve
+from hybridtrain.errors import check_choice
+from hybridtrain.launch import signals
+from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
@@ -192,7 +193,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
-    early_signals.catch()
+    signals.raise_on_signals()
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,
@@ -259,7 +260,7 @@ def checked_options(
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
-    metrics = _metrics(config, loss_fn)
+    metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
     pipeline_options = _options(
         PipelineOptions,
@@ -303,34 +304,6 @@ def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) ->
     """Returns options whose fields are found by name in `settings`, beside `others`."""
     names = {field.name for field in fields(kind)} & set(settings)
     return kind(**{name: settings[name] for name in names}, **others)
-
-
-def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
-    chosen = config.trainer.metrics
-    if chosen is None:
-        chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
-    if not isinstance(chosen, Mapping):
-        chosen = {name: name for name in chosen}
-    if "_target_" in chosen:
-        raise ConfigError(
-            f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
-            f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
-        )
-    for name, metric in chosen.items():
-        if isinstance(metric, Mapping):
-            continue
-        if "." in str(metric):
-            raise ConfigError(
-                f"trainer.metrics={metric} names a class, which goes with a _target_: "
-                f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
-            )
-        check_choice("trainer.metrics", metric, METRICS)
-    return {
-        name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
-        if isinstance(metric, Mapping)
-        else METRICS[metric]()
-        for name, metric in chosen.items()
-    }
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

@@ -11,9 +11,13 @@ import argparse
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from hybridtrain import __version__
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
@@ -23,8 +27,7 @@ from hybridtrain.app.compose import (
     register_recipe_file,
 )
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.project import with_allowed_packages
-from hybridtrain.app.settings import Settings, settle
+from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
@@ -61,9 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
     if "--version" in arguments:
-        from hybridtrain.app.show import versions
-
-        print(versions())
+        print(_versions())
         return 0
     if arguments[:1] == ["results"]:
         from hybridtrain.app.results import results
@@ -108,7 +109,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return sweep(command, overrides, parsed.config_dir, run)
     if parsed.cfg:
-        from hybridtrain.app.show import config_text
+        from hybridtrain.app.config_text import config_text
 
         text = config_text(
             compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package
@@ -192,3 +193,69 @@ def _show(arguments: Sequence[str]) -> int:
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
+
+
+_KEY = "allow_targets"
+
+
+def with_allowed_packages(overrides: Sequence[str]) -> list[str]:
+    """Returns `overrides` with the project's `allow_targets`, unless they have their own.
+
+    Rank 0 says which packages these are.
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown key, or lies among runs.
+    """
+    packages = [] if _KEY in given_keys(overrides) else _allowed(Path("pyproject.toml"))
+    if not packages:
+        return list(overrides)
+    listed = ",".join(packages)
+    here = Path.cwd()
+    if any((folder / "overrides.yaml").exists() for folder in (here, *here.parents)) or any(
+        here.glob("*/overrides.yaml")
+    ):
+        raise ConfigError(
+            f"pyproject.toml allows code of {listed}, which does not count in a directory of runs: "
+            f"call the command in the folder of your project, or add {_KEY}=[{listed}] to it"
+        )
+    if detect(os.environ).rank == 0:
+        print(f"{_KEY}=[{listed}], as pyproject.toml says", file=sys.stderr, flush=True)
+    return [*overrides, f"{_KEY}=[{listed}]"]
+
+
+def _allowed(path: Path) -> list[str]:
+    """Returns the packages that the file allows; none, if there is no file."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    table = content.get("tool", {}).get("hybridtrain", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [tool.hybridtrain] must be a table, and not {table}")
+    if unknown := sorted(set(table) - {_KEY}):
+        raise ConfigError(f"{path}: [tool.hybridtrain] has {_KEY} only, and not {unknown[0]}")
+    packages = table.get(_KEY, [])
+    if not isinstance(packages, list) or not all(
+        isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) for name in packages
+    ):
+        raise ConfigError(
+            f"{path}: {_KEY} of [tool.hybridtrain] must be a list of packages, such as "
+            f'["my_project"], and not {packages}'
+        )
+    return packages
+
+
+def _versions() -> str:
+    """Returns the versions that a report of a problem needs, on one line."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    torch, hydra = _version("torch"), _version("hydra-core")
+    return f"hybridtrain {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from hybridtrain.app.cluster_files import THIS_MACHINE, measured_file
+from hybridtrain.app.compose import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
 from hybridtrain.machine import GIB, Machine

@@ -19,18 +19,22 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.build import checked_options
+from hybridtrain.app.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.app.compose import given_keys
 from hybridtrain.app.config import LOADER_KEYS, SubmitConfig
-from hybridtrain.app.job_files import JobRun, batch_script, kubernetes_manifest, torchrun_lines
-from hybridtrain.app.job_layout import JobLayout, layout_of
+from hybridtrain.app.job import (
+    JobLayout,
+    JobRun,
+    batch_script,
+    kubernetes_manifest,
+    layout_of,
+    torchrun_lines,
+)
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.load_data import check_tokenizer
-from hybridtrain.app.optim import build_lr_schedule, build_optimizer
+from hybridtrain.app.resolve import Settings, leave_out_leftovers, settle
 from hybridtrain.app.results import SWEEP_FILE, read_sweep
 from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.settings import Settings, settle
-from hybridtrain.app.settled import leave_out_leftovers
-from hybridtrain.app.sweep_points import sweep_of
+from hybridtrain.app.sweep import sweep_of
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically

@@ -10,7 +10,7 @@ from cli_runs import fail, succeed
 from PIL import Image
 from support.launch import SMALL
 
-from hybridtrain.app import auto, measure_machine
+from hybridtrain.app import measure_machine, pricing
 from hybridtrain.app.config import ClusterConfig
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.cost_table import given_costs
@@ -61,7 +61,7 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
         one = [LayerCost(name, 1, busy_ms, busy_ms) for name, _ in net.named_children()]
         return given_costs(lambda samples: one)
 
-    monkeypatch.setattr(auto, "model_costs", costs)
+    monkeypatch.setattr(pricing, "model_costs", costs)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     keys = ["pipeline.nb_part=auto", "pipeline.chunks=4", "trainer.steps=1"]
     succeed(capfd, "train", *SMALL, *keys)

@@ -30,7 +30,7 @@ from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import Lane, activity
-from hybridtrain.launch.second_signal import ends_at_once
+from hybridtrain.launch.signals import ends_at_once
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.engines.thread_trial import ThreadTrial
 from hybridtrain.pipeline.links import Link

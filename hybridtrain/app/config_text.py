@@ -1,20 +1,26 @@
-"""Secrets: what comes from the environment is not written down, what looks like one is not shown.
+"""A config as YAML: written to a run directory, and shown with the comments of its files.
 
-A key such as `token: ${oc.env:MY_TOKEN}` has its value while a run lives; `config.yaml` has the
-text between the quotes, which is resolved again when it is read.
+Secrets are neither written nor shown. A key such as `token: ${oc.env:MY_TOKEN}` has its value while
+a run lives; `config.yaml` has the text between the quotes, which is resolved again when it is read.
+What looks like a secret by its name is shown as `***`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from hybridtrain.app.config import Config
+from hybridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtrain.app.compose import Composition
 
 MASK = "***"
 
@@ -121,3 +127,52 @@ def to_yaml(
     if mask:
         tree = masked(tree)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+_KEY = re.compile(r"^( *)(\w+):")
+
+
+def config_text(composition: Composition, resolve: bool = False, package: str | None = None) -> str:
+    """Returns a config as YAML, each key with the comment of the file that it comes from.
+
+    Args:
+        composition: what to show.
+        resolve: with the values of interpolations.
+        package: show only this group.
+    """
+    tree: Any = composition.tree
+    if resolve:
+        tree = to_tree(composition.config)
+    comments = dict(_comments(tree))
+    tree = masked(tree)
+    if package is not None:
+        if package not in tree:
+            raise ConfigError(f"--package {package}: there is no such group")
+        tree = {package: tree[package]}
+    group, lines = "", []
+    for line in OmegaConf.to_yaml(OmegaConf.create(tree)).splitlines():
+        comment = None
+        if (key := _KEY.match(line)) and len(key[1]) in (0, 2):
+            group = key[2] if not key[1] else group
+            comment = comments.get(key[2] if not key[1] else f"{group}.{key[2]}")
+        lines.append(f"{line}  # {comment}" if comment else line)
+    return "\n".join(lines)
+
+
+def _comments(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the comment of each key, out of the files of the groups."""
+    folder = files("hybridtrain.configs")
+    root = (folder / "config.yaml").read_text()
+    yield from re.findall(r"^(\w+): .*? # (.*)$", root, re.M)
+    yield from re.findall(r"^#   (data\.\w+) +(.*)$", root, re.M)
+    for group, values in tree.items():
+        if not isinstance(values, Mapping) or not (folder / group).is_dir():
+            continue
+        for option in (folder / group).iterdir():
+            if not option.name.endswith(".yaml"):
+                continue
+            text = option.read_text()
+            if "_target_" in values and f"_target_: {values['_target_']}\n" not in text:
+                continue
+            for key, comment in re.findall(r"^(\w+): .*? # (.*)$", text, re.M):
+                yield f"{group}.{key}", comment
