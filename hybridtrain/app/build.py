@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from hybridtrain.app import instantiate
 from hybridtrain.app.components import (
     build_callbacks,
     build_loss,
     build_metrics,
+    build_model,
     load_data,
     optimizer_tensors_per_param,
 )
@@ -50,8 +51,8 @@ Options = TypeVar("Options", PipelineOptions, TrainerOptions)
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """The objects that every command works with, built from one config."""
+class Setup:
+    """The objects of a run before its model; `build()` makes the model."""
 
     settings: Settings
     config: Config
@@ -59,12 +60,20 @@ class RunContext:
     store: CheckpointStore
     world: World
     data: DataSplits
+    build: Callable[[], nn.Module]
     example_inputs: Any
-    model: HybridModel
+    pipeline_options: PipelineOptions
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
     loss_fn: LossFn
     metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunContext(Setup):
+    """The same objects and the model, which is what most commands work with."""
+
+    model: HybridModel
 
     def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
@@ -78,24 +87,6 @@ class RunContext:
             return None
         batch_size = self.config.data["batch_size"]
         return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The objects of a run before its model; `build()` makes the model."""
-
-    config: Config
-    directory: RunDirectory
-    store: CheckpointStore
-    world: World
-    data: DataSplits
-    build: Callable[[], nn.Module]
-    example_inputs: Any
-    pipeline_options: PipelineOptions
-    trainer_options: TrainerOptions
-    loader_options: LoaderOptions
-    loss_fn: LossFn
-    metrics: dict[str, Any]
 
 
 @contextmanager
@@ -139,20 +130,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         model.resolve_loss(loss_fn)  # refuses what cannot be weighted
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(model.pipeline.output_device)
-    return RunContext(
-        settings,
-        setup.config,
-        setup.directory,
-        setup.store,
-        world,
-        setup.data,
-        setup.example_inputs,
-        model,
-        setup.trainer_options,
-        setup.loader_options,
-        loss_fn,
-        setup.metrics,
-    )
+    return RunContext(**vars(setup), model=model)
 
 
 def join(config: Config) -> World:
@@ -169,12 +147,6 @@ def join(config: Config) -> World:
         config.world.stall_s or 0,
         config.world.inner,
     )
-
-
-def _set_numerics(deterministic: bool, tf32: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
 
 
 def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
@@ -215,7 +187,9 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options = replace(
         pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
     )
-    _set_numerics(config.trainer.deterministic, config.trainer.tf32)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
     torch.manual_seed(config.seed)
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:
@@ -230,18 +204,14 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     example = example_batch(data.train, share, data.collate)
     rewind(draws)  # transforms may draw, and the model draws its values first
 
-    def build() -> nn.Module:
-        return instantiate.build(
-            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-        )
-
     return Setup(
+        settings,
         config,
         directory,
         store,
         world,
         data,
-        build,
+        partial(build_model, config, data),
         example[0],
         pipeline_options,
         trainer_options,

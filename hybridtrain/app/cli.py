@@ -8,6 +8,7 @@ restarted run would get a new directory.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -46,6 +47,13 @@ COMMANDS = (
     "measure-machine",
 )
 
+# Commands that have arguments of their own, and what is said of them with overrides.
+_WITHOUT_OVERRIDES = {
+    "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
+    "measure-machine": "measure-machine comes first and takes no overrides",
+    "smp-config": "smp-config takes a file: hybridtrain smp-config distribution.json",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
@@ -66,18 +74,11 @@ def _dispatch(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(_versions())
         return 0
-    if arguments[:1] == ["results"]:
-        from hybridtrain.app.results import results
-
-        return results(arguments[1:])
-    if arguments[:1] == ["smp-config"]:
-        from hybridtrain.app.smp_config import smp_config
-
-        return smp_config(arguments[1:])
-    if arguments[:1] == ["measure-machine"]:
-        from hybridtrain.app.measure_machine import measure_machine
-
-        return measure_machine(arguments[1:])
+    if arguments[:1] and arguments[0] in _WITHOUT_OVERRIDES:
+        name = arguments[0].replace("-", "_")  # of a module, and of the function in it
+        own = importlib.import_module(f"hybridtrain.app.{name}")
+        code: int = getattr(own, name)(arguments[1:])
+        return code
     dry_run = "--dry-run" in arguments
     arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -93,12 +94,8 @@ def _dispatch(arguments: list[str]) -> int:
     _refuse_what_has_no_effect(parsed, overrides)
     if dry_run and command != "submit":
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
-    if command == "results":
-        raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
-    if command == "measure-machine":
-        raise ConfigError("measure-machine comes first and takes no overrides")
-    if command == "smp-config":
-        raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
+    if command in _WITHOUT_OVERRIDES:
+        raise ConfigError(_WITHOUT_OVERRIDES[command])
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
     overrides = with_allowed_packages(overrides)

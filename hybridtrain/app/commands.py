@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.app import instantiate
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
 from hybridtrain.app.compose import given_keys, with_later
@@ -146,8 +145,7 @@ def plan(settings: Settings) -> Result:
     if settings.config.cluster is not None:
         return plan_for_cluster(settings)
     if other_processes_are_missing(settings.config):
-        alone = plan_alone(settings)
-        setup, plan, devices = alone.setup, alone.plan, alone.cluster.devices
+        setup, plan, devices = plan_alone(settings)
         processes = [("not started", [device]) for device in devices]
         _log.info("%s", _layout(plan, processes, "planned by one process"))
         _write_plan(plan, setup.directory, setup.store, setup.world)
@@ -199,9 +197,7 @@ def verify(settings: Settings) -> Result:
     config, world = context.config, context.world
     _log.info("%s", _placement(context.model.plan, world))
     torch.manual_seed(config.seed)  # as the model was made
-    reference = instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=context.data.metadata
-    )
+    reference = context.build()
     with closing(context.train_loader().stream()) as stream:
         batches = [next(stream) for _ in range(_VERIFIED_BATCHES)]
     found = verify_model(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
@@ -85,6 +85,17 @@ def load_data(config: Config, world: World) -> DataSplits:
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
 _TENSORS = ("weight", "pos_weight")
+
+
+def build_model(config: Config, data: DataSplits) -> nn.Module:
+    """Returns the model, with what the data know for those of its arguments that have no key.
+
+    Raises:
+        ConfigError: the target is not allowed or gives no module, or a key does not fit it.
+    """
+    return instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    )
 
 
 def build_loss(config: Config) -> LossFn:

@@ -82,7 +82,9 @@ def report(error: BaseException) -> int:
         return code
     from hybridtrain.launch.job import Failure
 
-    _ignore_sigterm()  # the launcher's, as another process has ended: that is about to be said
+    if threading.current_thread() is threading.main_thread():
+        # the launcher's, as another process has ended: that is about to be said
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watchdog.exit_code = code
     _write_to_log(error)
     name = f"rank {rank}"
@@ -136,11 +138,6 @@ def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> N
         time.sleep(_WAIT_FOR_RANK_0_S)
     if launch.rank != 0 and (said is None or line not in said):
         _say(text, line, at)
-
-
-def _ignore_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _keep_code(code: int) -> None:

@@ -103,10 +103,10 @@ def layout_of(config: Config) -> JobLayout:
     _check_values(submit)
     distributed = config.world.engine == "distributed"
     gpus, per_process = submit.gpus_per_node or 0, 1 if distributed else nb_part
-    if not gpus and _names_gpus(config.world.devices):
-        raise ConfigError(
-            f"world.devices={config.world.devices} needs GPUs: set submit.gpus_per_node="
-        )
+    devices = config.world.devices
+    listed = devices if isinstance(devices, list) else [devices]
+    if not gpus and any(str(device).startswith("cuda") for device in listed):
+        raise ConfigError(f"world.devices={devices} needs GPUs: set submit.gpus_per_node=")
     processes = submit.processes_per_node
     if processes is None:
         if gpus % per_process:
@@ -223,11 +223,6 @@ def _time_s(submit: SubmitConfig) -> int | None:
     return round(time_s)
 
 
-def _names_gpus(devices: object) -> bool:
-    listed = devices if isinstance(devices, list) else [devices]
-    return any(str(device).startswith("cuda") for device in listed)
-
-
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
@@ -245,7 +240,7 @@ class JobRun:
         folder: of the run or of the sweep; the script and the job's output are in `slurm` there.
         overrides: the command line's.
         config_dir: a folder with more groups and options.
-        array: for a sweep, which lines of its file to train, as `1-4,7`.
+        array: for a sweep, which lines of its file to train, from 1 on.
         sweep_file: for a sweep, the file whose lines are the overrides.
 
     Raises:
@@ -256,7 +251,7 @@ class JobRun:
     folder: Path
     overrides: list[str]
     config_dir: str | None = None
-    array: str | None = None
+    array: Sequence[int] = ()
     sweep_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -433,7 +428,7 @@ def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterato
     parallel = "" if submit.array_parallelism is None else f"%{submit.array_parallelism}"
     values = {
         "job-name": run.name,
-        "array": f"{run.array}{parallel}" if run.array else None,
+        "array": f"{_ranges(run.array)}{parallel}" if run.array else None,
         "nodes": layout.nodes,
         "ntasks-per-node": layout.processes_per_node,
         "gres": f"gpu:{layout.gpus_per_node}" if layout.gpus_per_node else None,
@@ -457,6 +452,21 @@ def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterato
             yield f"#SBATCH --{option}={shlex.quote(str(value))}"
     yield "#SBATCH --requeue"
     yield from (f"#SBATCH {argument}" for argument in submit.sbatch_args)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as Slurm writes them.
+
+    >>> _ranges([1, 2, 3, 7, 9, 10])
+    '1-3,7,9-10'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, part)) for part in ranges)
 
 
 def _setup(submit: SubmitConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
     layout = best.layout
     numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
     points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
-    chunks = _shown_chunks(layout)
+    # the timeline shows groups of `nb_part` micro-batches, and few of them
+    chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
     part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
     return draw_plan(
         f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
@@ -118,12 +119,6 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
         plans.timeline(chunks),
         f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, bubble {best.bubble:.1%}",
     )
-
-
-def _shown_chunks(layout: Layout) -> int:
-    """Returns the micro-batches that the timeline shows: groups of `nb_part`, and few of them."""
-    few = max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part
-    return layout.chunks if layout.chunks <= few else few
 
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
@@ -169,29 +164,17 @@ def _fixed(settings: Settings) -> Choices:
     return Choices(**values)
 
 
-@dataclass(frozen=True)
-class PlanAlone:
-    """The plan of one replica.
-
-    Attributes:
-        setup: the objects of the run, whose `world` is this process.
-        plan: the plan that the processes would make on devices like this one's.
-        cluster: the devices and processes of the plan.
-    """
-
-    setup: Setup
-    plan: Plan
-    cluster: Cluster
-
-
 def other_processes_are_missing(config: Config) -> bool:
     """Returns whether this is one process, and the config's pipeline is over several."""
     distributed = config.world.engine == "distributed" and config.pipeline.nb_part != 1
     return distributed and detect(os.environ).size == 1
 
 
-def plan_alone(settings: Settings) -> PlanAlone:
+def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
     """Plans a pipeline of `nb_part` processes in this one, without the model's values.
+
+    Returns the objects of the run, whose `world` is this process, the plan that the processes would
+    make on devices like this one's, and these devices.
 
     Layers that are measured are measured on one device of this machine, as rank 0 would do it. The
     batch is that of a run with one replica.
@@ -212,7 +195,7 @@ def plan_alone(settings: Settings) -> PlanAlone:
         setup.pipeline_options,
         lambda net: Planner(net, setup.pipeline_options, setup.example_inputs, cluster),
     )
-    return PlanAlone(setup, plan, cluster)
+    return setup, plan, cluster.devices
 
 
 def _this_process(config: Config) -> World:

@@ -19,7 +19,7 @@ import torch
 import yaml
 from torch import nn
 
-from hybridtrain.app import instantiate
+from hybridtrain.app.components import build_model
 from hybridtrain.app.compose import measured_file
 from hybridtrain.app.config import (
     AUTO,
@@ -35,7 +35,7 @@ from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch.environment import detect
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning import Plan
@@ -88,7 +88,7 @@ def machine_of_run(config: Config, device: torch.device, devices: int) -> Machin
     else:
         machine = Machine(device="cpu", reserved_gib=0.0)
     if device.type == "cpu" and config.cluster is None:  # all devices share the host's memory
-        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        gib = host_memory() / GIB
         machine = replace(machine, memory_gib=gib / devices)
     machine = with_limit(machine, config)
     nodes, rest = divmod(devices, machine.devices_per_node)
@@ -149,12 +149,8 @@ def model_of_run(config: Config, data: DataSplits) -> RunModel:
     inputs = example_batch(data.train, count, data.collate)[0]
     load_ms = (time.perf_counter() - begin) / count * 1e3
 
-    def build() -> nn.Module:
-        return instantiate.build(
-            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-        )
-
-    return RunModel(construct_on_meta(build), inputs, load_ms)
+    net = construct_on_meta(lambda: build_model(config, data))
+    return RunModel(net, inputs, load_ms)
 
 
 _log = logging.getLogger(__name__)
@@ -295,7 +291,8 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
         schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
-        checkpoint=[_priced_mode(pipeline.checkpoint)],
+        # single layers cost about what whole stages do
+        checkpoint=[pipeline.checkpoint if isinstance(pipeline.checkpoint, str) else "always"],
         shard=[config.world.shard],
     )
 
@@ -311,11 +308,6 @@ def _why(values: dict[str, Any], best: Price, others: list[Price], costs_from: s
         other = ", ".join(f"{key}={getattr(others[0].layout, key)}" for key in values)
         why += f"; the next best has {others[0].step_ms:.1f} ms ({other})"
     return why
-
-
-def _priced_mode(checkpoint: object) -> str:
-    """Returns the mode of activation checkpointing, of single layers about that of whole stages."""
-    return checkpoint if isinstance(checkpoint, str) else "always"
 
 
 def predict_run(context: RunContext) -> Prediction:

@@ -62,6 +62,9 @@ _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
 _PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
 
 
+_MISSING = "(not set)"  # the value of a key that is not there
+
+
 @dataclass(frozen=True)
 class Change:
     """A key whose value differs between the config of a run and another one."""
@@ -117,16 +120,6 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class _Missing:
-    """The value of a key that is not there."""
-
-    def __str__(self) -> str:
-        return "(not set)"
-
-
-MISSING = _Missing()
-
-
 def differences(of_run: Config, other: Config) -> Iterator[Change]:
     """Yields every key that is not the same, with values that may be shown."""
     trees = to_tree(of_run), to_tree(other)
@@ -135,10 +128,10 @@ def differences(of_run: Config, other: Config) -> Iterator[Change]:
     for key in dict.fromkeys([*before, *after]):
         if key.partition(".")[0] in OF_THE_COMMAND:
             continue
-        one, two = raw_before.get(key, MISSING), raw_after.get(key, MISSING)
-        nothing = (None, MISSING)  # a null argument and none at all are the same
+        one, two = raw_before.get(key, _MISSING), raw_after.get(key, _MISSING)
+        nothing = (None, _MISSING)  # a null argument and none at all are the same
         if one != two and not (one in nothing and two in nothing):
-            yield Change(key, before.get(key, MISSING), after.get(key, MISSING))
+            yield Change(key, before.get(key, _MISSING), after.get(key, _MISSING))
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,6 +144,9 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 # What the config of a run has, of whatever version; the groups after these have good defaults.
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
+
+# What an option that is chosen is composed with, beside its group and the recipe.
+_TRUST = ("allow_targets", "hydra.")
 
 _NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
 
@@ -289,7 +285,8 @@ def _on_top_of(
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:
                 of_group.insert(0, f"recipe={recipe}")
-            chosen = compose_settings([*of_group, *_allowed(overrides)], config_dir)
+            of_group += [o for o, k in zip(overrides, keys, strict=True) if k.startswith(_TRUST)]
+            chosen = compose_settings(of_group, config_dir)
             tree[group] = chosen.tree[group]
             leftovers |= {name: found for name, found in chosen.leftovers.items() if name == group}
     _put_overrides(base, tree, others)
@@ -335,10 +332,6 @@ def _listed(settings: Settings, run: Path) -> list[str]:
         head = f"kept as in {run}/config.yaml, although the recipe {recipe} differs"
         notes.append(table(head, settings.kept, "{}  (recipe: {})"))
     return notes
-
-
-def _allowed(overrides: Sequence[str]) -> list[str]:
-    return [o for o in overrides if o.lstrip("+").startswith(("allow_targets", "hydra."))]
 
 
 def _put_overrides(

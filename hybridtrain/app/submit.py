@@ -167,7 +167,7 @@ def _array(
     # A line keeps its number: an array that is still waiting reads the file when it begins.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
-    run = JobRun(sweep.path.name, sweep.path, [], config_dir, _ranges(numbers), file)
+    run = JobRun(sweep.path.name, sweep.path, [], config_dir, numbers, file)
     return run, *found[0], lines
 
 
@@ -224,30 +224,10 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
         f"cancel   scancel {job}",
     ]
     if run.array:
-        said[0] += f", {len(_numbers(run.array))} runs"
+        said[0] += f", {len(run.array)} runs"
         said.append(f"results  hybridtrain results {shlex.quote(str(run.folder))}")
     print("\n".join(said), file=sys.stderr, flush=True)
     print(job, flush=True)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Returns sorted numbers as Slurm writes them.
-
-    >>> _ranges([1, 2, 3, 7, 9, 10])
-    '1-3,7,9-10'
-    """
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, part)) for part in ranges)
-
-
-def _numbers(ranges: str) -> list[int]:
-    ends = [list(map(int, part.split("-"))) for part in ranges.split(",")]
-    return [number for part in ends for number in range(part[0], part[-1] + 1)]
 
 
 def _hydra_quoted(text: str) -> str:

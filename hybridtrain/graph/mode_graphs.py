@@ -17,8 +17,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.frozen import globals_read
 from hybridtrain.graph.layer import Layer
-from hybridtrain.graph.segment import Segment
-from hybridtrain.graph.segment_graph import assign_segments, cut, segments_without_cut
+from hybridtrain.graph.segment import Segment, assign_segments, cut, segments_without_cut
 from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer, operations
 
 

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hybridtrain._torch_private import HashStore, Store
 from hybridtrain.launch.processes import ProcessId, this_process
@@ -43,12 +42,12 @@ class Report:
     Attributes:
         what: what it is doing, in words.
         blame: 0: it waits for other processes; 1: it may do so; 2: it is busy itself.
-        progress: the further, the larger.
+        progress: how many steps have begun.
     """
 
     what: str
     blame: int
-    progress: tuple[int, ...] = ()
+    progress: int = 0
 
 
 class Job:
@@ -164,9 +163,7 @@ class Job:
         found: dict[int, Report] = {}
         for rank in ranks:
             if self._store.check([f"{key}/{rank}"]):
-                values: dict[str, Any] = json.loads(self._store.get(f"{key}/{rank}"))
-                values["progress"] = tuple(values["progress"])
-                found[rank] = Report(**values)
+                found[rank] = Report(**json.loads(self._store.get(f"{key}/{rank}")))
         return found
 
 

@@ -71,7 +71,7 @@ def report(activity: Activity) -> Report:
     if where:
         what += f", {where}"
     # micro-batches done count within a step: between equal steps, the one behind is the cause
-    return Report(what, blame, (activity.steps,))
+    return Report(what, blame, activity.steps)
 
 
 def stands_in_debugger() -> bool:

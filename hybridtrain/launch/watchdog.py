@@ -342,7 +342,9 @@ class Watchdog:
             phase = self._activity.phase
             if self._job.size > 1:
                 self._liveness.beat()
-            current = self._state()
+            record = self._activity
+            lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
+            current = record.phase, record.steps, lanes
             if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
             before = now
@@ -370,11 +372,6 @@ class Watchdog:
                 stall = self.explain_stall(self._job, now - since)
                 if stall is not None:
                     self._end(stall)
-
-    def _state(self) -> object:
-        record = self._activity
-        lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-        return record.phase, record.steps, lanes
 
     def _limit(self, phase: str) -> float:
         """Returns the seconds without progress that `phase` may take."""

@@ -195,7 +195,7 @@ class Planner:
     def _decide(self, in_flight: Sequence[int]) -> _Decision:
         net, split = self._net, self._options.split
         expand: Collection[str]
-        if isinstance(split, str) and _is_plan_file(split):
+        if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
             plan = Plan.read(split)
             names = [layer.name for layer in self._chain(plan.expand).layers]
             counts = counts_for(plan, names, self._stages)
@@ -312,10 +312,6 @@ def _hints(chain: Chain) -> str:
     for name, why in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {why}"
     return hints
-
-
-def _is_plan_file(split: str) -> bool:
-    return split.lower().endswith((".yaml", ".yml"))
 
 
 def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:
