@@ -6,12 +6,18 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from hybridtrain.errors import ConfigError, check_choice
 
 GIB = 2**30
+
+
+def host_memory() -> int:
+    """Returns the bytes of memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from hybridtrain.errors import DataError
 from hybridtrain.launch.notebook import notebook_launcher
-from hybridtrain.monitor.curves_picture import Curve, draw_curves
+from hybridtrain.monitor.pictures import Curve, draw_curves
 
 __all__ = ["curves_of", "notebook_launcher", "pictures_of", "show_run"]
 

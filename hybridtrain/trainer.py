@@ -16,8 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.callbacks.base import Callback
-from hybridtrain.callbacks.states import CallbackStates
+from hybridtrain.callbacks.base import Callback, CallbackStates
 from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind

@@ -44,20 +44,19 @@ from hybridtrain.devices import (
     physical_gpus,
 )
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
-from hybridtrain.launch import early_signals
+from hybridtrain.launch import signals
 from hybridtrain.launch.activity import activity
-from hybridtrain.launch.addresses import check_interface, check_reachable
 from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.failure import tell_uncaught_errors
 from hybridtrain.launch.job import Job
-from hybridtrain.launch.meeting import meet
+from hybridtrain.launch.meeting import check_interface, check_reachable, meet
 from hybridtrain.launch.processes import end_with_parent
-from hybridtrain.launch.uncaught import tell_uncaught_errors
 from hybridtrain.launch.watchdog import Watchdog, current
 
 T = TypeVar("T")
 
 # Rank 0 may spend long on a download or a checkpoint, while the others wait. A process that is gone
-# ends the run long before: `launch.liveness`.
+# ends the run long before: `launch.watchdog`.
 _SETUP_TIMEOUT = timedelta(hours=24)
 
 
@@ -418,7 +417,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # an error is told to the other processes first; see `launch.uncaught`
+        if kind is None:  # an error is told to the other processes first; see `launch.failure`
             self.close()
 
     def close(self) -> None:
@@ -431,7 +430,7 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            early_signals.restore()
+            signals.restore_signals()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,28 +15,29 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from hybridtrain.app import instantiate
-from hybridtrain.app.auto import chosen, without_auto
-from hybridtrain.app.callbacks import build_callbacks
+from hybridtrain.app.components import (
+    build_callbacks,
+    build_loss,
+    build_metrics,
+    build_model,
+    load_data,
+    optimizer_tensors_per_param,
+)
 from hybridtrain.app.config import AUTO, LOADER_OPTIONS, Config, check, checkpoint_options
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.load_data import load_data
-from hybridtrain.app.loss import build_loss
-from hybridtrain.app.optim import optimizer_tensors_per_param
-from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.pricing import chosen, without_auto
+from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
+from hybridtrain.app.run_directory import LogLines, RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_log import LogLines
-from hybridtrain.app.settings import Settings
-from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
-from hybridtrain.errors import ConfigError, check_choice
-from hybridtrain.launch import early_signals
-from hybridtrain.losses import METRICS, LossFn, resolve
+from hybridtrain.errors import check_choice
+from hybridtrain.launch import signals
+from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
@@ -49,8 +51,8 @@ Options = TypeVar("Options", PipelineOptions, TrainerOptions)
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """The objects that every command works with, built from one config."""
+class Setup:
+    """The objects of a run before its model; `build()` makes the model."""
 
     settings: Settings
     config: Config
@@ -58,12 +60,20 @@ class RunContext:
     store: CheckpointStore
     world: World
     data: DataSplits
+    build: Callable[[], nn.Module]
     example_inputs: Any
-    model: HybridModel
+    pipeline_options: PipelineOptions
     trainer_options: TrainerOptions
     loader_options: LoaderOptions
     loss_fn: LossFn
     metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunContext(Setup):
+    """The same objects and the model, which is what most commands work with."""
+
+    model: HybridModel
 
     def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
@@ -77,24 +87,6 @@ class RunContext:
             return None
         batch_size = self.config.data["batch_size"]
         return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The objects of a run before its model; `build()` makes the model."""
-
-    config: Config
-    directory: RunDirectory
-    store: CheckpointStore
-    world: World
-    data: DataSplits
-    build: Callable[[], nn.Module]
-    example_inputs: Any
-    pipeline_options: PipelineOptions
-    trainer_options: TrainerOptions
-    loader_options: LoaderOptions
-    loss_fn: LossFn
-    metrics: dict[str, Any]
 
 
 @contextmanager
@@ -138,20 +130,7 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         model.resolve_loss(loss_fn)  # refuses what cannot be weighted
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(model.pipeline.output_device)
-    return RunContext(
-        settings,
-        setup.config,
-        setup.directory,
-        setup.store,
-        world,
-        setup.data,
-        setup.example_inputs,
-        model,
-        setup.trainer_options,
-        setup.loader_options,
-        loss_fn,
-        setup.metrics,
-    )
+    return RunContext(**vars(setup), model=model)
 
 
 def join(config: Config) -> World:
@@ -170,12 +149,6 @@ def join(config: Config) -> World:
     )
 
 
-def _set_numerics(deterministic: bool, tf32: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
-
-
 def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
     """Checks the config, joins the other processes by `world_of`, and loads the data.
 
@@ -192,7 +165,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
-    early_signals.catch()
+    signals.raise_on_signals()
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,
@@ -214,7 +187,9 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options = replace(
         pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
     )
-    _set_numerics(config.trainer.deterministic, config.trainer.tf32)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
     torch.manual_seed(config.seed)
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:
@@ -229,18 +204,14 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     example = example_batch(data.train, share, data.collate)
     rewind(draws)  # transforms may draw, and the model draws its values first
 
-    def build() -> nn.Module:
-        return instantiate.build(
-            "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
-        )
-
     return Setup(
+        settings,
         config,
         directory,
         store,
         world,
         data,
-        build,
+        partial(build_model, config, data),
         example[0],
         pipeline_options,
         trainer_options,
@@ -259,7 +230,7 @@ def checked_options(
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
-    metrics = _metrics(config, loss_fn)
+    metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
     pipeline_options = _options(
         PipelineOptions,
@@ -303,34 +274,6 @@ def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) ->
     """Returns options whose fields are found by name in `settings`, beside `others`."""
     names = {field.name for field in fields(kind)} & set(settings)
     return kind(**{name: settings[name] for name in names}, **others)
-
-
-def _metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
-    chosen = config.trainer.metrics
-    if chosen is None:
-        chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
-    if not isinstance(chosen, Mapping):
-        chosen = {name: name for name in chosen}
-    if "_target_" in chosen:
-        raise ConfigError(
-            f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
-            f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
-        )
-    for name, metric in chosen.items():
-        if isinstance(metric, Mapping):
-            continue
-        if "." in str(metric):
-            raise ConfigError(
-                f"trainer.metrics={metric} names a class, which goes with a _target_: "
-                f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
-            )
-        check_choice("trainer.metrics", metric, METRICS)
-    return {
-        name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
-        if isinstance(metric, Mapping)
-        else METRICS[metric]()
-        for name, metric in chosen.items()
-    }
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

@@ -8,12 +8,17 @@ restarted run would get a new directory.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from hybridtrain import __version__
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
@@ -23,8 +28,7 @@ from hybridtrain.app.compose import (
     register_recipe_file,
 )
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.project import with_allowed_packages
-from hybridtrain.app.settings import Settings, settle
+from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.environment import detect
@@ -42,6 +46,13 @@ COMMANDS = (
     "smp-config",
     "measure-machine",
 )
+
+# Commands that take no overrides, and what is said of them with overrides.
+_WITHOUT_OVERRIDES = {
+    "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
+    "measure-machine": "measure-machine comes first and takes no overrides",
+    "smp-config": "smp-config takes a file: hybridtrain smp-config distribution.json",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,22 +72,13 @@ def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
     if "--version" in arguments:
-        from hybridtrain.app.show import versions
-
-        print(versions())
+        print(_versions())
         return 0
-    if arguments[:1] == ["results"]:
-        from hybridtrain.app.results import results
-
-        return results(arguments[1:])
-    if arguments[:1] == ["smp-config"]:
-        from hybridtrain.app.smp_config import smp_config
-
-        return smp_config(arguments[1:])
-    if arguments[:1] == ["measure-machine"]:
-        from hybridtrain.app.measure_machine import measure_machine
-
-        return measure_machine(arguments[1:])
+    if arguments[:1] and arguments[0] in _WITHOUT_OVERRIDES:
+        name = arguments[0].replace("-", "_")  # of a module, and of the function in it
+        own = importlib.import_module(f"hybridtrain.app.{name}")
+        code: int = getattr(own, name)(arguments[1:])
+        return code
     dry_run = "--dry-run" in arguments
     arguments = [word for word in arguments if word != "--dry-run"]
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -92,12 +94,8 @@ def _dispatch(arguments: list[str]) -> int:
     _refuse_what_has_no_effect(parsed, overrides)
     if dry_run and command != "submit":
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
-    if command == "results":
-        raise ConfigError("results takes runs, not overrides: hybridtrain results <run_name>...")
-    if command == "measure-machine":
-        raise ConfigError("measure-machine comes first and takes no overrides")
-    if command == "smp-config":
-        raise ConfigError("smp-config takes a file: hybridtrain smp-config distribution.json")
+    if command in _WITHOUT_OVERRIDES:
+        raise ConfigError(_WITHOUT_OVERRIDES[command])
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
     overrides = with_allowed_packages(overrides)
@@ -108,7 +106,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return sweep(command, overrides, parsed.config_dir, run)
     if parsed.cfg:
-        from hybridtrain.app.show import config_text
+        from hybridtrain.app.config_text import config_text
 
         text = config_text(
             compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package
@@ -192,3 +190,69 @@ def _show(arguments: Sequence[str]) -> int:
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
+
+
+_KEY = "allow_targets"
+
+
+def with_allowed_packages(overrides: Sequence[str]) -> list[str]:
+    """Returns `overrides` with the project's `allow_targets`, unless they have their own.
+
+    Rank 0 says which packages these are.
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown key, or lies among runs.
+    """
+    packages = [] if _KEY in given_keys(overrides) else _allowed(Path("pyproject.toml"))
+    if not packages:
+        return list(overrides)
+    listed = ",".join(packages)
+    here = Path.cwd()
+    if any((folder / "overrides.yaml").exists() for folder in (here, *here.parents)) or any(
+        here.glob("*/overrides.yaml")
+    ):
+        raise ConfigError(
+            f"pyproject.toml allows code of {listed}, which does not count in a directory of runs: "
+            f"call the command in the folder of your project, or add {_KEY}=[{listed}] to it"
+        )
+    if detect(os.environ).rank == 0:
+        print(f"{_KEY}=[{listed}], as pyproject.toml says", file=sys.stderr, flush=True)
+    return [*overrides, f"{_KEY}=[{listed}]"]
+
+
+def _allowed(path: Path) -> list[str]:
+    """Returns the packages that the file allows; none, if there is no file."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    table = content.get("tool", {}).get("hybridtrain", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [tool.hybridtrain] must be a table, and not {table}")
+    if unknown := sorted(set(table) - {_KEY}):
+        raise ConfigError(f"{path}: [tool.hybridtrain] has {_KEY} only, and not {unknown[0]}")
+    packages = table.get(_KEY, [])
+    if not isinstance(packages, list) or not all(
+        isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) for name in packages
+    ):
+        raise ConfigError(
+            f"{path}: {_KEY} of [tool.hybridtrain] must be a list of packages, such as "
+            f'["my_project"], and not {packages}'
+        )
+    return packages
+
+
+def _versions() -> str:
+    """Returns the versions that a report of a problem needs, on one line."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    torch, hydra = _version("torch"), _version("hydra-core")
+    return f"hybridtrain {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from hybridtrain.app import instantiate
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
-from hybridtrain.app.callbacks import build_callbacks
-from hybridtrain.app.changes import in_words
-from hybridtrain.app.compose import with_later
-from hybridtrain.app.fitted_world import fit_to_devices
-from hybridtrain.app.hidden import to_yaml
-from hybridtrain.app.optim import build_lr_schedule, build_model_optimizer
-from hybridtrain.app.outputs import check_output, write_outputs
-from hybridtrain.app.plan_alone import other_processes_are_missing, plan_alone
-from hybridtrain.app.predicted import beside_measured, predict_run
-from hybridtrain.app.predicted import in_words as prediction_in_words
-from hybridtrain.app.pricing import plan_for_cluster
+from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
+from hybridtrain.app.compose import given_keys, with_later
+from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig
+from hybridtrain.app.config_text import to_yaml
+from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
+from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words
+from hybridtrain.app.resolve import Settings, in_words
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.settings import Settings
-from hybridtrain.app.terminal import print_result
+from hybridtrain.app.terminal import finite, print_result
 from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.init_from import init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import verify as verify_files
@@ -41,7 +39,9 @@ from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
 from hybridtrain.evaluation import predict as predict_model
+from hybridtrain.files import atomic_file
 from hybridtrain.launch.environment import detect
+from hybridtrain.microbatch import batch_size
 from hybridtrain.planning.plan import Plan, table
 from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
@@ -145,8 +145,7 @@ def plan(settings: Settings) -> Result:
     if settings.config.cluster is not None:
         return plan_for_cluster(settings)
     if other_processes_are_missing(settings.config):
-        alone = plan_alone(settings)
-        setup, plan, devices = alone.setup, alone.plan, alone.cluster.devices
+        setup, plan, devices = plan_alone(settings)
         processes = [("not started", [device]) for device in devices]
         _log.info("%s", _layout(plan, processes, "planned by one process"))
         _write_plan(plan, setup.directory, setup.store, setup.world)
@@ -198,9 +197,7 @@ def verify(settings: Settings) -> Result:
     config, world = context.config, context.world
     _log.info("%s", _placement(context.model.plan, world))
     torch.manual_seed(config.seed)  # as the model was made
-    reference = instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=context.data.metadata
-    )
+    reference = context.build()
     with closing(context.train_loader().stream()) as stream:
         batches = [next(stream) for _ in range(_VERIFIED_BATCHES)]
     found = verify_model(
@@ -329,3 +326,87 @@ def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
+
+
+def fit_to_devices(settings: Settings) -> None:
+    """Changes how a run's model is spread to what the devices and processes that are there can do.
+
+    What the command line says stays. A line of the log says what the run had and what it gets.
+
+    Args:
+        settings: of a command that evaluates; their config may be changed.
+    """
+    if settings.of_run is None or settings.config.pipeline.nb_part == AUTO:
+        return
+    config, given = settings.config, set(given_keys(settings.overrides))
+    launch = detect(os.environ)
+    world, pipeline = replace(config.world), replace(config.pipeline)
+    gpus = torch.cuda.device_count()
+    if "world.devices" not in given and world.devices not in (None, "auto", "cpu"):
+        world.devices = None  # the GPUs that there are, or the CPU
+    on_gpus = gpus > 0 and world.devices != "cpu"
+    if world.backend == "nccl" and not on_gpus and "world.backend" not in given:
+        world.backend = None
+    if "world.engine" not in given and launch.size % pipeline.nb_part:
+        world.engine = "local"
+    missing = on_gpus and launch.local_size * pipeline.nb_part > gpus
+    if world.engine == "local" and missing and "pipeline.nb_part" not in given:
+        pipeline.nb_part = max(1, gpus // launch.local_size)
+        # what goes with another number of stages
+        pipeline.split, pipeline.schedule, pipeline.stages_per_device = "uniform", "1f1b", 1
+    pipeline.sync_batch_norm = False  # of training
+    if (spread := _spread(world, pipeline)) != _spread(config.world, config.pipeline):
+        of_run = _spread(settings.of_run.world, settings.of_run.pipeline)
+        settings.notes.append(f"the run has {of_run}; here it is {spread}")
+    settings.config = replace(config, world=world, pipeline=pipeline)
+
+
+def _spread(world: WorldConfig, pipeline: PipelineConfig) -> str:
+    devices = world.devices or ("cuda" if torch.cuda.device_count() else "cpu")
+    stages = f"{pipeline.nb_part} stage{'s' * (pipeline.nb_part > 1)}"
+    return f"{stages} (world.engine={world.engine}, world.devices={devices})"
+
+
+def check_output(path: str) -> None:
+    """Refuses a file of another format.
+
+    Raises:
+        ConfigError: names the suffixes that are known.
+    """
+    if Path(path).suffix not in (".jsonl", ".npy"):
+        raise ConfigError(f"output={path}: the suffix must be .jsonl or .npy")
+
+
+def write_outputs(path: Path, outputs: Any) -> None:
+    """Writes a model's outputs to a file, which appears whole.
+
+    Args:
+        path: with the suffix `.jsonl` for a line per sample, NaN and the infinities as null; with
+            `.npy` for one array, of outputs that are one tensor.
+        outputs: a pytree of tensors with the samples in dim 0; None: there are no samples.
+
+    Raises:
+        ConfigError: the format cannot hold them, or the file cannot be written.
+    """
+    # numpy has no bfloat16
+    outputs = tree_map_only(
+        Tensor, lambda t: t.float() if t.dtype is torch.bfloat16 else t, outputs
+    )
+    if path.suffix == ".npy" and not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"output={path} holds one tensor, and the model gives a {type(outputs).__name__}: use "
+            f"the suffix .jsonl"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            if path.suffix == ".npy":
+                np.save(file, outputs.numpy())
+                return
+            for sample in range(0 if outputs is None else batch_size(outputs)):
+                values = tree_map_only(Tensor, itemgetter(sample), outputs)
+                values = tree_map_only(Tensor, Tensor.tolist, values)
+                values = vars(values) if is_dataclass(values) else values
+                file.write((json.dumps(finite(values), allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error

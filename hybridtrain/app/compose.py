@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from itertools import compress
 from pathlib import Path
@@ -16,17 +17,62 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtrain.app.cluster_files import register_cluster_file
 from hybridtrain.app.config import OPEN_GROUPS, Config, flat_keys
-from hybridtrain.app.explain import explain
-from hybridtrain.app.hidden import to_config
+from hybridtrain.app.config_text import to_config
 from hybridtrain.app.instantiate import unknown_key
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, closest, did_you_mean
+
+THIS_MACHINE = "this-machine"
+
+
+def measured_file() -> Path:
+    """Returns where `measure-machine` writes, and `cluster=this-machine` is read from."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "hybridtrain" / f"{THIS_MACHINE}.yaml"
+
+
+def register_cluster_file(override: str) -> str:
+    """Registers the file of `cluster=path/to/file.yaml` and returns the override for it.
+
+    Any other override is returned unchanged.
+
+    Raises:
+        ConfigError: it is a list or a mapping, the file cannot be read, or this machine has not
+            been measured.
+    """
+    key, _, value = override.partition("=")
+    if key.lstrip("+") != "cluster":
+        return override
+    if value.startswith(("[", "{")):
+        raise ConfigError(
+            f"cluster={value} must be the name of a machine, or the path of a YAML file with its "
+            f"keys; single ones are set as cluster.nodes=2"
+        )
+    path = measured_file() if value == THIS_MACHINE else Path(value)
+    if value == THIS_MACHINE and not path.exists():
+        raise ConfigError(
+            "cluster=this-machine: this machine has not been measured yet; "
+            "`hybridtrain measure-machine` does it in a minute"
+        )
+    if path.suffix not in (".yaml", ".yml"):
+        return override
+    try:
+        node = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cluster={value}: {error.strerror}") from error
+    except (UnicodeDecodeError, YAMLError) as error:
+        raise ConfigError(f"cluster={value} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"cluster={value} must be a mapping of keys to values")
+    name = f"{path.stem}-file"  # a preset of the same name would win
+    ConfigStore.instance().store(group="cluster", name=name, package="cluster", node=node)
+    return f"{key}={name}"
+
 
 CONFIG_MODULE = "hybridtrain.configs"
 
@@ -293,3 +339,109 @@ def _leftovers(
             given |= set(in_recipe)
         leftovers[group] = [key for key in tree.get(group) or {} if key not in given]
     return leftovers
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Returns one line that says what Hydra or OmegaConf found, and how to fix it."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, MissingConfigException):
+            group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
+            return f"{group}={chosen} is unknown: {did_you_mean(chosen, cause.options or [])}"
+    machine = [override for override in overrides if override.startswith("cluster.")]
+    if machine and "NoneType" in str(error):  # the group is null
+        return f"{machine[0]} changes a machine, but none is named: add cluster=h100, say"
+    return (
+        _wrong_override(error, overrides)
+        or _unknown_group(error)
+        or _unknown_key(causes, overrides)
+        or _wrong_value(causes)
+        or " ".join(str(error).split())
+    )
+
+
+def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
+    """Looks for an override that cannot be read, or gives a group a value."""
+    loader = GlobalHydra.instance().config_loader()
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as grammar:
+            return (
+                f"cannot read the override {override!r}: {_first_line(grammar)}{_quoted(override)}"
+            )
+        key, _, value = override.partition("=")
+        if not key:
+            return f"cannot read the override {override!r}: there is no key before the ="
+        if key.startswith("+") and key.lstrip("+") in _groups():
+            return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
+        options = loader.get_group_options(key)
+        if type(error) is ValueError and options and value not in options:  # a number, say
+            return f"{override} is unknown: {did_you_mean(value, options)}"
+    return None
+
+
+def _quoted(override: str) -> str:
+    """Returns how a list of texts with signs that mean something to Hydra is written."""
+    listed = re.fullmatch(r"([\w.]+)=\[([^\[\]\"']+)\]", override)
+    if listed is None:
+        return ""
+    texts = ", ".join(f'"{text.strip()}"' for text in listed[2].split(","))
+    return f"; texts with spaces or signs need quotes: '{listed[1]}=[{texts}]'"
+
+
+def _unknown_group(error: Exception) -> str | None:
+    if unknown := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
+        groups = GlobalHydra.instance().config_loader().list_groups("")
+        close = closest(unknown[2].removeprefix("recipe/"), groups)
+        hint = f"; did you mean 'override /{close}'?" if close else ""
+        return f"{unknown[1]}: there is no group {unknown[2]} in the defaults list{hint}"
+    return None
+
+
+def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> str | None:
+    known = _known_keys(overrides)
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~").partition("@")[0]
+        if not key or not known or key in known or key.startswith("hydra."):
+            continue
+        open_group = key.partition(".")[0] in OPEN_GROUPS and "." in key
+        if open_group and override.startswith("+"):
+            continue  # the target's own argument, which is right to be added
+        hint = ""
+        if open_group and not override.startswith("~"):
+            hint = f"; if your own function takes it, write +{override}"
+        return unknown_key(key, known) + hint
+    for cause in causes:
+        if isinstance(cause, ConfigKeyError) and cause.full_key:
+            return unknown_key(cause.full_key, known)
+    return None
+
+
+def _wrong_value(causes: Sequence[BaseException]) -> str | None:
+    for cause in causes:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return f"{cause.full_key}: {_first_line(cause)}"
+    return None
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the config's keys and groups, composed from the overrides that choose options."""
+    groups = [group for group in _groups() if group != "schema"]
+    choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
+    try:
+        composed = compose("config", overrides=choices)
+    except (HydraException, OmegaConfBaseException):
+        composed = compose("config")
+    tree = OmegaConf.to_container(composed)
+    return [*flat_keys(cast(dict[str, Any], tree)), "recipe"]
+
+
+def _groups() -> list[str]:
+    return [*(f.name for f in fields(Config)), "recipe"]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -233,8 +233,8 @@ class ClusterConfig:
     """The machine that `plan` prices a run for. See `Machine` for every key but the first."""
 
     costs: str = "estimated"
-    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `calibrated`:
-    one layer runs on this machine's first device, and corrects that; `measured`: each does."""
+    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
+    they run on this machine's first device."""
     device: str = Machine.device
     nodes: int = Machine.nodes
     devices_per_node: int = Machine.devices_per_node

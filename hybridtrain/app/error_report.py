@@ -26,9 +26,16 @@ from hybridtrain.errors import (
     UserError,
     WorldError,
 )
-from hybridtrain.launch import early_signals
-from hybridtrain.launch.cause import exit_code, find_cause, in_one_line, store_gone
+from hybridtrain.launch import signals
+from hybridtrain.launch.activity import end_process
 from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.failure import (
+    exit_code,
+    find_cause,
+    in_one_line,
+    store_gone,
+    write_error_file,
+)
 
 if TYPE_CHECKING:
     from hybridtrain.launch.watchdog import Watchdog
@@ -50,7 +57,7 @@ def report(error: BaseException) -> int:
     With several processes it does not return, but ends this one: its other threads may wait for
     processes that have ended.
     """
-    early_signals.ignore()
+    signals.ignore_signals()
     text, line, code = describe(error)
     launch = _launch()
     rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
@@ -67,18 +74,17 @@ def report(error: BaseException) -> int:
             _say(text, line, at)
         if watchdog is not None:
             watchdog.close()
-            early_signals.restore()
+            signals.restore_signals()
         if size > 1:
             if watchdog is not None:
-                from hybridtrain.launch.watchdog import end_process
-
                 end_process(code)
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
     from hybridtrain.launch.job import Failure
-    from hybridtrain.launch.watchdog import end_process
 
-    _ignore_sigterm()  # the launcher's, as another process has ended: that is about to be said
+    if threading.current_thread() is threading.main_thread():
+        # the launcher's, as another process has ended: that is about to be said
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watchdog.exit_code = code
     _write_to_log(error)
     name = f"rank {rank}"
@@ -100,7 +106,7 @@ def report(error: BaseException) -> int:
     elif first.rank == rank:  # found out by this process, of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:
-        _record(first.line, first.time + 1)
+        write_error_file(first.line, first.time + 1)
     if isinstance(error, KeyboardInterrupt) and first is not own:
         # ended by the launcher as the other has ended: srun returns the largest code of all
         watchdog.exit_code = code = first.exit_code
@@ -132,11 +138,6 @@ def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> N
         time.sleep(_WAIT_FOR_RANK_0_S)
     if launch.rank != 0 and (said is None or line not in said):
         _say(text, line, at)
-
-
-def _ignore_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _keep_code(code: int) -> None:
@@ -190,16 +191,10 @@ def running_watchdog() -> Watchdog | None:
 
 def _say(text: str, line: str, at: float, on: str = "") -> None:
     """Prints the text last, and leaves the line for torchrun."""
-    _record(line, at)
+    write_error_file(line, at)
     one_line = text == line or text.startswith("error: ")
     print(text if one_line or not on else f"{text}\n{on}", file=sys.stderr)
     sys.stderr.flush()
-
-
-def _record(line: str, at: float) -> None:
-    from hybridtrain.launch.torchrun_report import write_error_file
-
-    write_error_file(line, at)
 
 
 def _launch() -> Launch | None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import yaml
 
-from hybridtrain.app.cluster_files import THIS_MACHINE, measured_file
+from hybridtrain.app.compose import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.machine import GIB, Machine, host_memory
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         few = torch.zeros(1, device=device)
         operator = _seconds(lambda: [few.neg() for _ in range(100)], device, seconds) / 100
         memory = (
-            torch.cuda.mem_get_info(0)[1] if gpus else _host_memory() // max(1, os.cpu_count() or 1)
+            torch.cuda.mem_get_info(0)[1] if gpus else host_memory() // max(1, os.cpu_count() or 1)
         )
         link = 2 * block.nbytes / copy / 2
         if gpus > 1:
@@ -105,7 +105,3 @@ def _seconds(run: Callable[[], object], device: torch.device, budget: float) -> 
             torch.cuda.synchronize(device)
         times.append(perf_counter() - start)
     return median(times[1:])
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

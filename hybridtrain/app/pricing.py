@@ -1,164 +1,418 @@
-"""The command `plan` for a machine: the price of a run before it is run."""
+"""The price of a run before it runs: for the keys that are `auto`, and beside what is measured.
+
+`pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` may be `auto`. They are chosen at the
+start of a run, by the predicted time of a step. A run that goes on keeps what was chosen when it
+began, so that its steps stay the same: its config has these values.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
+import torch
+import yaml
+from torch import nn
 
-from hybridtrain.app.auto import without_auto
-from hybridtrain.app.build import checked_options
-from hybridtrain.app.compose import given_keys
-from hybridtrain.app.load_data import load_data
-from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.run_prices import machine_of, model_of_run, with_limit
-from hybridtrain.app.settings import Settings
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.errors import ConfigError
-from hybridtrain.files import atomic_file
+from hybridtrain.app.components import build_model
+from hybridtrain.app.compose import measured_file
+from hybridtrain.app.config import (
+    AUTO,
+    ClusterConfig,
+    Config,
+    PipelineConfig,
+    auto_keys,
+    with_auto_replaced,
+)
+from hybridtrain.app.resolve import Settings
+from hybridtrain.construction import construct_on_meta
+from hybridtrain.data.splits import DataSplits
+from hybridtrain.data.stream import example_batch
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch.environment import detect
-from hybridtrain.monitor.plan_picture import NodesPoint, draw_plan, in_ms
-from hybridtrain.planning.layout import Choices, Job, Layout
-from hybridtrain.planning.layout_search import fastest_layout
-from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
+from hybridtrain.machine import GIB, Machine, host_memory
+from hybridtrain.microbatch import chunk_sizes
+from hybridtrain.microbatch import split as split_batch
+from hybridtrain.planning import Plan
+from hybridtrain.planning.cost_table import CostTable
+from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.layout import Choices, Job, Layout, divisors
+from hybridtrain.planning.layout_search import find_layouts
+from hybridtrain.planning.price import Prediction, Price, predict_step, why_not_priced
+from hybridtrain.planning.priced import model_costs
+from hybridtrain.schedule import SCHEDULES, Placement, place_of
+from hybridtrain.text_table import with_unit
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.app.build import RunContext
+
+# Samples of a micro-batch that layers are looked at with, and that are loaded to time the data.
+_SAMPLES = 16
+
+
+def machine_of(config: ClusterConfig) -> Machine:
+    """Returns the machine of a config.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    return Machine(**{name: value for name, value in vars(config).items() if name != "costs"})
+
+
+def machine_of_run(config: Config, device: torch.device, devices: int) -> Machine:
+    """Returns the machine of a config, or this one, with as many devices as a run has.
+
+    This one has the rates that `measure-machine` found, if it has been called here.
+
+    Args:
+        config: the run.
+        device: one of its devices.
+        devices: how many it has, in all pipelines.
+
+    Raises:
+        ConfigError: a value is out of its range, or what was measured cannot be read.
+    """
+    if config.cluster is not None:
+        machine = machine_of(config.cluster)
+    elif (known := this_machine()) is not None and known.device == device.type:
+        machine = known
+    elif device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / GIB
+        machine = Machine(memory_gib=gib)
+    else:
+        machine = Machine(device="cpu", reserved_gib=0.0)
+    if device.type == "cpu" and config.cluster is None:  # all devices share the host's memory
+        gib = host_memory() / GIB
+        machine = replace(machine, memory_gib=gib / devices)
+    machine = with_limit(machine, config)
+    nodes, rest = divmod(devices, machine.devices_per_node)
+    if config.cluster is None or rest:
+        return replace(machine, nodes=1, devices_per_node=devices)
+    return replace(machine, nodes=nodes)
+
+
+def with_limit(machine: Machine, config: Config) -> Machine:
+    """Returns the machine with devices of `pipeline.memory_limit_gib`, where that is set."""
+    limit = config.pipeline.memory_limit_gib
+    return machine if limit is None else replace(machine, memory_gib=limit, reserved_gib=0.0)
+
+
+def this_machine() -> Machine | None:
+    """Returns this machine as `measure-machine` found it; None: it was not called here.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = measured_file()
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    names = {each.name for each in fields(Machine)}
+    return Machine(**{name: value for name, value in dict(found).items() if name in names})
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """The parts of a run that a price needs.
+
+    Attributes:
+        net: the model without values.
+        inputs: of a micro-batch that layers are looked at with.
+        load_ms: of a sample.
+    """
+
+    net: nn.Module
+    inputs: Any
+    load_ms: float
+
+
+def model_of_run(config: Config, data: DataSplits) -> RunModel:
+    """Returns the model of a run, without values, and a batch of its data.
+
+    Raises:
+        ConfigError: a batch has one sample.
+    """
+    count = min(_SAMPLES, config.data["batch_size"])
+    if count < 2:
+        raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
+    example_batch(data.train, count, data.collate)  # the first time opens files
+    begin = time.perf_counter()
+    inputs = example_batch(data.train, count, data.collate)[0]
+    load_ms = (time.perf_counter() - begin) / count * 1e3
+
+    net = construct_on_meta(lambda: build_model(config, data))
+    return RunModel(net, inputs, load_ms)
+
 
 _log = logging.getLogger(__name__)
 
-# Of the picture: numbers of nodes, and micro-batches of the timeline.
-_MOST_BARS = 5
-_MOST_SHOWN = 24
+# What chooses the number of stages by itself; a list, a plan or marks give it.
+_SPLITS = ("uniform", "size", "time", "memory", "balanced")
 
 
-def plan_for_cluster(settings: Settings) -> dict[str, Any]:
-    """Prices the run on the machine of the config, shows the ten best plans and writes the best.
-
-    Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
+def without_auto(settings: Settings) -> Config:
+    """Returns the config with defaults in the place of `auto`.
 
     Raises:
-        ConfigError: the machine is not described well, or nothing uses all of it.
-        SplitError: nothing fits into memory.
+        ConfigError: `pipeline.nb_part` is `auto`, and another key decides it.
     """
-    config = without_auto(settings)
-    if detect(os.environ).size > 1:
-        raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
-    assert config.cluster is not None
-    pipeline_options = checked_options(config)[0]
-    machine = with_limit(machine_of(config.cluster), config)
-    directory = RunDirectory(config)
-    directory.check_writable()
-    directory.log_to_files(0)
-    data = load_data(config, World())
-    tensors = pipeline_options.optimizer_tensors_per_param
-    run, choices = model_of_run(config, data), _fixed(settings)
-    plans = find_plans(
-        run.net,
-        run.inputs,
-        machine,
-        Job(config.data["batch_size"], config.trainer.accumulate, tensors, run.load_ms),
-        choices=choices,
-        costs=config.cluster.costs,
-        precision=config.trainer.precision,
+    config = settings.config
+    defaults = PipelineConfig()
+    if config.pipeline.nb_part == AUTO:
+        split, devices = config.pipeline.split, config.world.devices
+        if split not in _SPLITS:
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
+                f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
+            )
+        if isinstance(devices, list):
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
+                f"gives it: set pipeline.nb_part= to that number, or world.devices=cuda"
+            )
+    return replace(config, pipeline=with_auto_replaced(config.pipeline, defaults))
+
+
+def chosen(
+    settings: Settings, config: Config, data: DataSplits, world: World, tensors: int
+) -> Config:
+    """Returns `config` with the fastest values for the keys that are `auto`.
+
+    Rank 0 chooses, and says what and why in one line; a collective call if a key is `auto`.
+
+    Args:
+        settings: of the command, where keys are `auto`.
+        config: with values in their place.
+        data: of the run.
+        world: its processes.
+        tensors: as `Job.optimizer_tensors_per_param`.
+
+    Raises:
+        ConfigError, SplitError: there is nothing to choose from; see `find_layouts`.
+    """
+    keys = auto_keys(settings.config.pipeline)
+    if not keys:
+        return config
+    sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
+    values = world.broadcast(
+        world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
+    )
+    assert values is not None
+    return replace(config, pipeline=replace(config.pipeline, **values))
+
+
+def _pipeline_sizes(config: Config, world: World) -> list[int]:
+    """Returns the numbers of devices that a pipeline may have; a collective call.
+
+    All processes of a pipeline share them with `engine=distributed`; otherwise each process may
+    use an equal share of its node's, and a divisor of that.
+    """
+    if world.engine == "distributed":
+        return divisors(world.size)
+    launch = detect(os.environ)
+    if world.devices[0].type == "cuda":
+        there = torch.cuda.device_count()
+        if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task its own alone
+            there *= launch.local_size
+    elif config.cluster is not None and config.cluster.device == "cpu":
+        there = config.cluster.devices_per_node
+    else:
+        there = len(os.sched_getaffinity(0))
+    return divisors(min(world.gather(max(1, there // launch.local_size))))
+
+
+def _choose(
+    keys: list[str],
+    sizes: list[int],
+    config: Config,
+    data: DataSplits,
+    world: World,
+    tensors: int,
+) -> dict[str, Any]:
+    """Returns the fastest values of `keys`, with pipelines of one of `sizes` devices."""
+    run = model_of_run(config, data)
+    distributed = world.engine == "distributed"
+    device = world.devices[0]
+
+    @cache
+    def costs(sharing: int) -> CostTable:
+        return model_costs(
+            run.net,
+            run.inputs,
+            machine_of_run(config, device, world.size),
+            costs=config.cluster.costs if config.cluster is not None else "measured",
+            precision=config.trainer.precision,
+            tf32=config.trainer.tf32,
+            sharing=sharing,
+        )
+
+    found: list[tuple[Price, str]] = []
+    problems: list[ConfigError | SplitError] = []
+    for nb_part in sizes:
+        replicas = world.size // nb_part if distributed else world.size
+        share = -(-config.data["batch_size"] // replicas)
+        job = Job(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        machine = machine_of_run(config, device, nb_part * replicas)
+        # CPU stages of a process share its threads
+        sharing = 1 if distributed or device.type == "cuda" else nb_part
+        choices = _choices(keys, nb_part, share, config)
+        try:
+            table = costs(sharing)
+            prices = find_layouts(table, machine, job, choices)
+            found += [(one, table.costs_from) for one in prices]
+        except (ConfigError, SplitError) as error:
+            problems.append(error)
+    if not found:
+        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
+        raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
+    found.sort(key=lambda one: one[0].step_ms)
+    best, costs_from = found[0]
+    values = {key: getattr(best.layout, key) for key in keys}
+    others = [one for one, _ in found if one.step_ms > best.step_ms]
+    _log.info("%s", _why(values, best, others, costs_from))
+    return values
+
+
+def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choices:
+    """Returns what a search may choose from; `share` is a replica's part of a batch."""
+    pipeline = config.pipeline
+    return Choices(
+        nb_part=[nb_part],
+        engine=[config.world.engine],
+        chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
+        schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
+        stages_per_device=[pipeline.stages_per_device],
+        # single layers cost about what whole stages do
+        checkpoint=[pipeline.checkpoint if isinstance(pipeline.checkpoint, str) else "always"],
+        shard=[config.world.shard],
+    )
+
+
+def _why(values: dict[str, Any], best: Price, others: list[Price], costs_from: str) -> str:
+    """Returns what was chosen, and what it is better than, in one line."""
+    told = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    why = (
+        f"{told}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
+        f"bubble {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
+    )
+    if others:
+        other = ", ".join(f"{key}={getattr(others[0].layout, key)}" for key in values)
+        why += f"; the next best has {others[0].step_ms:.1f} ms ({other})"
+    return why
+
+
+def predict_run(context: RunContext) -> Prediction:
+    """Returns what a step of the run should take, before it runs; rank 0 alone needs it.
+
+    From the costs that were measured for the split, or else from FLOPs and bytes. Nothing that goes
+    wrong here ends the run.
+    """
+    if (reason := why_not_priced(context.model.options)) is not None:
+        return Prediction(reason=reason)
+    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = fake_tensors.disabled
+    fake_tensors.disabled = True  # the error of a layer is told when it runs
+    try:
+        return _prediction_of(context)
+    except Exception as error:  # of the user's layers too, which run on fake tensors
+        _log.debug("no prediction", exc_info=True)
+        told = str(error).partition("\n")[0]
+        return Prediction(reason=f"{type(error).__name__}: {told}")
+    finally:
+        fake_tensors.disabled = was_disabled
+
+
+def _prediction_of(context: RunContext) -> Prediction:
+    config, world, model = context.config, context.world, context.model
+    options = model.options
+    samples = config.data["batch_size"]
+    sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
+    layout = Layout(
+        nb_part=world.nb_part,
+        replicas=world.replicas,
+        engine=world.engine,
+        chunks=len(sizes),
+        schedule=options.schedule,
+        stages_per_device=options.stages_per_device,
+        checkpoint=str(options.checkpoint),
+        shard=options.shard if world.replicas > 1 else "none",
+    )
+    return predict_step(
+        model.planned.stages,
+        split_batch(context.example_inputs, sizes)[0],
+        machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
+        Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
+        layout,
+        _measured_costs(context),
+        precision=options.precision,
         tf32=config.trainer.tf32,
     )
-    best = plans.prices[0]
-    _log.info(
-        "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
-        plans.table.model,
-        machine.nodes,
-        machine.devices_per_node,
-        plans.job.samples,
-        plans.table.costs_from,
-        plans,
-    )
-    _log.info("the best: %s", in_words(best))
-    directory.create()
-    lock = RunLock(directory.path)
-    lock.acquire()
-    try:
-        begun = CheckpointStore(directory.checkpoints).steps()
-        path = directory.plan.with_stem("plan.new" if begun else "plan")
-        plans.plan().write(path)
-        with atomic_file(path.with_suffix(".png")) as file:
-            _picture(plans, choices).save(file, format="PNG")
-    finally:
-        lock.release()
-    keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
-    picture = path.with_suffix(".png").name
-    _log.info("wrote %s, and %s beside it; to train with it: %s", path, picture, keys)
-    return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
 
-def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
-    """Draws the fastest plan, and the times of other numbers of nodes."""
-    machine, best = plans.machine, plans.prices[0]
-    layout = best.layout
-    numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
-    points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
-    chunks = _shown_chunks(layout)
-    part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
-    return draw_plan(
-        f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
-        f"{plans.job.samples * plans.job.accumulate} samples per step, "
-        f"predicted from {plans.table.costs_from} costs",
-        points,
-        machine.nodes,
-        [vars(memory) for memory in best.memory],
-        machine.usable_bytes,
-        plans.timeline(chunks),
-        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, bubble {best.bubble:.1%}",
-    )
+def _measured_costs(context: RunContext) -> list[LayerCost] | None:
+    """Returns the plan's costs if they were measured for micro-batches like those of the run."""
+    plan = context.model.plan
+    split = context.model.options.split
+    if plan.costs_from != "measured":
+        return None
+    if isinstance(split, str) and split.endswith((".yaml", ".yml")):  # of another run, or before
+        batch_has_changed = any(c.key == "data.batch_size" for c in context.settings.changes)
+        if batch_has_changed or Plan.read(split).chunks != plan.chunks:
+            return None
+    return plan.costs
 
 
-def _shown_chunks(layout: Layout) -> int:
-    """Returns the micro-batches that the timeline shows: groups of `nb_part`, and few of them."""
-    few = max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part
-    return layout.chunks if layout.chunks <= few else few
-
-
-def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
-    machine = replace(plans.machine, nodes=nodes)
-    found = fastest_layout(plans.table, machine, plans.job, choices)
-    if found is None:
-        return NodesPoint(nodes, None)
-    layout = found.layout
-    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
-
-
-def overrides_of(layout: Layout) -> list[str]:
-    """Returns the overrides that a run of this layout needs, beside the split."""
-    values = {
-        "pipeline.nb_part": layout.nb_part,
-        "pipeline.chunks": layout.chunks,
-        "pipeline.schedule": layout.schedule,
-        "pipeline.stages_per_device": layout.stages_per_device,
-        "pipeline.checkpoint": layout.checkpoint,
-        "world.engine": layout.engine,
+def beside_measured(
+    prediction: Prediction, summary: Mapping[str, Any], placement: Placement = "loop"
+) -> dict[str, Any]:
+    """Returns `predicted` and `measured` with the same keys, for `summary.json`."""
+    measured = {
+        "step_ms": summary["step_ms"]["p50"],
+        "bubble": summary["bubble_fraction"],
+        "memory_bytes": _by_device(summary, placement),
     }
-    if layout.shard != "none":
-        values["world.shard"] = layout.shard
-    return [f"{key}={value}" for key, value in values.items()]
+    return {"predicted": asdict(prediction), "measured": measured}
 
 
-def _fixed(settings: Settings) -> Choices:
-    """Returns what the search may choose from: what the command line sets is fixed."""
-    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
-    values: dict[str, Sequence[Any]] = {}
-    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
-        value = getattr(settings.config.pipeline, key)
-        if f"pipeline.{key}" in given and value != "auto":
-            values[key] = [value]
-    for key in ("engine", "shard"):
-        if f"world.{key}" in given:
-            values[key] = [getattr(settings.config.world, key)]
-    if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
-        raise ConfigError(
-            f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "
-            f"or always, or leave it to the search"
-        )
-    return Choices(**values)
+def _by_device(summary: Mapping[str, Any], placement: Placement) -> list[int]:
+    """Returns the peak bytes of each device.
+
+    Of CPU stages the bytes are counted, and those of a device add up; of a GPU all its stages have
+    the peak of the allocator.
+    """
+    together = max if summary["device_memory"] else sum
+    peaks = [stage["peak_memory_bytes"] for stage in summary["stages"]]
+    nb_part = summary["world"]["nb_part"]
+    by_device: list[list[int]] = [[] for _ in range(nb_part)]
+    for stage, peak in enumerate(peaks):
+        by_device[place_of(stage, nb_part, placement)].append(peak)
+    return [together(own) for own in by_device]
+
+
+def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Returns both in one line."""
+    parts = []
+    pairs = {key: (predicted[key], measured[key]) for key in measured}
+    if None not in (steps := pairs["step_ms"]):
+        parts.append("predicted {:.1f} ms, measured {:.1f} ms per step".format(*steps))
+    if None not in (bubbles := pairs["bubble"]):
+        parts.append("bubble {:.0%} predicted, {:.0%} measured".format(*bubbles))
+    if None not in (memory := pairs["memory_bytes"]):
+        fullest = max(range(len(memory[1])), key=memory[1].__getitem__)
+        one, other = (with_unit(each[fullest]) for each in memory)
+        parts.append(f"memory of device {fullest}: {one} predicted, {other} measured")
+    if predicted["costs_from"] is not None:
+        parts.append(f"from {predicted['costs_from']} costs")
+    if predicted["reason"] is not None:
+        missing = "no prediction" if not parts else "no prediction of the time"
+        parts.append(f"{missing}: {predicted['reason']}")
+    return "; ".join(parts)

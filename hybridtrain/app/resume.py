@@ -45,7 +45,8 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             )
         if store.steps() and restarts:
             return store.newest()  # the job has been started again: continue where it was
-        if store.steps() and of_run is not None and _is_path(resume) and resume == of_run.resume:
+        is_path = resume not in (None, "auto", "last", "best")
+        if store.steps() and of_run is not None and is_path and resume == of_run.resume:
             _log.info("the run has begun at resume=%s, and goes on from its own checkpoint", resume)
             return store.newest()
         checkpoint = None if resume is None else _named_or_newest(resume, store)
@@ -108,10 +109,6 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
             f"resume=<path of a checkpoint>"
         )
     return checkpoint
-
-
-def _is_path(resume: str | None) -> bool:
-    return resume not in (None, "auto", "last", "best")
 
 
 def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:

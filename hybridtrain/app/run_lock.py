@@ -29,7 +29,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hybridtrain.errors import UserError
-from hybridtrain.launch.processes import process_namespace
+from hybridtrain.launch.processes import process_namespace, process_state
 
 BEAT_S = 20.0
 STALE_S = 120.0
@@ -152,7 +152,9 @@ class RunLock:
             try:
                 if _is_of(path, holder):
                     _log.warning("took over %s from %s: %s", self.folder, holder, reason)
-                    self._write(path, owner)
+                    temporary = self._beside()
+                    temporary.write_text(_to_text(owner))
+                    os.replace(temporary, path)
                     return
             finally:
                 guard.unlink(missing_ok=True)
@@ -174,11 +176,6 @@ class RunLock:
             return False
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _write(self, path: Path, owner: Owner) -> None:
-        temporary = self._beside()
-        temporary.write_text(_to_text(owner))
-        os.replace(temporary, path)
 
     def _reason_to_take_over(self, path: Path, holder: Owner) -> str | None:
         """Returns why `holder` no longer writes; None: it may."""
@@ -303,9 +300,5 @@ def _is_alive(owner: Owner) -> bool:
 
 def _began(pid: int) -> str:
     """Returns when a process began, of those that have not ended; "" where it cannot be read."""
-    try:
-        # the name of the program, in brackets, may hold anything
-        state, *_, began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else began
+    state = process_state(pid)
+    return "" if state is None or state[0] in "ZX" else state[1]

@@ -19,18 +19,22 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.build import checked_options
+from hybridtrain.app.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.app.compose import given_keys
 from hybridtrain.app.config import LOADER_KEYS, SubmitConfig
-from hybridtrain.app.job_files import JobRun, batch_script, kubernetes_manifest, torchrun_lines
-from hybridtrain.app.job_layout import JobLayout, layout_of
+from hybridtrain.app.job import (
+    JobLayout,
+    JobRun,
+    batch_script,
+    kubernetes_manifest,
+    layout_of,
+    torchrun_lines,
+)
 from hybridtrain.app.keys import errors_with_config_keys
-from hybridtrain.app.load_data import check_tokenizer
-from hybridtrain.app.optim import build_lr_schedule, build_optimizer
+from hybridtrain.app.resolve import Settings, leave_out_leftovers, settle
 from hybridtrain.app.results import SWEEP_FILE, read_sweep
 from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.settings import Settings, settle
-from hybridtrain.app.settled import leave_out_leftovers
-from hybridtrain.app.sweep_points import sweep_of
+from hybridtrain.app.sweep import sweep_of
 from hybridtrain.data.splits import DataSplits
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically
@@ -163,7 +167,7 @@ def _array(
     # A line keeps its number: an array that is still waiting reads the file when it begins.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
-    run = JobRun(sweep.path.name, sweep.path, [], config_dir, _ranges(numbers), file)
+    run = JobRun(sweep.path.name, sweep.path, [], config_dir, numbers, file)
     return run, *found[0], lines
 
 
@@ -220,30 +224,10 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
         f"cancel   scancel {job}",
     ]
     if run.array:
-        said[0] += f", {len(_numbers(run.array))} runs"
+        said[0] += f", {len(run.array)} runs"
         said.append(f"results  hybridtrain results {shlex.quote(str(run.folder))}")
     print("\n".join(said), file=sys.stderr, flush=True)
     print(job, flush=True)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Returns sorted numbers as Slurm writes them.
-
-    >>> _ranges([1, 2, 3, 7, 9, 10])
-    '1-3,7,9-10'
-    """
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1] = [ranges[-1][0], number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, part)) for part in ranges)
-
-
-def _numbers(ranges: str) -> list[int]:
-    ends = [list(map(int, part.split("-"))) for part in ranges.split(",")]
-    return [number for part in ends for number in range(part[0], part[-1] + 1)]
 
 
 def _hydra_quoted(text: str) -> str:

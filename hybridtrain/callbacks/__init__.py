@@ -9,8 +9,7 @@ from hybridtrain.callbacks.best_weights import BestWeights
 from hybridtrain.callbacks.early_stopping import EarlyStopping
 from hybridtrain.callbacks.ema import EMA
 from hybridtrain.callbacks.freeze import Freeze
-from hybridtrain.callbacks.gradient_norms import GradientNorms
-from hybridtrain.callbacks.learning_rates import LearningRates
+from hybridtrain.callbacks.logged_values import GradientNorms, LearningRates
 
 __all__ = [
     "CALLBACKS",

@@ -1,13 +1,21 @@
-"""The base class of callbacks: the moments of a run at which a `Trainer` calls them."""
+"""The base class of callbacks: the moments of a run at which a `Trainer` calls them.
+
+With what several of them share: how two evaluations are compared, and their states in a checkpoint.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:
@@ -96,3 +104,103 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict`, the same on every process; the weights are loaded by then."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The value of an evaluation that counts, and which of two is better.
+
+    Raises:
+        ConfigError: `mode` is neither `min` nor `max`.
+    """
+
+    value: str
+    """`loss`, or the name of a metric."""
+    mode: str
+    """`min` if the smallest value is best, `max` if the largest is."""
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("min", "max"))
+
+    def check(self, trainer: Trainer) -> None:
+        """Checks that the evaluations of `trainer` have the value.
+
+        Raises:
+            ConfigError: there is no evaluation, or it has no such value.
+        """
+        if trainer.evaluation is None:
+            raise ConfigError(f"value={self.value} needs an evaluation, and this run has none")
+        known = ("loss", *trainer.metrics)
+        if self.value not in known:
+            raise ConfigError(
+                f"value={self.value} is not a value of the evaluation: "
+                f"{did_you_mean(self.value, known)}"
+            )
+
+    def of(self, values: Mapping[str, float]) -> float:
+        """Returns the value of an evaluation as a number of which the smallest is best.
+
+        What is not a number is worst.
+        """
+        found = values[self.value]
+        if math.isnan(found):
+            return math.inf
+        return found if self.mode == "min" else -found
+
+
+_log = logging.getLogger(__name__)
+
+
+class CallbackStates:
+    """The states of `callbacks` by their names, for `Trainer.states`.
+
+    Attributes:
+        optional: True, so that a checkpoint may lack them; see `Callback`.
+
+    Raises:
+        ConfigError: two callbacks that have a state have the same name.
+    """
+
+    optional = True
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+        self._trainer = trainer
+        self._callbacks = [callback for callback in callbacks if _has_state(callback)]
+        for name, count in Counter(callback.state_name for callback in self._callbacks).items():
+            if count > 1:
+                raise ConfigError(
+                    f"callbacks= has {count} whose state is called {name!r}: give each its own "
+                    f"`state_name`, in a subclass"
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states by name; every process calls it."""
+        return {callback.state_name: callback.state_dict() for callback in self._callbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Loads a `state_dict`; a callback that it lacks begins anew, with a warning."""
+        state = dict(state or {})
+        main = self._trainer.world.is_main
+        for callback in self._callbacks:
+            if callback.state_name in state:
+                callback.load_state_dict(state.pop(callback.state_name))
+                continue
+            callback.on_init(self._trainer)
+            if main:
+                _log.warning(
+                    "the checkpoint has no state of the callback %s: it begins anew, at step %d",
+                    callback.state_name, self._trainer.step,
+                )  # fmt: skip
+        if state and main:
+            _log.warning(
+                "the checkpoint has states of callbacks that this run does not have: %s",
+                ", ".join(state),
+            )
+
+
+def _has_state(callback: Callback) -> bool:
+    # one that is main_only has none, since other processes do not have it: see Callback
+    return not callback.main_only and type(callback).state_dict is not Callback.state_dict

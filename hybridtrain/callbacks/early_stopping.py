@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.callbacks.base import Callback
-from hybridtrain.callbacks.comparison import Comparison
+from hybridtrain.callbacks.base import Callback, Comparison
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import names_checked
 

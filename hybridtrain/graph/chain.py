@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from hybridtrain._torch_private import has_hooks
+from hybridtrain._torch_private import compiled_module, has_hooks
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.exporter import export_tracer
 from hybridtrain.graph.layer import Layer, is_chain, layers_of
-from hybridtrain.graph.mode_graphs import ModeGraphs, trace_both_modes
-from hybridtrain.graph.prepare import check_unwrapped, initialize_lazy
+from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards, trace_both_modes
 from hybridtrain.graph.segment import SingleLayer
-from hybridtrain.graph.trace_guards import TraceGuards
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
 from hybridtrain.skip import popped_by, stashed_by
@@ -238,3 +238,52 @@ def _between_uses(layers: Sequence[Layer]) -> set[int]:
             if any(True for _ in (*module.parameters(), *module.buffers())):
                 no_cut_before.update(range(first.setdefault(id(module), index) + 1, index + 1))
     return no_cut_before
+
+
+def check_unwrapped(net: nn.Module) -> None:
+    """Makes sure that `net` is a model, and not wrapped by something that runs it its own way.
+
+    Raises:
+        ConfigError: it is; says what to pass instead.
+    """
+    if isinstance(net, DataParallel | DistributedDataParallel):
+        raise ConfigError(
+            f"the model is wrapped in {type(net).__name__}, and HybridModel is data parallel "
+            f"itself: pass the module inside, net.module"
+        )
+    if compiled_module(net) is not None:
+        raise ConfigError(
+            "the model is compiled as a whole, and cannot be cut: pass the module that was given "
+            "to torch.compile, and compile=true to compile its stages"
+        )
+
+
+def initialize_lazy(net: nn.Module, example_inputs: Any) -> None:
+    """Gives parameters without a shape their shapes, by a forward in evaluation mode.
+
+    Raises:
+        ConfigError: there are some, and no `example_inputs`, or this forward does not use them.
+    """
+    if not _uninitialized(net):
+        return
+    if example_inputs is not None:
+        signature, values = CallSignature.of_inputs(net, example_inputs)
+        args, kwargs = signature.split(values)
+        modes = {part: part.training for part in net.modules()}
+        net.eval()
+        try:
+            with torch.no_grad():
+                net(*args, **kwargs)
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+    if names := _uninitialized(net):
+        raise ConfigError(
+            f"{names[0]} is lazy, and has no shape yet: pass example_inputs=<the inputs of a "
+            f"batch>, or call the model with a batch before"
+        )
+
+
+def _uninitialized(net: nn.Module) -> list[str]:
+    tensors = (*net.named_parameters(), *net.named_buffers())
+    return [name for name, tensor in tensors if is_lazy(tensor)]

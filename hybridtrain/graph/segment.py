@@ -1,21 +1,274 @@
-"""A segment of a traced graph as a layer.
+"""Segments of a traced graph, each a layer with its own graph.
 
-It takes the main value from the layer before it, and pops the others that it needs by their names,
-which earlier segments have stashed (see `hybridtrain.skip`).
+Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
+that a later segment needs has a name, by which it skips the segments between: an earlier segment
+stashes it, and a later one pops it (see `hybridtrain.skip`).
+
+Such a value begins a new autograd graph, and the tensor that it is a view of does not come along.
+So a change in place of a view must stay with the tensor that is viewed. A buffer that one segment
+changes and another one reads must not be used by two threads at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from hybridtrain._torch_private import operator_overloads, operator_schema
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.segment_graph import SegmentGraph
+from hybridtrain.graph.traced_graph import TracedGraph
 from hybridtrain.skip import pop, stash, take
+
+# operator.iadd for operator.add, and so on
+IN_PLACE_OPERATORS = {
+    vars(operator)[f"i{name.strip('_')}"]
+    for name in vars(operator)
+    if hasattr(operator, f"__i{name.strip('_')}__")
+}
+
+# Functions, methods and properties that may return their input or a view of it, of which PyTorch's
+# operators do not tell: conversions with nothing to convert, dropout outside training, and so on.
+_MAY_RETURN_INPUT = {
+    "H", "T", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors",
+    "data", "double", "dropout", "float", "getitem", "half", "int", "long", "meshgrid", "type",
+    "type_as",
+}  # fmt: skip
+
+# Modules of these return a new tensor; any other without parameters may return its input.
+_RETURN_NEW_TENSORS = {
+    f"torch.nn.modules.{name}" for name in ("activation", "padding", "pooling", "upsampling")
+}
+
+
+@dataclass
+class SegmentGraph:
+    """The operations of a segment in one mode, training or evaluation.
+
+    Attributes:
+        module: the nodes as a module; returns the main value and then `outputs`.
+        takes_main: whether its first argument is the main value.
+        inputs: the names of its other arguments.
+        last_uses: those of `inputs` that no later segment uses.
+        outputs: the names of the values that it passes on besides the main value.
+        attrs: the parameters, buffers and constants that it reads: the name of each in the traced
+            module, and in `module`.
+        in_place: whether it changes a tensor in place or, for the first segment, passes on an
+            input that a later one changes.
+        output_spec: the structure of the main value, if `module` returns its leaves alone.
+    """
+
+    module: fx.GraphModule
+    takes_main: bool
+    inputs: tuple[str, ...]
+    last_uses: frozenset[str]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, str]
+    in_place: bool
+    output_spec: TreeSpec | None = None
+    compiled: Callable[..., Any] | None = None
+
+    def put_constants_on(self, device: torch.device) -> None:
+        """Makes `torch.arange(..., device=...)` and the like create tensors on `device`."""
+
+        def moved(argument: Any) -> Any:
+            return device if isinstance(argument, torch.device) else argument
+
+        changed = False
+        for node in self.module.graph.nodes:
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+            if (args, kwargs) != (node.args, node.kwargs):
+                node.args, node.kwargs, changed = args, kwargs, True
+        if changed:
+            self.module.recompile()
+
+
+def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Returns the number of each node's segment; `starts` are the nodes that begin one."""
+    segment_of: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        here = segment_of.get(node.prev, 0)
+        segment_of[node] = here + (here + 1 < len(starts) and node is starts[here + 1])
+    return segment_of
+
+
+def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) -> list[SegmentGraph]:
+    """Cuts `traced` before each of `starts` but the first.
+
+    The values between segments get names that begin with the segments' `names`.
+    """
+    graph, find = traced.graph, traced.find
+    segment_of = assign_segments(graph, starts)
+    users = {node: sorted({segment_of[user] for user in node.users}) for node in graph.nodes}
+    mains: dict[int, fx.Node] = {}  # by the segment that gets it from the one before
+    named: list[dict[fx.Node, str]] = [{} for _ in starts]
+    for node in graph.nodes:
+        here = segment_of[node]
+        later = [segment for segment in users[node] if segment > here]
+        if node.op == "get_attr" or not later:
+            continue
+        skipping: fx.Node | None = node
+        if later == [here + 1]:  # the last such value is the main one
+            skipping, mains[here + 1] = mains.get(here + 1), node
+        if skipping is not None:
+            named[here][skipping] = f"{names[here]}/{len(named[here])}"
+    name_of = {node: name for nodes in named for node, name in nodes.items()}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    input_changes = _changes_inputs(traced)
+    segments = []
+    for here, outputs in enumerate(named):
+        is_last = here + 1 == len(named)
+        main = [mains[here]] if here in mains else []
+        inputs = [node for node in name_of if segment_of[node] < here and here in users[node]]
+        arguments = [node for node in graph.nodes if node.op == "placeholder"] if not here else []
+        body = [n for n in graph.nodes if segment_of[n] == here and n.op.startswith("call_")]
+        returned = output.args[0] if is_last else mains.get(here + 1, ())
+        own_names: dict[str, str] = {}
+        part = _own_graph([*arguments, *main, *inputs], body, (returned, *outputs), own_names)
+        segments.append(
+            SegmentGraph(
+                fx.GraphModule({own: find(target) for target, own in own_names.items()}, part),
+                takes_main=bool(main) or here == 0,
+                inputs=tuple(name_of[node] for node in inputs),
+                last_uses=frozenset(name_of[node] for node in inputs if users[node][-1] == here),
+                outputs=tuple(outputs.values()),
+                attrs={t: own for t, own in own_names.items() if isinstance(find(t), Tensor)},
+                in_place=any(_works_in_place(node, find) for node in body)
+                or (here == 0 and input_changes),
+                output_spec=traced.output_spec if is_last else None,
+            )
+        )
+    return segments
+
+
+def _own_graph(
+    arguments: Sequence[fx.Node], body: Sequence[fx.Node], returned: Any, own_names: dict[str, str]
+) -> fx.Graph:
+    """Returns a separate graph of `body`, which reads parameters where it needs them.
+
+    Its modules and tensors get names without dots, noted in `own_names`: a dotted one could lead
+    through a module of the user's, which `fx.GraphModule` would then write to.
+    """
+    part = fx.Graph()
+    own = {node: part.placeholder(node.name) for node in arguments}
+
+    def own_name(target: Any) -> str:
+        return own_names.setdefault(target, f"own{len(own_names)}_{target.replace('.', '_')}")
+
+    def own_node(node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in own:
+            own[node] = part.get_attr(own_name(node.target))
+        return own[node]
+
+    for node in body:
+        own[node] = part.node_copy(node, own_node)
+        own[node].meta = {}  # of torch.export's, with tensors in it
+        if node.op == "call_module":
+            own[node].target = own_name(node.target)
+    part.output(fx.node.map_arg(returned, own_node))
+    return part
+
+
+def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
+    """Returns whether `node` changes its first argument, or `out=`."""
+    target = node.target
+    if node.op == "call_module":
+        return bool(getattr(find(str(target)), "inplace", False))
+    if node.op == "call_method":
+        return str(target).endswith("_") and not str(target).endswith("__")
+    if node.op != "call_function" or isinstance(target, str):
+        return False
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        return True
+    if (schema := operator_schema(target)) is not None:
+        return bool(schema.is_mutable)
+    if target in IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+        return True
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bound.arguments.get("inplace") is True
+
+
+def _changes_inputs(traced: TracedGraph) -> bool:
+    """Returns whether the graph changes its inputs in place, or views of them."""
+    return any(
+        base.op == "placeholder" and base is not node and _works_in_place(node, traced.find)
+        for node, base in viewed_by(traced).items()
+    )
+
+
+def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int]) -> set[int]:
+    """Returns the numbers of the segments before which there may be no cut."""
+    no_cut_before: set[int] = set()
+    changed: set[str] = set()
+    has_views: set[fx.Node] = set()
+    viewed = viewed_by(traced)
+    for node, base in viewed.items():
+        if not node.all_input_nodes:
+            continue
+        if not _works_in_place(node, traced.find):
+            if base is not node:
+                has_views.add(base)
+        elif base.op == "get_attr":
+            changed.add(str(base.target))
+        elif base in has_views:
+            no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
+    for target in changed:
+        readers = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == target]
+        uses = [segment_of[user] for reader in readers for user in reader.users]
+        no_cut_before.update(range(min(uses) + 1, max(uses) + 1))
+    return no_cut_before
+
+
+def viewed_by(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
+    """Returns, for each node, the one whose memory its tensor may share: itself if it is new."""
+    viewed: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        shares = node.all_input_nodes and (
+            _works_in_place(node, traced.find) or _is_view(node, traced.find)
+        )
+        out = node.kwargs.get("out")
+        if not shares:
+            viewed[node] = node
+        else:
+            viewed[node] = viewed[out if isinstance(out, fx.Node) else node.all_input_nodes[0]]
+    return viewed
+
+
+def _is_view(node: fx.Node, find: Callable[[str], Any]) -> bool:
+    """Returns whether the result of `node` may share the memory of its first argument."""
+    if node.op == "call_module":
+        module = find(str(node.target))
+        is_new = type(module).__module__ in _RETURN_NEW_TENSORS
+        return not is_new and not any(True for _ in module.parameters())
+    if (schema := operator_schema(node.target)) is not None:
+        return _returns_view(schema)
+    if node.target is getattr:
+        return _may_return_view(str(node.args[1]))
+    if node.op == "call_method":
+        return _may_return_view(str(node.target))
+    return node.op == "call_function" and _may_return_view(getattr(node.target, "__name__", ""))
+
+
+@cache
+def _may_return_view(name: str) -> bool:
+    """Returns whether the function, method or property `name` may return a view of its input."""
+    return name in _MAY_RETURN_INPUT or any(map(_returns_view, operator_overloads(name)))
+
+
+def _returns_view(schema: torch.FunctionSchema) -> bool:
+    """Returns whether the result of an operator is a view of an argument."""
+    alias = schema.returns[0].alias_info if schema.returns else None
+    return alias is not None and not alias.is_write
 
 
 class Segment(nn.Module):

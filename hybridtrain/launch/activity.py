@@ -6,16 +6,20 @@ lock; read by the watchdog's thread. A reader may see a phase that has just ende
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
-
-from hybridtrain.launch.shared_activity import LANES, SharedActivity, number_of, share
 
 if TYPE_CHECKING:
     from hybridtrain.schedule import Action
+
+
+WAIT_FOR_SAVE_S = 20.0
+"""Seconds that an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
 
 
 class Lane:
@@ -26,31 +30,23 @@ class Lane:
         waiting: True while it waits for what another stage sends.
     """
 
-    __slots__ = ("_at", "_numbers", "action", "waiting")
+    __slots__ = ("action", "waiting")
 
-    def __init__(self, index: int, shared: SharedActivity | None) -> None:
+    def __init__(self) -> None:
         self.action: Action | None = None
         self.waiting = False
-        self._at = 2 * index
-        self._numbers = None if shared is None or index >= LANES else shared.numbers
 
     def begin(self, action: Action) -> None:
         """Notes that the lane executes `action`."""
         self.action = action
-        if self._numbers is not None:
-            self._numbers[self._at] = number_of(action)
 
     def wait(self, waiting: bool) -> None:
         """Notes that the lane begins to wait for another one, or goes on."""
         self.waiting = waiting
-        if self._numbers is not None:
-            self._numbers[self._at + 1] = waiting
 
     def end(self) -> None:
         """Notes that the lane has done its step."""
         self.action, self.waiting = None, False
-        if self._numbers is not None:
-            self._numbers[self._at] = 0
 
 
 class Activity:
@@ -71,7 +67,6 @@ class Activity:
         self.lanes: list[Lane] = []
         self.entered: dict[str, int] = {}
         self.evaluations = 0
-        self._shared: SharedActivity | None = None
         self._saves = 0
         self._saves_change = threading.Lock()
 
@@ -85,17 +80,12 @@ class Activity:
             self.entered.setdefault(kind, self.steps)
             if kind == "evaluate" and not (self.phase or "").endswith(kind):
                 self.evaluations += 1
-        self._set(phase)
+        self.phase = phase
 
     def forget(self, kind: str) -> None:
         """Takes a kind of work for one that has not begun: what was done was a trial of it."""
         self.entered.pop(kind, None)
         self.evaluations = 0
-
-    def _set(self, phase: str | None) -> None:
-        self.phase = phase
-        if self._shared is not None:
-            self._shared.write_phase(phase)
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
@@ -111,14 +101,7 @@ class Activity:
         try:
             yield
         finally:
-            self._set(before)  # not by `now`: the next step is one of the same run
-
-    def share(self) -> int:
-        """Begins a copy that other processes can read; returns its descriptor, or -1."""
-        if self._shared is None:
-            self._shared = share()
-            self.lanes = []
-        return -1 if self._shared is None else self._shared.descriptor
+            self.phase = before  # not by `now`: the next step is one of the same run
 
     def catching_up(self) -> None:
         """Sets the phase "setup" during a run, while a data set reads up to where it was."""
@@ -146,7 +129,7 @@ class Activity:
         """Returns the records of a pipeline step's lanes, which its threads write to."""
         self.steps += 1
         if len(self.lanes) != lanes:
-            self.lanes = [Lane(index, self._shared) for index in range(lanes)]
+            self.lanes = [Lane() for _ in range(lanes)]
         return self.lanes
 
 
@@ -157,3 +140,18 @@ def kind_of(phase: str) -> str:
 
 activity = Activity()
 """The record of this process."""
+
+
+def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
+    """Ends this process, without waiting for its threads and connections.
+
+    A checkpoint that is being written is finished first, if that takes no longer than
+    `wait_for_save` seconds.
+    """
+    activity.wait_for_save(wait_for_save)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)

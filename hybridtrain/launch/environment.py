@@ -60,7 +60,8 @@ def detect(environ: Mapping[str, str]) -> Launch:
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         size = _number(environ, "SLURM_NTASKS")
-        job, step = _slurm_step(environ)
+        job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
+        step = _number(environ, "SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
         return Launch(
             launcher="slurm",
             rank=_number(environ, "SLURM_PROCID"),
@@ -104,11 +105,6 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
             f"not say where rank 0 is: start the processes with torchrun"
         )
     return host, int(port)
-
-
-def _slurm_step(environ: Mapping[str, str]) -> tuple[int, int]:
-    job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
-    return job, _number(environ, "SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
 
 
 def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str, int]:

@@ -8,12 +8,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from mmap import mmap
-from typing import Any
 
 from hybridtrain._torch_private import HashStore, Store
 from hybridtrain.launch.processes import ProcessId, this_process
-from hybridtrain.launch.shared_activity import open_of
 
 EXIT_STALLED = 4
 """The exit code of a run that the watchdog has ended."""
@@ -45,12 +42,12 @@ class Report:
     Attributes:
         what: what it is doing, in words.
         blame: 0: it waits for other processes; 1: it may do so; 2: it is busy itself.
-        progress: the further, the larger.
+        progress: how many steps have begun.
     """
 
     what: str
     blame: int
-    progress: tuple[int, ...] = ()
+    progress: int = 0
 
 
 class Job:
@@ -77,14 +74,6 @@ class Job:
         self._store.set(f"process/{self.rank}", json.dumps(this_process()))
         keys = [f"process/{rank}" for rank in range(self.size)]
         return [ProcessId(*json.loads(self._store.get(key))) for key in keys]
-
-    def memories(self, descriptor: int, processes: Sequence[ProcessId]) -> list[mmap | None]:
-        """Opens the shared activity of all processes of this host; see `launch.shared_activity`."""
-        self._store.set(f"memory/{self.rank}", str(descriptor))
-        return [
-            open_of(process, int(self._store.get(f"memory/{rank}")))
-            for rank, process in enumerate(processes)
-        ]
 
     def say_place(self, place: str) -> None:
         """Says which part of the model this process has, as `stage 1`."""
@@ -174,9 +163,7 @@ class Job:
         found: dict[int, Report] = {}
         for rank in ranks:
             if self._store.check([f"{key}/{rank}"]):
-                values: dict[str, Any] = json.loads(self._store.get(f"{key}/{rank}"))
-                values["progress"] = tuple(values["progress"])
-                found[rank] = Report(**values)
+                found[rank] = Report(**json.loads(self._store.get(f"{key}/{rank}")))
         return found
 
 

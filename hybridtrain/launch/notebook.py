@@ -16,14 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import ConfigError, ProcessFailedError
+from hybridtrain.files import write_atomically
+from hybridtrain.launch.processes import end_with_parent
 
 # How long the other processes have to end by themselves when one has failed, and after a signal.
 _GRACE_S = 15.0
+_CHILD = "from hybridtrain.launch.notebook import run_child; run_child()"
 _FOREIGN = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
 
 
@@ -76,7 +80,7 @@ def notebook_launcher(
         try:
             for rank in range(num_processes):
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "hybridtrain.launch.notebook_child", name],
+                    [sys.executable, "-c", _CHILD, name],
                     env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -100,6 +104,32 @@ def notebook_launcher(
                 f"os._exit(0) does; what it printed is above"
             )
         return pickle.loads(result.read_bytes())
+
+
+def run_child() -> None:
+    """Calls the function in a process that `notebook_launcher` has started.
+
+    Leaves its result or its error in the folder that `sys.argv` has.
+    """
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    end_with_parent(always=True)
+    try:
+        function, args = pickle.loads((folder / "call.pkl").read_bytes())
+        result = function(*args)
+        if rank == 0:
+            write_atomically(folder / "result.pkl", dumped(result, "the result of the function"))
+    except BaseException as error:
+        # told to the notebook before the others notice and fail as well
+        report = {
+            "rank": rank,
+            "time": time.time(),
+            "summary": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        write_atomically(folder / f"error{rank}.pkl", pickle.dumps(report))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no thread, and no process that waits for this one, may keep it
 
 
 def dumped(value: Any, what: str) -> bytes:

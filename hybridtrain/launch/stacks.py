@@ -6,7 +6,7 @@ import faulthandler
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -71,7 +71,7 @@ def report(activity: Activity) -> Report:
     if where:
         what += f", {where}"
     # micro-batches done count within a step: between equal steps, the one behind is the cause
-    return Report(what, blame, (activity.steps,))
+    return Report(what, blame, activity.steps)
 
 
 def stands_in_debugger() -> bool:
@@ -85,21 +85,10 @@ def stands_in_debugger() -> bool:
 
 def summary(activity: Activity) -> str:
     """Says in a few words what the training loop and the busy lanes are doing."""
-    actions = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
-    return in_words(activity.phase, actions)
-
-
-def in_words(
-    phase: str | None,
-    busy: Sequence[tuple[str, int, int]],
-    waiting: Sequence[tuple[str, int, int]] = (),
-) -> str:
-    """Returns a phase and the actions of the busy lanes, or else of the waiting ones, in words."""
-    phase = phase or "no phase of training"
-    doing = " and the ".join(describe(action) for action in busy or waiting)
-    if not doing:
-        return f"in {phase!r}"
-    return f"{'in' if busy else 'about to begin'} the {doing} ({phase})"
+    phase = activity.phase or "no phase of training"
+    busy = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
+    doing = " and the ".join(describe(action) for action in busy)
+    return f"in the {doing} ({phase})" if doing else f"in {phase!r}"
 
 
 def describe(action: tuple[str, int, int]) -> str:

@@ -3,37 +3,103 @@
 A process whose main thread is blocked in a collective notices nothing: not that another process
 has failed, not that nothing moves any more. This thread does. It has a separate connection to the
 processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped. A
-second thread notices that the store itself does not answer, see `launch.liveness`.
+second thread notices that the store itself does not answer.
+
+A host that loses its power or its network closes no connection: those who wait for it in a
+collective wait until the limit of the collective, which is long where rank 0 may download or write.
+So every process counts in the store while it lives. Rank 0 reads everyone's count and the others
+rank 0's. A process that can read none, because its own host is cut off, learns it from the clock:
+
+    rank 0    alive/1 the same for too long           ->  ends the run, and names rank 1
+    rank 2    told by rank 0 through the store
+    rank 1    no answer from the store for too long   ->  ends by itself
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import secrets
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hybridtrain.launch.activity import Activity, activity, kind_of
+from hybridtrain.launch.activity import WAIT_FOR_SAVE_S, Activity, activity, end_process, kind_of
+from hybridtrain.launch.failure import write_error_file
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
-from hybridtrain.launch.liveness import BEAT_S, Liveness
 from hybridtrain.launch.processes import has_ended, is_stopped, kill
-from hybridtrain.launch.shared_activity import read
-from hybridtrain.launch.stacks import in_words, report, stands_in_debugger, summary, write_stacks
-from hybridtrain.launch.torchrun_report import write_error_file
+from hybridtrain.launch.stacks import report, stands_in_debugger, summary, write_stacks
+
+BEAT_S = 2.0
+"""Seconds between two signs of life."""
+
+_LEAST_S = 20.0
+
+
+class Liveness:
+    """The signs of life of this process and of those it looks at.
+
+    Args:
+        job: what the processes share; used by one thread alone.
+        timeout_s: seconds without a sign after which a process counts as gone; 20 at least.
+        clock: seconds, for tests.
+
+    Attributes:
+        timeout_s: the limit that holds.
+    """
+
+    def __init__(
+        self, job: Job, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.timeout_s = max(timeout_s, _LEAST_S)
+        self._job = job
+        self._clock = clock
+        self._others = [rank for rank in range(job.size) if rank != job.rank]
+        if job.rank != 0:
+            self._others = [0]
+        self._counts: dict[int, int] = {}
+        self._changed: dict[int, float] = {}
+        self._next = 0.0
+        self._own = 0
+        self._answered = clock()
+
+    def beat(self) -> None:
+        """Gives a sign of life, and reads those of the others, if it is time to."""
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + BEAT_S
+            self._own += 1
+            self._job.beat(self._own)
+            for rank in self._others:
+                count = self._job.beats(rank)
+                if count != self._counts.get(rank):
+                    self._counts[rank] = count
+                    self._changed[rank] = self._clock()
+        self._answered = self._clock()
+
+    def silent(self) -> tuple[int, float] | None:
+        """Returns the process that has been silent for too long, and for how many seconds."""
+        now = self._clock()
+        for rank in self._others:
+            seconds = now - self._changed.get(rank, now)
+            if seconds > self.timeout_s and not self._job.has_left(rank):
+                return rank, seconds
+        return None
+
+    def unanswered_s(self) -> float:
+        """Returns for how long the store has not answered; from any thread."""
+        return self._clock() - self._answered
+
 
 _TICK_S = 0.25
 # How long a process may take to end by itself after a failure, and after an interruption.
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
 _WAIT_FOR_STACKS_S = 2.0
-# How long an end waits for a checkpoint that is being written; torchrun kills after 30 s.
-_WAIT_FOR_SAVE_S = 20.0
 # The first steps and the first evaluation may compile, trace and fill caches.
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
@@ -79,7 +145,6 @@ class Watchdog:
         self.heard: Failure | None = None
         self.tells = True
         self._processes = job.enter()
-        self._memories = job.memories(record.share() if job.size > 1 else -1, self._processes)
         self._job = job.clone()
         self._liveness = Liveness(self._job, timeout_s)
         self._stall_s = stall_s
@@ -254,10 +319,7 @@ class Watchdog:
         return f"rank {rank}" + (f" ({place}, {self._processes[rank].host})" if place else "")
 
     def _last_seen(self, job: Job, rank: int) -> str:
-        """Returns where a process was that cannot say it: on this host exactly, else about so."""
-        memory = self._memories[rank]
-        if memory is not None:
-            return f", last seen {in_words(*read(memory))}"
+        """Returns where a process was that cannot say it, by the last tick of its watchdog."""
         doing = job.said("doing", [rank]).get(rank)
         return f", last heard of {doing.what}" if doing else ""
 
@@ -280,7 +342,9 @@ class Watchdog:
             phase = self._activity.phase
             if self._job.size > 1:
                 self._liveness.beat()
-            current = self._state()
+            record = self._activity
+            lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
+            current = record.phase, record.steps, lanes
             if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
             before = now
@@ -308,11 +372,6 @@ class Watchdog:
                 stall = self.explain_stall(self._job, now - since)
                 if stall is not None:
                     self._end(stall)
-
-    def _state(self) -> object:
-        record = self._activity
-        lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-        return record.phase, record.steps, lanes
 
     def _limit(self, phase: str) -> float:
         """Returns the seconds without progress that `phase` may take."""
@@ -379,19 +438,4 @@ class Watchdog:
         stands_in_save = (
             failure.exit_code == EXIT_STALLED and kind_of(self._activity.phase or "") == "save"
         )
-        end_process(self.exit_code, 0.0 if stands_in_save else _WAIT_FOR_SAVE_S)
-
-
-def end_process(code: int, wait_for_save: float = _WAIT_FOR_SAVE_S) -> None:
-    """Ends this process, without waiting for its threads and connections.
-
-    A checkpoint that is being written is finished first, if that takes no longer than
-    `wait_for_save` seconds.
-    """
-    activity.wait_for_save(wait_for_save)
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-    finally:
-        os._exit(code)
+        end_process(self.exit_code, 0.0 if stands_in_save else WAIT_FOR_SAVE_S)

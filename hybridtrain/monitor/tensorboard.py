@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.timeline_picture import draw
+from hybridtrain.monitor.pictures import draw
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridtrain.files import atomic_file, write_atomically
 from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.timeline_picture import draw
+from hybridtrain.monitor.pictures import draw
 from hybridtrain.schedule import WORDS, Spans
 
 

@@ -6,25 +6,24 @@ micro-batches may have run:
 
     F0: 5 -> 6    F1: 6 -> 7    B0: recomputes F0 from a copy of 5; 7 is back afterwards
 
-All of a layer is looked at in its first forward. From then on what has changed once is copied
-before each forward, and the rest is only compared: attributes by identity, tensors by version.
+Buffers, parameters and attributes are noted before each forward, and those that are others later
+are put back. What changes in place needs a copy made before: all of a layer has one in its first
+forward, and from then on what that forward has changed. Any other change in place is refused.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, MutableMapping, ValuesView
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.layer import Layer
@@ -32,55 +31,36 @@ from hybridtrain.graph.segment import Segment
 
 # What holds the attributes, buffers or parameters of a module, by name.
 _Holder = MutableMapping[str, Any]
-
-_Place = tuple[int, str]  # the number of the holder, and the name there
+# The number of a module, what of it (a buffer, say), and the name.
+_Place = tuple[int, str, str]
 
 _MISSING = object()
-_version = attrgetter("_version")
 _CONTAINERS = (list, dict, set, bytearray, deque, OrderedDict, defaultdict)
+_IN_CONTAINER = "a tensor in its attribute"
 # of nn.Module itself: tables of hooks, parameters and the like
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+class _Copy(NamedTuple):
+    """A tensor that a forward may change in place, and what it was before."""
+
+    tensor: Tensor
+    before: Tensor
 
 
 class Snapshot(NamedTuple):
     """The state of a layer before one forward.
 
     Attributes:
-        places: where each value was.
-        values: the attributes, buffers and parameters.
-        tensors: those, and those in containers, of which an operation in place is noticed.
-        versions: how often each of them had been changed in place.
-        copies: of tensors and containers that the forward may change in place, by identity.
+        holders: what was in each; in the place of a tensor that changes in place a `_Copy`, of a
+            container a shallow copy.
+        copies: those of tensors, by identity.
+        versions: how often each tensor had been changed in place.
     """
 
-    places: list[_Place]
-    values: list[Any]
-    tensors: list[Tensor]
-    versions: list[int]
-    copies: dict[int, Any]
-
-
-class _ScriptTensors(MutableMapping[str, Any]):
-    """The buffers of a module of TorchScript, which has them elsewhere."""
-
-    def __init__(self, module: torch.jit.ScriptModule, names: list[str]) -> None:
-        self._module = module
-        self._names = names
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    holders: list[tuple[_Holder, dict[str, Any]]]
+    copies: dict[int, _Copy]
+    versions: list[tuple[_Place, Tensor, int]]
 
 
 class LayerState:
@@ -92,217 +72,173 @@ class LayerState:
 
     def __init__(self, layer: Layer) -> None:
         self._name = layer.name
-        parts = list(layer.module.modules())
-        # in training their output does not depend on what they update: a copy is enough
-        self._norms = [part for part in parts if _is_plain_norm(part)]
-        plain = {id(part) for part in self._norms}
-        self._holders: list[_Holder] = []
-        self._kinds: list[str] = []
-        self._views: list[ValuesView[Any]] = []
-        self._quiet: list[nn.Module] = []
-        for part in parts:
-            if isinstance(part, torch.jit.ScriptModule):
-                self._add(
-                    _ScriptTensors(part, [name for name, _ in part._buffers.items()]), "buffer"
-                )
-                continue
-            if id(part) not in plain:
-                self._add(part._buffers, "buffer")
-            self._add(part._parameters, "parameter")
-            if isinstance(part, GraphModule | Segment):
-                continue
-            if _is_of_torch(part) and not part._forward_pre_hooks and not part._forward_hooks:
-                self._quiet.append(part)  # PyTorch's own forwards set no attribute
-            else:
-                self._add(vars(part), "attribute")
-        # the places that a forward has changed
-        self._replaced: set[_Place] = set()
-        self._changed_in_place: set[_Place] = set()
+        self._parts = list(layer.module.modules())
+        # PyTorch's own forwards set no attribute, and neither do those of graphs
+        self._quiet = [
+            isinstance(part, torch.jit.ScriptModule | GraphModule | Segment) or _is_of_torch(part)
+            for part in self._parts
+        ]
+        self._norms = {
+            part for part in self._parts if isinstance(part, _NormBase) and _is_of_torch(part)
+        }
+        self._changed_by_forward: set[_Place] = set()  # that a forward has changed
         self._is_first = True
-        self._index(list(chain.from_iterable(self._views)))
-
-    def _add(self, holder: _Holder, kind: str) -> None:
-        self._holders.append(holder)
-        self._kinds.append(kind)
-        self._views.append(holder.values())
 
     @contextmanager
     def of(self, snapshots: dict[int, Snapshot], index: int) -> Iterator[None]:
         """Surrounds a forward: the first saves `snapshots[index]`, the second runs from it."""
         if index in snapshots:
-            with self._restored(snapshots[index]):
+            with _restored(snapshots[index]), _copied_statistics(self._norms):
                 yield
             return
-        snapshot = self._save()
+        snapshot = self._save(self._is_first)
         yield
-        self._compare(snapshot)
+        self._compare(snapshot, self._is_first)
         snapshots[index] = snapshot
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Surrounds a forward after which the layer is as it was before it."""
-        self._is_first = True  # everything is copied
-        snapshot = self._save()
-        tracked = [b for norm in self._norms for b in norm._buffers.values() if b is not None]
-        copies = [buffer.clone() for buffer in tracked]
+        snapshot = self._save(everything=True)
         try:
             yield
         finally:
-            self._compare(snapshot)
-            for buffer, own in zip(tracked, copies, strict=True):
-                buffer.data.copy_(own)
-            values = dict(zip(snapshot.places, snapshot.values, strict=True))
-            for number, name in sorted(self._replaced | self._changed_in_place):
-                before = values.get((number, name), _MISSING)
-                saved = snapshot.copies.get(id(before))
-                if isinstance(saved, Tensor) and saved is not before:
-                    before.data.copy_(saved)
-                elif saved is not None:
-                    before = saved
-                _put(self._holders[number], name, before)
+            self._compare(snapshot, everything=True)
+            for saved in snapshot.copies.values():
+                saved.tensor.data.copy_(saved.before)
+            for holder, name, _, before in _changes(snapshot):
+                _put(holder, name, before.tensor if isinstance(before, _Copy) else before)
 
-    def _index(self, values: list[Any]) -> None:
-        """Notes what is where, for as long as the same objects are there."""
-        self._indexed = values
-        self._places = [
-            (number, name) for number, holder in enumerate(self._holders) for name in holder
-        ]
-        self._graphs: list[int] = []
-        self._tensors: list[Tensor] = []
-        self._containers: list[Any] = []
-        for position, ((_, name), value) in enumerate(zip(self._places, values, strict=True)):
-            if isinstance(value, Tensor):
-                if is_lazy(value) or value.is_inference():
-                    continue
-                if value.grad_fn is None:
-                    self._tensors.append(value)
-                else:
-                    self._graphs.append(position)
-            elif type(value) in _CONTAINERS and name not in _OWN_ATTRIBUTES:
-                self._containers.append(value)
-        self._copied = [
-            value
-            for place, value in zip(self._places, values, strict=True)
-            if isinstance(value, Tensor) and place in self._changed_in_place
-        ]
+    def _save(self, everything: bool) -> Snapshot:
+        snapshot = Snapshot([], {}, [])
+        containers: dict[int, Any] = {}  # what is at two places has one copy
+        for number, part in enumerate(self._parts):
+            held: list[tuple[str, _Holder]] = [("parameter", part._parameters)]
+            if everything or part not in self._norms:
+                held.append(("buffer", part._buffers))
+            if not self._quiet[number] or part._forward_pre_hooks or part._forward_hooks:
+                held.append(("attribute", vars(part)))
+            for kind, holder in held:
+                values = _values(holder)
+                snapshot.holders.append((holder, values))
+                for name, value in values.items():
+                    place = number, kind, name
+                    if type(value) in _CONTAINERS:
+                        values[name] = containers.setdefault(id(value), copy.copy(value))
+                        snapshot.versions.extend(
+                            ((number, _IN_CONTAINER, name), item, item._version)
+                            for item in _tensors_in(value)
+                        )
+                    elif not isinstance(value, Tensor) or value.is_inference():
+                        continue
+                    elif value.grad_fn is not None:
+                        # its graph would keep the micro-batch before, and that the one before it
+                        values[name] = value.detach()
+                    else:
+                        snapshot.versions.append((place, value, value._version))
+                        if everything or place in self._changed_by_forward:
+                            if id(value) not in snapshot.copies:
+                                saved = _Copy(value, value.detach().clone())
+                                snapshot.copies[id(value)] = saved
+                            values[name] = snapshot.copies[id(value)]
+        return snapshot
 
-    def _save(self) -> Snapshot:
-        for part in self._quiet:
-            if part._forward_pre_hooks or part._forward_hooks:  # registered since
-                self._quiet = [one for one in self._quiet if one is not part]
-                self._add(vars(part), "attribute")
-        values = list(chain.from_iterable(self._views))
-        if not _identical(values, self._indexed):
-            self._index(values)
-        tensors, copies = self._tensors, {}
-        if self._graphs:
-            values = values.copy()
-            for position in self._graphs:
-                # its graph would keep the micro-batch before, and that the one before it
-                values[position] = own = values[position].detach()
-                copies[id(own)] = own
-        if self._containers:
-            tensors = [*tensors, *chain.from_iterable(map(_tensors_in, self._containers))]
-            copies.update((id(one), copy.copy(one)) for one in self._containers)
-        for tensor in self._tensors if self._is_first else self._copied:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().clone()
-        return Snapshot(self._places, values, tensors, list(map(_version, tensors)), copies)
-
-    def _compare(self, before: Snapshot) -> None:
-        """Notes what the forward has changed.
+    def _compare(self, before: Snapshot, everything: bool) -> None:
+        """Notes what the forward has changed in place; drops the copies of everything else.
 
         Raises:
-            ConfigError: it was changed in place, and there is no copy of it.
+            ConfigError: there is no copy of it.
         """
-        values = list(chain.from_iterable(self._views))
-        replaced = not _identical(values, before.values)
-        versions = list(map(_version, before.tensors))
-        in_place = versions != before.versions
-        if not (replaced or in_place or self._is_first or self._containers):
-            return
-        if replaced:
-            self._index(values)
-            was = dict(zip(before.places, before.values, strict=True))
-            now = dict(zip(self._places, values, strict=True))
-            self._replaced |= {
-                place
-                for place in was.keys() | now.keys()
-                if was.get(place, _MISSING) is not now.get(place, _MISSING)
-            }
         changed = {
-            id(tensor)
-            for tensor, version, old in zip(before.tensors, versions, before.versions, strict=True)
-            if version != old
+            id(tensor) for _, tensor, version in before.versions if tensor._version != version
         }
-        if self._is_first:
-            self._is_first = False
+        if everything:
             # A change through .data counts no version. Looking at the values waits for a GPU, and
             # is done in a layer's first forward only.
-            for tensor in before.tensors:
-                own = before.copies.get(id(tensor))
-                if own is not None and (id(tensor) in changed or not _equal(tensor, own)):
-                    changed.add(id(tensor))
+            self._is_first = False
+            for number, saved in list(before.copies.items()):
+                if number not in changed and _equal(*saved):
+                    del before.copies[number]
                 else:
-                    before.copies.pop(id(tensor), None)
-        for place, value in zip(before.places, before.values, strict=True):
-            own = before.copies.get(id(value))
-            if id(value) in changed:
-                if own is None:
-                    raise self._refusal(f"{self._kinds[place[0]]} {place[1]!r}")
-                self._changed_in_place.add(place)
-            elif own is not None and not isinstance(value, Tensor):
-                if any(id(tensor) in changed for tensor in _tensors_in(value)):
-                    raise self._refusal(f"a tensor in its attribute {place[1]!r}")
-                if not _same_items(value, own):
-                    self._changed_in_place.add(place)
-        self._indexed = []  # what is copied may have changed
+                    changed.add(number)
+            for _, values in before.holders:
+                for name, value in values.items():
+                    if isinstance(value, _Copy) and id(value.tensor) not in changed:
+                        values[name] = value.tensor
+        for place, tensor, _ in before.versions if changed else ():
+            _, kind, name = place
+            if id(tensor) not in changed:
+                continue
+            if kind == _IN_CONTAINER or id(tensor) not in before.copies:
+                raise ConfigError(
+                    f"layer {self._name!r} has changed {kind} {name!r} in place in its forward, "
+                    f"which cannot be undone for the recomputation: leave the layer out of "
+                    f"checkpoint=, or change it from the first forward on, as a registered buffer"
+                )
+            self._changed_by_forward.add(place)
 
-    def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"layer {self._name!r} has changed {what} in place in its forward, which cannot be "
-            f"undone for the recomputation: leave the layer out of checkpoint=, or change it from "
-            f"the first forward on, as a registered buffer"
-        )
 
-    @contextmanager
-    def _restored(self, snapshot: Snapshot) -> Iterator[None]:
-        present: list[tuple[_Holder, str, Any]] = []
-        swapped: list[tuple[Tensor, Tensor]] = []
-        places = self._replaced | self._changed_in_place
-        values = dict(zip(snapshot.places, snapshot.values, strict=True)) if places else {}
-        for number, name in sorted(places):
-            holder, before = self._holders[number], values.get((number, name), _MISSING)
-            own = snapshot.copies.get(id(before))
-            if own is not None and isinstance(before, nn.Parameter):
-                # the same object, so that it gets the gradient
-                swapped.append((before, before.data))
-                before.data = own
-            elif own is not None:
-                before = own
-            present.append((holder, name, holder.get(name, _MISSING)))
-            _put(holder, name, before)
-        for norm in self._norms:
-            if norm.training and norm.track_running_stats:
-                for name, buffer in norm._buffers.items():
-                    present.append((norm._buffers, name, buffer))
-                    # not None, which would save fewer tensors than the first run did
-                    norm._buffers[name] = None if buffer is None else buffer.clone()
-        try:
-            yield
-        finally:
-            for parameter, data in swapped:
-                parameter.data = data
-            for holder, name, value in present:
-                _put(holder, name, value)
+@contextmanager
+def _restored(snapshot: Snapshot) -> Iterator[None]:
+    """Makes a layer what it was before a forward, until the end of the block."""
+    swapped: list[tuple[nn.Parameter, Tensor]] = []
+    changes = list(_changes(snapshot))
+    for holder, name, _, before in changes:
+        if isinstance(before, _Copy):
+            tensor, before = before
+            if isinstance(tensor, nn.Parameter):  # the same object, so that it gets the gradient
+                swapped.append((tensor, tensor.data))
+                tensor.data, before = before, tensor
+        _put(holder, name, before)
+    try:
+        yield
+    finally:
+        for tensor, data in reversed(swapped):
+            tensor.data = data
+        for holder, name, now, _ in changes:
+            _put(holder, name, now)
+
+
+@contextmanager
+def _copied_statistics(norms: Iterable[_NormBase]) -> Iterator[None]:
+    """Lets norms update copies of their statistics, which their output in training is not of."""
+    present = [(n, dict(n._buffers)) for n in norms if n.training and n.track_running_stats]
+    for norm, buffers in present:
+        # not None, which would save fewer tensors than the first run did
+        norm._buffers.update({k: None if b is None else b.clone() for k, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in present:
+            norm._buffers.update(buffers)
+
+
+def _changes(snapshot: Snapshot) -> Iterator[tuple[_Holder, str, Any, Any]]:
+    """Yields what is another object or has other contents: holder, name, now and before."""
+    for holder, values in snapshot.holders:
+        present = _values(holder)
+        if present.keys() == values.keys() and all(map(is_, present.values(), values.values())):
+            continue
+        for name in {**values, **present}:
+            now, before = present.get(name, _MISSING), values.get(name, _MISSING)
+            same_container = type(before) in _CONTAINERS and _contents(now) == _contents(before)
+            if now is not before and not same_container:
+                yield holder, name, now, before
+
+
+def _values(holder: _Holder) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if name not in _OWN_ATTRIBUTES}
+
+
+def _contents(value: Any) -> list[int] | None:
+    """Returns the identities of a container's items; None: it is not one."""
+    if type(value) not in _CONTAINERS:
+        return None
+    return [*map(id, value), *(map(id, value.values()) if isinstance(value, dict) else ())]
 
 
 def _is_of_torch(part: nn.Module) -> bool:
     return type(part).__module__.startswith("torch.nn.modules.")
-
-
-def _is_plain_norm(part: nn.Module) -> bool:
-    return isinstance(part, _NormBase) and _is_of_torch(part)
 
 
 def _tensors_in(container: Any) -> list[Tensor]:
@@ -319,20 +255,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     if one.is_meta:  # another process has it, and an alias stands for it
         return other.is_meta
     return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return _identical(one, other) and _identical(one.values(), other.values())
-    if isinstance(one, bytearray | set):
-        return bool(one == other)
-    return _identical(one, other)
-
-
-def _identical(some: Collection[Any], others: Collection[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _put(holder: _Holder, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph.segment import Segment
 from hybridtrain.launch.activity import activity
-from hybridtrain.launch.second_signal import second_signal_ends
+from hybridtrain.launch.signals import second_signal_ends
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages

@@ -94,7 +94,7 @@ def counted_costs(
         ConfigError: the machine has no rate for this precision.
     """
     rates = Rates.of(machine, precision, tf32)
-    sizes, batches = two_sizes(example_inputs)
+    sizes, batches = _two_sizes(example_inputs)
     few, many = (count_layers(chain.layers, batch, precision) for batch in batches)
 
     @cache
@@ -162,7 +162,7 @@ def measured_costs(
         sharing: devices that run at one time, and share this process's intra-op threads, as CPU
             stages do.
     """
-    sizes, batches = two_sizes(example_inputs)
+    sizes, batches = _two_sizes(example_inputs)
     tables, slower = [], []
     for batch in batches:
         profiler = LayerProfiler(
@@ -175,25 +175,6 @@ def measured_costs(
         profiler.repeat(seconds)
         tables.append(profiler.costs())
         slower.append(profiler.contention())
-    return costs_of_two_sizes(chain, sizes, tables, slower, "measured")
-
-
-def costs_of_two_sizes(
-    chain: Chain,
-    sizes: tuple[int, int],
-    tables: Sequence[Sequence[LayerCost]],
-    slower: Sequence[float],
-    costs_from: str,
-) -> CostTable:
-    """Returns the costs for any number of samples, from those for two numbers.
-
-    Args:
-        chain: the model.
-        sizes: the two numbers of samples.
-        tables: the costs of all layers for each.
-        slower: for each what `CostTable.contention_at` returns.
-        costs_from: as of a `CostTable`.
-    """
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
@@ -213,7 +194,7 @@ def costs_of_two_sizes(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
         host_ms=[(0.0, 0.0)] * len(chain.layers),  # the times have it already
-        costs_from=costs_from,
+        costs_from="measured",
         no_cut_before=chain.no_cut_before,
         contention_at=contention_at,
     )
@@ -232,7 +213,7 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
     return sizes
 
 
-def two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     """Returns two numbers of samples, and inputs of so many."""
     samples = batch_size(example_inputs)
     if samples < 2:

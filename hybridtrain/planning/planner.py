@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, SplitError, did_you_mean
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.layer import Layer, is_chain
-from hybridtrain.graph.trace_guards import TraceGuards
+from hybridtrain.graph.mode_graphs import TraceGuards
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.cost_sources import Costs, GivenCosts, cost_source
 from hybridtrain.planning.costs import LayerCost, count
+from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.planning.manual_split import (
     counts_by_marks,
     marked_stage,
@@ -36,6 +36,7 @@ from hybridtrain.planning.manual_split import (
 )
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective, cut_by_costs, stage_tables
 from hybridtrain.planning.plan import Plan, StagePlan, counts_for
+from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
@@ -194,7 +195,7 @@ class Planner:
     def _decide(self, in_flight: Sequence[int]) -> _Decision:
         net, split = self._net, self._options.split
         expand: Collection[str]
-        if isinstance(split, str) and _is_plan_file(split):
+        if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
             plan = Plan.read(split)
             names = [layer.name for layer in self._chain(plan.expand).layers]
             counts = counts_for(plan, names, self._stages)
@@ -313,10 +314,6 @@ def _hints(chain: Chain) -> str:
     return hints
 
 
-def _is_plan_file(split: str) -> bool:
-    return split.lower().endswith((".yaml", ".yml"))
-
-
 def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:
     """Returns what each stage has of `items`, one for each layer of `chain`.
 
@@ -332,3 +329,87 @@ def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list
                 f"modules share the parameters instead (b.weight = a.weight)"
             )
     return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
+# Counts and estimates have none, and are held to the same.
+COUNT_NOISE = 0.05
+FIRST_PASS_NOISE = 0.15
+# How long the layers of a chain that looks even enough are timed, in seconds.
+CAREFUL_SECONDS = 3.0
+
+
+class Costs(NamedTuple):
+    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
+
+    layers: Sequence[LayerCost]
+    noise: float = COUNT_NOISE
+
+
+# Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
+# for better ones only while they may change the cut.
+YieldCosts = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
+
+# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+
+
+def cost_source(costs: str | GivenCosts) -> tuple[str, YieldCosts]:
+    """Returns a source of costs with its name in a plan, `given` for a function.
+
+    Raises:
+        ConfigError: `costs` is neither a function nor the name of a source.
+    """
+    if not isinstance(costs, str):
+        return "given", partial(_given, costs)
+    if costs not in COST_SOURCES:
+        raise ConfigError(
+            f"costs={costs!r} is neither a function of the layers and a micro-batch nor a known "
+            f"source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
+        )
+    return costs, COST_SOURCES[costs]
+
+
+def measured(
+    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
+) -> Iterator[Costs]:
+    """Yields the times of a quick pass over the layers, then careful ones."""
+    devices = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
+    profiler = LayerProfiler(
+        layers,
+        inputs,
+        devices,
+        precision=partial(autocast, options.precision, devices[0].type),
+        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
+    )
+    if Objective.of(options).memory_weight == 1:  # times do not matter
+        yield Costs(profiler.costs())
+        return
+    yield Costs(profiler.costs(), FIRST_PASS_NOISE)
+    profiler.repeat(CAREFUL_SECONDS)
+    yield Costs(profiler.costs())
+
+
+def estimated(
+    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
+) -> Iterator[Costs]:
+    """Yields one estimate for the default `Hardware`, whatever the devices of the cluster are.
+
+    For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
+    """
+    estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
+    tensors = options.optimizer_tensors_per_param
+    yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
+
+
+def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:
+    costs = list(function(layers, inputs))
+    if [cost.name for cost in costs] != [layer.name for layer in layers]:
+        raise ConfigError(
+            f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
+            f"by their names, not {[cost.name for cost in costs]}"
+        )
+    yield Costs(costs)
+
+
+COST_SOURCES: dict[str, YieldCosts] = {"measured": measured, "estimated": estimated}

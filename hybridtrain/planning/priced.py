@@ -14,7 +14,6 @@ from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
-from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.layout_search import find_layouts
@@ -24,7 +23,7 @@ from hybridtrain.planning.stage_times import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 from hybridtrain.text_table import text_table
 
-COSTS = ("estimated", "calibrated", "measured")
+COSTS = ("estimated", "measured")
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,8 @@ def find_plans(
         machine: the hardware.
         job: the work of a step.
         choices: what may be chosen from.
-        costs: `estimated` counts FLOPs and bytes without running a kernel; `calibrated` corrects
-            that by one layer, which it times on this machine's first device; `measured` times each
-            layer there.
+        costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
+            layer on this machine's first device.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
         best: how many layouts.
@@ -129,17 +127,13 @@ def model_costs(
     check_choice("cluster.costs", costs, COSTS)
     chain = ChainBuilder(net, example_inputs).chain()
     device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
-    if costs != "estimated" and device.type == "cuda" and not torch.cuda.is_available():
+    if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"cluster.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
             f"cluster.costs=estimated"
         )
     if costs == "measured":
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
-    elif costs == "calibrated":
-        table = calibrated_costs(
-            chain, example_inputs, machine, device, precision, tf32, sharing=sharing
-        )
     else:
         table = counted_costs(chain, example_inputs, machine, precision, tf32)
     return replace(table, model=type(net).__name__)

@@ -113,7 +113,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._monitor.close()
-        if kind is None:  # an error is told to the other processes first; see `launch.uncaught`
+        if kind is None:  # an error is told to the other processes first; see `launch.failure`
             self.close()
 
     def prepare(self, *objects: Any, example_inputs: Any = None) -> Any:

@@ -27,7 +27,7 @@ from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.timeline import stage_times
 from hybridtrain.planning import plan
-from hybridtrain.planning.cost_sources import COST_SOURCES
+from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.world import World
 from scripts.bench.common import print_footer, print_table
 

@@ -19,7 +19,7 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config, compose_settings, sweep_choices
 from hybridtrain.app.config import Config
-from hybridtrain.app.sweep_points import _names
+from hybridtrain.app.sweep import _names
 from hybridtrain.app.terminal import LastingStream
 from hybridtrain.errors import ConfigError
 

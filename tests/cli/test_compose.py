@@ -13,7 +13,7 @@ from support.launch import single
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import ClusterConfig, Config
-from hybridtrain.app.hidden import to_yaml
+from hybridtrain.app.config_text import to_yaml
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

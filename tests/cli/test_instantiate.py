@@ -15,12 +15,12 @@ from torch import nn
 
 from hybridtrain.app import instantiate
 from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.optim import (
+from hybridtrain.app.components import (
     build_lr_schedule,
     build_optimizer,
     optimizer_tensors_per_param,
 )
+from hybridtrain.app.compose import compose_config
 from hybridtrain.errors import ConfigError
 
 # A user's package, which makes a file when it is imported.

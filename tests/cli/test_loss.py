@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import losses
+from hybridtrain.app.components import build_loss
 from hybridtrain.app.compose import compose_config
-from hybridtrain.app.loss import build_loss
 from hybridtrain.errors import ConfigError
 
 MY_LOSSES = """

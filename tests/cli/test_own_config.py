@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
+from hybridtrain.app.resolve import settle
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.settings import settle
 from hybridtrain.errors import ConfigError
 
 

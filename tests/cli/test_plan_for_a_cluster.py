@@ -10,7 +10,7 @@ from cli_runs import fail, succeed
 from PIL import Image
 from support.launch import SMALL
 
-from hybridtrain.app import auto, measure_machine
+from hybridtrain.app import measure_machine, pricing
 from hybridtrain.app.config import ClusterConfig
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.cost_table import given_costs
@@ -61,7 +61,7 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
         one = [LayerCost(name, 1, busy_ms, busy_ms) for name, _ in net.named_children()]
         return given_costs(lambda samples: one)
 
-    monkeypatch.setattr(auto, "model_costs", costs)
+    monkeypatch.setattr(pricing, "model_costs", costs)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     keys = ["pipeline.nb_part=auto", "pipeline.chunks=4", "trainer.steps=1"]
     succeed(capfd, "train", *SMALL, *keys)
@@ -109,7 +109,7 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
         (["cluster=h100", "pipeline.memory_limit_gib=-1"], "memory_limit_gib=-1"),
         (["cluster=h100", "cluster.costs=guessed"], "cluster.costs=guessed is unknown"),
         (["cluster=h100", "cluster.costs=measured"], "set cluster.costs=estimated"),
-        (["cluster=h100", "cluster.costs=calibrated"], "set cluster.costs=estimated"),
+        (["cluster=h100", "cluster.costs=calibrated"], "cluster.costs=calibrated is unknown"),
     ],
 )
 def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monkeypatch, capfd):
@@ -140,6 +140,3 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert set(written) <= set(vars(ClusterConfig()))
     told = succeed(capfd, "plan", *SMALL, "cluster=this-machine")
     assert "predicted, from measured costs" in told
-    told = succeed(capfd, "plan", *SMALL, "cluster=this-machine", "cluster.costs=calibrated")
-    assert "calibrated by layer " in told
-    assert "predicted, from calibrated costs" in told

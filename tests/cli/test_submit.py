@@ -18,8 +18,7 @@ from cli_runs import fail
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config, PipelineConfig, SubmitConfig, WorldConfig
-from hybridtrain.app.job_files import JobRun, batch_script
-from hybridtrain.app.job_layout import layout_of
+from hybridtrain.app.job import JobRun, batch_script, layout_of
 from hybridtrain.app.results import SWEEP_FILE, read_sweep, results
 from hybridtrain.app.submit import _ranges
 from hybridtrain.app.submit import submit as send

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.optim import build_lr_schedule
+from hybridtrain.app.components import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.losses import accuracy, cross_entropy
 from hybridtrain.monitor import Monitor

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hybridtrain.app.run_prices import machine_of
+from hybridtrain.app.pricing import machine_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
 from hybridtrain.planning.layout import Choices, Job

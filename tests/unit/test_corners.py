@@ -8,7 +8,7 @@ from support.compare import assert_same_gradients, hybrid
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain.app.optim import build_lr_schedule
+from hybridtrain.app.components import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from hybridtrain.data.splits import InMemoryDataset, already_batched

@@ -10,7 +10,7 @@ import pytest
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.app import error_report
-from hybridtrain.launch import early_signals
+from hybridtrain.launch import signals
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.processes import this_process
 from hybridtrain.launch.watchdog import Watchdog
@@ -18,9 +18,9 @@ from hybridtrain.launch.watchdog import Watchdog
 
 @pytest.fixture
 def caught():
-    early_signals.catch()
+    signals.raise_on_signals()
     yield
-    early_signals.restore()
+    signals.restore_signals()
 
 
 def test_a_signal_ends_the_command_with_its_name(caught: None) -> None:
@@ -51,7 +51,6 @@ def test_a_signal_while_the_cause_is_looked_for_in_other_processes_does_not_hide
 
     store = HashStore()
     store.set("process/1", json.dumps(this_process()))
-    store.set("memory/1", "-1")
     watchdog = Watchdog(Job(store, 0, 2), 10, 600)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(error_report, "running_watchdog", lambda: watchdog)

@@ -189,5 +189,7 @@ def test_the_states_of_past_micro_batches_are_not_kept():
         snapshots = {}
         with state.of(snapshots, 0):
             linear(torch.randn(4, WIDTH))
-        held = [value for value in snapshots[0].values if isinstance(value, torch.Tensor)]
-        assert all(value.grad_fn is None for value in held)
+        held = [v for _, values in snapshots[0].holders for v in values.values()]
+        tensors = [v for v in held if isinstance(v, torch.Tensor)]
+        assert tensors
+        assert all(tensor.grad_fn is None for tensor in tensors)

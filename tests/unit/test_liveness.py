@@ -2,7 +2,7 @@
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.launch.job import Job
-from hybridtrain.launch.liveness import BEAT_S, Liveness
+from hybridtrain.launch.watchdog import BEAT_S, Liveness
 
 
 class Clock:

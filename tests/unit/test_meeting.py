@@ -9,7 +9,7 @@ import pytest
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
-from hybridtrain.launch import addresses, meeting
+from hybridtrain.launch import meeting
 from hybridtrain.launch.environment import Launch
 from hybridtrain.launch.meeting import meet, tell_failure
 
@@ -130,26 +130,26 @@ def test_a_process_that_does_not_come_is_named_once():
 
 
 def test_an_interface_that_this_host_lacks_is_an_error_that_lists_the_others(monkeypatch):
-    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    addresses.check_interface({})
-    addresses.check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
+    monkeypatch.setattr(meeting.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    meeting.check_interface({})
+    meeting.check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
     with pytest.raises(WorldError, match=r"_IFNAME=ib0: .* interface ib0; it has: lo, eth0"):
-        addresses.check_interface({"GLOO_SOCKET_IFNAME": "ib0"})
+        meeting.check_interface({"GLOO_SOCKET_IFNAME": "ib0"})
 
 
 @pytest.mark.parametrize("hosts", [("n1", "n1"), ("n1", "n2")])
 def test_a_host_whose_name_stands_for_itself_alone_is_an_error_between_hosts(monkeypatch, hosts):
     here = threading.local()
     address = {"n1": "10.0.0.1", "n2": "127.0.1.1"}
-    monkeypatch.setattr(addresses.socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(meeting.socket, "gethostname", lambda: here.name)
     monkeypatch.setattr(
-        addresses.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (address[name], 0))]
+        meeting.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (address[name], 0))]
     )
     store = HashStore()
 
     def check(rank, environ):
         here.name = hosts[rank]
-        addresses.check_reachable(store, Launch("slurm", rank, 2, 0, 1, None), environ)
+        meeting.check_reachable(store, Launch("slurm", rank, 2, 0, 1, None), environ)
 
     found = together(lambda: check(0, {}), lambda: check(1, {}))
     if hosts == ("n1", "n1"):

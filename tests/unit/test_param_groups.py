@@ -5,7 +5,7 @@ import torch
 from support.training import assert_same, assert_same_run, cosine, moments, plain_net, trainer
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.optim import build_model_optimizer
+from hybridtrain.app.components import build_model_optimizer
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.param_groups import CombinedOptimizer, parameter_groups

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from hybridtrain.monitor import plan_picture
-from hybridtrain.monitor.plan_picture import NodesPoint, draw_plan
+from hybridtrain.monitor import pictures
+from hybridtrain.monitor.pictures import NodesPoint, draw_plan
 from hybridtrain.schedule import make_schedule, simulate
 
 MIB = 2**20
@@ -15,7 +15,7 @@ BLUE, ORANGE, RED = (0x21, 0x71, 0xB5), (0xFD, 0x8D, 0x3C), (0xCB, 0x18, 0x1D)
 
 
 def drawn(devices=2, limit=100 * MIB, weights=10 * MIB):
-    kinds = dict.fromkeys(plan_picture._KINDS, 0) | {"activations": 40 * MIB, "state": weights}
+    kinds = dict.fromkeys(pictures.MEMORY, 0) | {"activations": 40 * MIB, "state": weights}
     spans = simulate(make_schedule("1f1b", devices, 2 * devices), [1.0] * 64, [2.0] * 64)
     points = [NodesPoint(1, None), NodesPoint(2, 80.0, "4 x 2"), NodesPoint(4, 50.0, "8 x 2")]
     return draw_plan("title", points, 4, [kinds] * devices, limit, spans, "1f1b").convert("RGB")

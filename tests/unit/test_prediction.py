@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtrain.app.predicted import beside_measured, in_words
+from hybridtrain.app.pricing import beside_measured, prediction_in_words
 from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.prediction import Prediction, predict_step, why_not_priced
+from hybridtrain.planning.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World
 
 LAYOUT = Layout(2, chunks=4)
@@ -99,11 +99,11 @@ def test_the_measured_memory_of_a_device_is_that_of_all_its_stages(gpus, peaks):
 def test_the_last_line_has_predicted_beside_measured():
     summary = summary_of([1024, 2048], 2, {})
     whole = Prediction(12.3, 0.25, (1024, 3072), "measured")
-    assert in_words(**beside_measured(whole, summary)) == (
+    assert prediction_in_words(**beside_measured(whole, summary)) == (
         "predicted 12.3 ms, measured 13.0 ms per step; bubble 25% predicted, 30% measured; "
         "memory of device 1: 3.0 KiB predicted, 2.0 KiB measured; from measured costs"
     )
     nothing = Prediction(reason="compile=true is not priced")
-    assert in_words(**beside_measured(nothing, summary)) == (
+    assert prediction_in_words(**beside_measured(nothing, summary)) == (
         "no prediction: compile=true is not priced"
     )

@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.monitor import Monitor
+from hybridtrain.monitor.pictures import draw
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace
-from hybridtrain.monitor.timeline_picture import draw
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
 
 FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}

@@ -1,7 +1,6 @@
 """The watchdog: which processes have ended, how long what may take, what an end waits for."""
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,12 +10,12 @@ import pytest
 from hybridtrain._torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import processes, watchdog
-from hybridtrain.launch.activity import Activity, activity
-from hybridtrain.launch.job import EXIT_STALLED, Failure, Job
-from hybridtrain.launch.processes import ProcessId, has_ended, is_stopped, kill, this_process
-from hybridtrain.launch.shared_activity import open_of, read
-from hybridtrain.launch.stacks import in_words, write_stacks
-from hybridtrain.launch.watchdog import Watchdog, end_process
+from hybridtrain.launch.activity import Activity, activity, end_process
+from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
+from hybridtrain.launch.processes import has_ended, is_stopped, kill, this_process
+from hybridtrain.launch.stacks import summary, write_stacks
+from hybridtrain.launch.watchdog import Watchdog
+from hybridtrain.schedule import Action
 
 
 class Ended(BaseException):
@@ -160,31 +159,18 @@ def test_a_process_ends_of_a_failure_also_where_the_store_has_gone(ends, monkeyp
         Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "rank 1 failed: boom", 1))
 
 
-def test_the_activity_of_another_process_can_be_read_and_so_after_its_end():
-    source = (
-        "import os, sys\n"
-        "from hybridtrain.launch.activity import activity\n"
-        "from hybridtrain.launch.processes import this_process\n"
-        "from hybridtrain.schedule import Action\n"
-        "descriptor = activity.share()\n"
-        "print(descriptor, *this_process(), flush=True)\n"
-        "sys.stdin.readline()\n"
-        "activity.now('step 3: train')\n"
-        "lanes = activity.begin_step(2)\n"
-        "lanes[0].begin(Action('B', 0, 5)); lanes[0].wait(True)\n"
-        "lanes[1].begin(Action('F', 1, 2))\n"
-        "os._exit(0)\n"
-    )
-    command = [sys.executable, "-c", source]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        descriptor, host, pid, *rest = process.stdout.readline().split()
-        memory = open_of(ProcessId(host, int(pid), *rest), int(descriptor))
-        assert in_words(*read(memory)) == "in 'no phase of training'"
-        process.communicate("go\n")
-    doing = read(memory)
-    assert in_words(*doing) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
-    assert doing.waiting == [("B", 0, 5)]
+def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
+    record = Activity()
+    assert summary(record) == "in 'no phase of training'"
+    record.now("step 3: train")
+    lanes = record.begin_step(2)
+    lanes[0].begin(Action("B", 0, 5))
+    lanes[0].wait(True)
+    lanes[1].begin(Action("F", 1, 2))
+    assert summary(record) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
+    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
+    watch.job.say("doing", Report(summary(record), 0))
+    assert watch._last_seen(watch.job, 0) == f", last heard of {summary(record)}"
 
 
 def test_the_first_evaluation_as_a_whole_may_take_longer():

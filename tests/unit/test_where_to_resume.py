@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hybridtrain.app import resume
+from hybridtrain.app.components import load_data
 from hybridtrain.app.config import Config
-from hybridtrain.app.load_data import load_data
 from hybridtrain.app.resume import checkpoint_to_resume
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError, ConfigError, DataError

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.components import optimizer_tensors_per_param
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
-from hybridtrain.app.optim import optimizer_tensors_per_param
-from hybridtrain.app.run_prices import machine_of
+from hybridtrain.app.pricing import machine_of
 from hybridtrain.construction import construct_on_meta
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hybridtrain.app.components import load_data
 from hybridtrain.app.config import Config
-from hybridtrain.app.load_data import load_data
 from hybridtrain.data.imdb import with_mask
 from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.errors import UserError

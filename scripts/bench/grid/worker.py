@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.components import build_model_optimizer
 from hybridtrain.app.compose import compose_config
-from hybridtrain.app.optim import build_model_optimizer
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.files import write_atomically
 from hybridtrain.model import HybridModel

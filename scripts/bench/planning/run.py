@@ -3,7 +3,7 @@
     emulated   stages that sleep, so that any number of devices fits on any number of cores
     real       a GPT on CPU stages, whose layers are measured first
     memory     the storages that a step of a GPT keeps, against the predicted ones
-    layers     the layers of a GPT: estimated, and calibrated by one block, against measured
+    layers     the layers of a GPT: estimated against measured
 
 Prints a line for each configuration, and the median error of each part. Run it on a quiet machine.
 """
@@ -25,7 +25,6 @@ from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
-from hybridtrain.planning.calibration import calibrated_costs
 from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
 from hybridtrain.planning.device_memory import device_memory
 from hybridtrain.planning.layout import Job, Layout
@@ -163,25 +162,21 @@ def memory() -> list[Row]:
     return rows
 
 
-def layers(seconds: float) -> dict[str, list[Row]]:
+def layers(seconds: float) -> list[Row]:
     """Returns the milliseconds of all layers of a GPT, by FLOPs and bytes and as measured."""
     net, tokens = small_gpt()
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
     machine = Machine(**rates)
-    tables = {
-        "estimated": counted_costs(chain, tokens, machine, "fp32"),
-        "calibrated": calibrated_costs(chain, tokens, machine, device, "fp32", sharing=2),
-    }
+    estimated = counted_costs(chain, tokens, machine, "fp32")
     measured = measured_costs(chain, tokens, device, "fp32", sharing=2)
-    rows: dict[str, list[Row]] = {name: [] for name in tables}
-    for name, table in tables.items():
-        for samples, kind in itertools.product((2, 4, 8, 16), ("forward_ms", "backward_ms")):
-            one, other = (
-                sum(getattr(cost, kind) for cost in each.costs_at(samples))
-                for each in (table, measured)
-            )
-            rows[name].append((f"{kind.partition('_')[0]} of {samples} samples", one, other))
+    rows: list[Row] = []
+    for samples, kind in itertools.product((2, 4, 8, 16), ("forward_ms", "backward_ms")):
+        one, other = (
+            sum(getattr(cost, kind) for cost in table.costs_at(samples))
+            for table in (estimated, measured)
+        )
+        rows.append((f"{kind.partition('_')[0]} of {samples} samples", one, other))
     return rows
 
 
@@ -241,8 +236,7 @@ def main() -> None:
     if "memory" in options.parts:
         report("memory", "MiB", memory())
     if "layers" in options.parts:
-        for name, rows in layers(options.seconds).items():
-            report(name, "ms", rows)
+        report("layers", "ms", layers(options.seconds))
     print_footer("Predicted against measured; median of the repeats after one warm-up.")
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.optim import build_lr_schedule
+from hybridtrain.app.components import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.evaluation import evaluate

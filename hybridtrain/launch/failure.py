@@ -1,19 +1,31 @@
-"""An error in one line, and the failure of another process that it is a consequence of.
+"""The error that ends a process: in one line, told to the others, or traced to one of theirs.
 
-When a process fails, the others see a connection that is closed, or wait until a limit. The store
-of the processes has the failure itself.
+When a process fails, PyTorch tells the others of a closed connection alone, or they wait until a
+limit. Here the process that fails says why in the store first, and each of them ends with the same
+last line:
+
+    error: rank 1 (stage 1, node2) failed: ArithmeticError: boom (in the forward of ...)
+
+The traceback is printed by the process that has failed. `app.error_report` does the like for the
+commands of the command line, which catches its errors itself.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import Rank0Error, Rank0UserError, UserError
+from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # with torch, which takes a second to import
     from hybridtrain.launch.job import Failure
     from hybridtrain.launch.watchdog import Watchdog
 
@@ -113,7 +125,7 @@ def store_gone(own: Failure, error: BaseException, watchdog: Watchdog) -> Failur
 
 def _left(watchdog: Watchdog) -> Failure | None:
     """Returns the failure that a process is which has ended as it should, but too early."""
-    from hybridtrain.launch.job import Failure  # with torch, which takes a second to import
+    from hybridtrain.launch.job import Failure
 
     job = watchdog.job
     for rank in range(job.size):
@@ -129,3 +141,66 @@ def _left(watchdog: Watchdog) -> Failure | None:
 def _signal_of(error: KeyboardInterrupt) -> str:
     name = str(error)
     return name if name in signal.Signals.__members__ else "SIGINT"
+
+
+# How long rank 0, which may have the store, stays for the others to hear of its failure.
+_WAIT_FOR_OTHERS_S = 2.0
+
+_before: Any = None
+
+
+def tell_uncaught_errors() -> None:
+    """Makes an uncaught error of this process known to the others; from now on."""
+    global _before
+    if sys.excepthook is not _report:
+        _before, sys.excepthook = sys.excepthook, _report
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an error that ends this process, or the one that it is a consequence of."""
+    from hybridtrain.launch.job import EXIT_STALLED, Failure
+    from hybridtrain.launch.watchdog import current
+
+    watchdog = current()
+    if watchdog is None or watchdog.job.size == 1:
+        _before(kind, error, trace)
+        return
+    job, line = watchdog.job, in_one_line(error)
+    said = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
+    own = Failure(job.rank, f"rank {job.rank}{said}", exit_code(error))
+    # known already: the store may be gone, and PyTorch prints its stacks where it is asked then
+    cause = watchdog.heard if is_broken_connection(error) else None
+    try:
+        if cause is None:
+            own = replace(own, line=f"{watchdog.short_name(job, job.rank)}{said}")
+            cause = find_cause(error, watchdog)
+        first = cause or job.claim(own)
+    except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
+        first = watchdog.heard or store_gone(own, error, watchdog)
+        cause = None if first is own else first
+    watchdog.end_threads()  # a debugger may follow, and ends when its user wants it to
+    if cause is None and (first == own or not first.line.endswith(said)):
+        _before(kind, error, trace)
+    with suppress(OSError, ValueError):  # the terminal is gone
+        print(f"error: {first.line}", file=sys.stderr, flush=True)
+    write_error_file(first.line, first.time + (first != own))
+    if first.exit_code == EXIT_STALLED:
+        watchdog.end(first)
+    if first == own and job.rank == 0:
+        with suppress(RuntimeError):
+            job.wait_until_heard(_WAIT_FOR_OTHERS_S)
+
+
+def write_error_file(line: str, at: float | None = None) -> None:
+    """Leaves `line` where torchrun looks for the cause of a failure; it shows the earliest one.
+
+    In the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which itself
+    writes whole tracebacks only. Without torchrun nothing is written.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    timestamp = str(int(time.time() if at is None else at))
+    details = {"py_callstack": line, "timestamp": timestamp}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))

@@ -4,35 +4,149 @@ A run directory has the config that its run began with. A command on that run ta
 the base, not the recipe's or the defaults: whoever trained with `data.max_len=64` and evaluates
 with the recipe alone would otherwise get the numbers of another data set. Every difference is
 listed; one that makes another model or other data ends the command.
+
+    overrides  -> `settle` ->  Settings  -> `leave_out_leftovers` -> `agreed` ->  rank 0's Config
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from hybridtrain.app.changes import OF_THE_COMMAND, Change, differences, in_words, table
-from hybridtrain.app.compose import (
-    compose_settings,
-    given_keys,
-    given_recipe,
-    parse_overrides,
-)
-from hybridtrain.app.config import OPEN_GROUPS, Config, with_auto_replaced
-from hybridtrain.app.hidden import from_environment, to_config, to_tree
+from hybridtrain.app import instantiate
+from hybridtrain.app.compose import compose_settings, given_keys, given_recipe, parse_overrides
+from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, Config, with_auto_replaced
+from hybridtrain.app.config_text import from_environment, masked, to_config, to_tree
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 
+if TYPE_CHECKING:
+    from hybridtrain.world import World
+
+# These belong to the command and not to the run.
+OF_THE_COMMAND = (
+    "recipe",
+    "run_name",
+    "output_dir",
+    "resume",
+    "allow_targets",
+    "allow_changes",
+    "init_from",
+    "ema",
+    "output",
+)
+
+# How a run is computed, watched and kept; all else decides what is learnt.
+_WITHOUT_EFFECT = (
+    "world.",
+    "monitor.",
+    "submit.",
+    "checkpoint.",
+    "pipeline.",
+    "cluster",
+    "trainer.log_every",
+    "trainer.eval_every",
+    "trainer.compile",
+    "trainer.max_time",
+    "trainer.max_skipped",
+)
+_WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
+_PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
+
+
+_MISSING = "(not set)"  # the value of a key that is not there
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between the config of a run and another one."""
+
+    key: str
+    of_run: Any
+    other: Any
+
+    @property
+    def is_identity(self) -> bool:
+        """True if it makes another model, other data, or other random numbers."""
+        if self.key.startswith("data."):
+            places = (*_PLACE_OF_DATA, *(f"data.{name}" for name in LOADER_KEYS))
+            return self.key not in places
+        return self.key.startswith("model.") or self.key == "seed"
+
+    @property
+    def has_effect(self) -> bool:
+        """True if a run from the beginning would have learnt something else."""
+        if self.key.startswith(_WITH_EFFECT):
+            return True
+        return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
+
+
+def in_words(changes: Sequence[Change]) -> str:
+    """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
+    words = [f"{c.key}={_shown(c.of_run)}, not {_shown(c.other)}" for c in _shortened(changes)]
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+
+
+def table(head: str, changes: Sequence[Change], pair: str) -> str:
+    """Returns `head` and a line for each change, its two values in the places of `pair`."""
+    shown = _shortened(changes)
+    width = max(len(change.key) for change in shown)
+    lines = [
+        f"  {change.key:<{width}}  {pair.format(_shown(change.of_run), _shown(change.other))}"
+        for change in shown
+    ]
+    return "\n".join([f"{head}:", *lines])
+
+
+def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
+    """Leaves out the arguments of a group whose `_target_` is another: they must differ."""
+    targets = {c.key.rpartition(".")[0] for c in changes if c.key.endswith("._target_")}
+    return [
+        c for c in changes if c.key.endswith("._target_") or c.key.partition(".")[0] not in targets
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def differences(of_run: Config, other: Config) -> Iterator[Change]:
+    """Yields every key that is not the same, with values that may be shown."""
+    trees = to_tree(of_run), to_tree(other)
+    before, after = (dict(_flat(masked(tree))) for tree in trees)
+    raw_before, raw_after = (dict(_flat(tree)) for tree in trees)
+    for key in dict.fromkeys([*before, *after]):
+        if key.partition(".")[0] in OF_THE_COMMAND:
+            continue
+        one, two = raw_before.get(key, _MISSING), raw_after.get(key, _MISSING)
+        nothing = (None, _MISSING)  # a null argument and none at all are the same
+        if one != two and not (one in nothing and two in nothing):
+            yield Change(key, before.get(key, _MISSING), after.get(key, _MISSING))
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value and (not key or "." not in key):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
 # What the config of a run has, of whatever version; the groups after these have good defaults.
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
+
+# What an option that is chosen is composed with, beside its group and the recipe.
+_TRUST = ("allow_targets", "hydra.")
 
 _NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
 
@@ -171,7 +285,8 @@ def _on_top_of(
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:
                 of_group.insert(0, f"recipe={recipe}")
-            chosen = compose_settings([*of_group, *_allowed(overrides)], config_dir)
+            of_group += [o for o, k in zip(overrides, keys, strict=True) if k.startswith(_TRUST)]
+            chosen = compose_settings(of_group, config_dir)
             tree[group] = chosen.tree[group]
             leftovers |= {name: found for name, found in chosen.leftovers.items() if name == group}
     _put_overrides(base, tree, others)
@@ -217,10 +332,6 @@ def _listed(settings: Settings, run: Path) -> list[str]:
         head = f"kept as in {run}/config.yaml, although the recipe {recipe} differs"
         notes.append(table(head, settings.kept, "{}  (recipe: {})"))
     return notes
-
-
-def _allowed(overrides: Sequence[str]) -> list[str]:
-    return [o for o in overrides if o.lstrip("+").startswith(("allow_targets", "hydra."))]
 
 
 def _put_overrides(
@@ -319,3 +430,48 @@ def _name_run_of_checkpoint(config: Config) -> None:
         if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
             config.run_name, config.output_dir = run.name, str(run.parent)
             return
+
+
+def leave_out_leftovers(settings: Settings) -> None:
+    """Removes the keys that were written for a `_target_` that has been replaced; notes each.
+
+    Raises:
+        ConfigError: a target is not allowed or does not exist.
+    """
+    allow = settings.config.allow_targets
+    for group, leftovers in settings.leftovers.items():
+        values: dict[str, Any] = getattr(settings.config, group)
+        kept = (*LOADER_KEYS, *GROUP_KEYS, "warmup_steps")
+        if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
+            settings.notes.append(
+                f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "
+                f"leave it out, set {group}.warmup_steps=0"
+            )
+        names = [name for name in leftovers if name not in kept]
+        for name in instantiate.not_taken(group, values, names, allow):
+            if (value := values.pop(name, None)) is not None:
+                settings.notes.append(
+                    f"{group}.{name}={value} is left out: {values['_target_']} does not take it"
+                )
+
+
+def agreed(config: Config, world: World) -> Config:
+    """Returns rank 0's config, which has seen the run directory; a collective call.
+
+    Raises:
+        ConfigError: a setting that was needed to join the processes is another one here or there.
+    """
+    configs = world.gather(config)
+    for rank, other in enumerate(configs):
+        one, two = (
+            {"pipeline.nb_part": c.pipeline.nb_part}
+            | {f"world.{key}": value for key, value in asdict(c.world).items()}
+            for c in (configs[0], other)
+        )
+        for key in one:
+            if one[key] != two[key]:
+                raise ConfigError(
+                    f"{key} is {one[key]} on rank 0 and {two[key]} on rank {rank}, which does not "
+                    f"see the run directory: say {key}= on the command line"
+                )
+    return configs[0]

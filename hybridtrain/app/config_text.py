@@ -1,20 +1,27 @@
-"""Secrets: what comes from the environment is not written down, what looks like one is not shown.
+"""A config as YAML: written to a run directory, and shown with the comments of its files.
 
-A key such as `token: ${oc.env:MY_TOKEN}` has its value while a run lives; `config.yaml` has the
-text between the quotes, which is resolved again when it is read.
+Secrets are neither written nor shown. A key such as `token: ${oc.env:MY_TOKEN}` has its value while
+a run lives; `config.yaml` has the text between the quotes, which is resolved again when it is read.
+What looks like a secret by its name is shown as `***`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from hybridtrain.app.config import Config
+from hybridtrain.app.config import OPEN_GROUPS, RARE, ClusterConfig, Config
+from hybridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtrain.app.compose import Composition
 
 MASK = "***"
 
@@ -121,3 +128,69 @@ def to_yaml(
     if mask:
         tree = masked(tree)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+_KEY = re.compile(r"^( *)(\w+):")
+
+
+def config_text(composition: Composition, resolve: bool = False, package: str | None = None) -> str:
+    """Returns a config as YAML, each key with the comment of the file that it comes from.
+
+    Args:
+        composition: what to show.
+        resolve: with the values of interpolations.
+        package: show only this group.
+    """
+    tree: Any = composition.tree
+    if resolve:
+        tree = to_tree(composition.config)
+    comments = dict(_comments(tree))
+    tree, left_out = _without_rare(masked(tree))
+    if package is not None:
+        if package not in tree:
+            raise ConfigError(f"--package {package}: there is no such group")
+        tree = {package: tree[package]}
+    group, lines = "", []
+    for line in OmegaConf.to_yaml(OmegaConf.create(tree)).splitlines():
+        comment = None
+        if (key := _KEY.match(line)) and len(key[1]) in (0, 2):
+            group = key[2] if not key[1] else group
+            comment = comments.get(key[2] if not key[1] else f"{group}.{key[2]}")
+        lines.append(f"{line}  # {comment}" if comment else line)
+    if package is None:
+        lines.append(f"# rare keys, at their defaults: {', '.join(left_out)}")
+    return "\n".join(lines)
+
+
+def _without_rare(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the tree without rare keys that have their defaults, and these keys."""
+    defaults = to_tree(Config(cluster=ClusterConfig()))
+    left_out = [
+        f"{group}.{key}"
+        for group, keys in RARE.items()
+        for key in keys
+        if tree.get(group) and tree[group].get(key) == defaults[group][key]
+    ]
+    shown = {
+        group: {key: value for key, value in values.items() if f"{group}.{key}" not in left_out}
+        if group in RARE and values
+        else values
+        for group, values in tree.items()
+    }
+    return shown, left_out
+
+
+def _comments(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the comment of each key: out of the schema, and the files of the open groups."""
+    folder = files("hybridtrain.configs")
+    for name, entry in json.loads((folder / "schema.json").read_text())["properties"].items():
+        for key, inner in {"": entry, **entry.get("properties", {})}.items():
+            text: str = inner.get("description", "")
+            yield f"{name}.{key}".rstrip("."), text.partition(". ")[0]
+    for group in OPEN_GROUPS:
+        target = f"_target_: {(tree.get(group) or {}).get('_target_')}\n"
+        for option in (folder / group).iterdir():
+            text = option.read_text() if option.name.endswith(".yaml") else ""
+            if target in text:
+                for key, comment in re.findall(r"^(\w+): .*? # (.*)$", text, re.M):
+                    yield f"{group}.{key}", comment

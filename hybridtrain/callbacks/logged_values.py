@@ -1,4 +1,4 @@
-"""The norms of the gradients of parts of a model, in the log."""
+"""Callbacks that add to the log: gradient norms of parts, and learning rates of all groups."""
 
 from __future__ import annotations
 
@@ -56,3 +56,23 @@ class GradientNorms(Callback):
             for part, square in each.items():
                 squares[part] = squares.get(part, 0.0) + square
         values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})
+
+
+class LearningRates(Callback):
+    """Logs the learning rate of each parameter group, as `lr/<its name or number>`.
+
+    `train/lr` is that of the first group. Each is the rate that the step was taken with.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Reads the rates, before the schedule changes them."""
+        if trainer.logging:
+            groups = enumerate(trainer.optimizer.param_groups)
+            self._rates = {f"lr/{g.get('name', i)}": float(g["lr"]) for i, g in groups}
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the rates."""
+        values.update(self._rates)

@@ -1,0 +1,401 @@
+"""Builds what a config names: data, loss, metrics, optimizer, learning rates and callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
+
+from hybridtrain.app import instantiate
+from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config
+from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.callbacks import CALLBACKS, Callback
+from hybridtrain.data.splits import DataSplits
+from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
+from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
+from hybridtrain.model import HybridModel
+from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, parameter_groups
+from hybridtrain.sharded_optimizer import ShardedOptimizer
+from hybridtrain.step import check_lr_schedule
+from hybridtrain.world import World
+
+# Keys of a data set that say where it is, in the order in which they are shown.
+_PLACES = ("root", "path", "file", "files", "folder", "data_dir")
+
+
+def check_tokenizer(config: Config) -> None:
+    """Refuses a tokenizer that is the path of a function which may not be called."""
+    tokenizer = str(config.data.get("tokenizer", ""))
+    if "." in tokenizer or ":" in tokenizer:  # not one of torchtext's names
+        instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
+
+
+def load_data(config: Config, world: World) -> DataSplits:
+    """Loads the data set, first on rank 0, then on the others.
+
+    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
+    is not there, since nodes may have their own disks.
+
+    Raises:
+        DataError: a process cannot load it; names rank and host.
+    """
+
+    def load(download: bool) -> DataSplits:
+        settings = dict(config.data)
+        if "download" in settings:
+            settings["download"] = download
+        check_tokenizer(config)
+        try:
+            return instantiate.build(
+                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+            )
+        except FileNotFoundError as error:
+            where = ", ".join(f"data.{k}={v}" for k, v in settings.items() if k in _PLACES)
+            raise DataError(
+                f"the data set {config.data['_target_']} is not there: {error}"
+                + (f" ({where})" if where else "")
+            ) from error
+
+    download = bool(config.data.get("download"))
+    data = world.on_main(lambda: load(download))
+    first_of_node = world.local_rank == 0
+    for first in (True, False) if download else (None,):
+        failure = None
+        if not world.is_main and first in (None, first_of_node):
+            try:
+                data = load(download and first_of_node)
+            except UserError as error:
+                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
+        for failed in world.gather(failure):
+            if failed is not None:
+                raise DataError(failed)
+    assert data is not None
+    return data
+
+
+# Settings of PyTorch's losses that are tensors, one number for each class.
+_TENSORS = ("weight", "pos_weight")
+
+
+def build_model(config: Config, data: DataSplits) -> nn.Module:
+    """Returns the model, with what the data know for those of its arguments that have no key.
+
+    Raises:
+        ConfigError: the target is not allowed or gives no module, or a key does not fit it.
+    """
+    return instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    )
+
+
+def build_loss(config: Config) -> LossFn:
+    """Returns the loss function that `trainer.loss` names or describes.
+
+    A `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that makes a loss
+    function; or itself a `loss_fn(output, targets)`, whose other arguments are the other keys.
+
+    Raises:
+        ConfigError: the name is unknown, or the target is not allowed or does not fit its keys.
+    """
+    chosen = config.trainer.loss
+    if not isinstance(chosen, Mapping):
+        check_choice("trainer.loss", chosen, LOSSES)
+        return LOSSES[chosen]
+    settings = {
+        key: torch.tensor(value, dtype=torch.float32)
+        if key in _TENSORS and isinstance(value, list)
+        else value
+        for key, value in chosen.items()
+    }
+    target = instantiate.resolve("trainer.loss", settings.get("_target_"), config.allow_targets)
+    if not isinstance(target, type) and callable(getattr(target, "count", None)):
+        return target  # a loss that counts, not what makes one
+    positional = [] if isinstance(target, type) else _output_and_targets(target, settings)
+    if positional:
+        del settings["_target_"]
+        known = list(inspect.signature(target).parameters)
+        for key in settings:
+            if key not in known:
+                raise ConfigError(
+                    instantiate.unknown_key(
+                        f"trainer.loss.{key}", [f"trainer.loss.{name}" for name in known]
+                    )
+                )
+        return partial(target, **settings) if settings else target
+    made: Any = instantiate.build("trainer.loss", settings, object, config.allow_targets)
+    if not callable(made):
+        raise ConfigError(
+            f"trainer.loss._target_={settings['_target_']} must give a loss function, not "
+            f"{type(made).__name__}"
+        )
+    loss_fn: LossFn = made
+    return loss_fn
+
+
+def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the two arguments that a loss function itself needs besides its settings."""
+    needed = [
+        name
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and name not in settings
+    ]
+    return needed if len(needed) == 2 else []
+
+
+_log = logging.getLogger(__name__)
+
+
+def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
+    """Returns the metrics that `trainer.metrics` names; by default those that fit the loss.
+
+    Raises:
+        ConfigError: a name is unknown, or the target is not allowed or does not fit its keys.
+    """
+    chosen = config.trainer.metrics
+    if chosen is None:
+        chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
+    if not isinstance(chosen, Mapping):
+        chosen = {name: name for name in chosen}
+    if "_target_" in chosen:
+        raise ConfigError(
+            f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
+            f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
+        )
+    for name, metric in chosen.items():
+        if isinstance(metric, Mapping):
+            continue
+        if "." in str(metric):
+            raise ConfigError(
+                f"trainer.metrics={metric} names a class, which goes with a _target_: "
+                f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
+            )
+        check_choice("trainer.metrics", metric, METRICS)
+    return {
+        name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
+        if isinstance(metric, Mapping)
+        else METRICS[metric]()
+        for name, metric in chosen.items()
+    }
+
+
+def build_model_optimizer(
+    config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
+) -> Optimizer:
+    """Returns the optimizer of `model` that `config` describes, with its parameter groups.
+
+    It is one for the model's `shard`.
+
+    Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
+    a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
+    `parameter_groups`.
+
+    Raises:
+        ConfigError: a target is not an optimizer, a key does not fit it, or a pattern matches no
+            parameter.
+    """
+    plain = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+    rules, decay = config.get("groups") or [], config.get("layer_decay")
+    if isinstance(rules, Mapping):
+        rules = list(rules.values())
+    sharded = model.options.shard == "optimizer"
+
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return build_optimizer(plain, parameters, allow)
+
+    if not rules and decay is None:
+        return ShardedOptimizer(model, make) if sharded else make(model.parameters())
+    _check_rules(plain, rules, allow)
+    passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
+    apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
+    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    with errors_with_config_keys(
+        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
+    ):
+        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+    rest: list[dict[str, Any]] = []
+    alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
+    for group in split:
+        number = group.pop("rule", None)
+        settings = {} if number is None else dict(passed[number])
+        settings.pop("match", None)
+        if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
+            settings["lr"] *= group["lr"] / plain["lr"]
+        alone.get(number, rest).append({**group, **settings})
+    if sharded and apart:
+        raise ConfigError(
+            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
+            "spreads one: leave it out, or set shard=none"
+        )
+    if sharded:
+        return ShardedOptimizer(model, make, rest)
+    made = [make(rest)] if rest else []
+    for number in apart:
+        settings = {key: v for key, v in rules[number].items() if key != "match"}
+        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
+    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+
+def _check_rules(
+    config: Mapping[str, Any], rules: Sequence[Mapping[str, Any]], allow: Sequence[str]
+) -> None:
+    """Checks the keys of groups that are not an optimizer by themselves.
+
+    Raises:
+        ConfigError: the optimizer has no such setting for a group.
+    """
+    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    for number, rule in enumerate(rules):
+        if not isinstance(rule, Mapping) or "match" not in rule:
+            raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
+        for key in rule:
+            if "_target_" not in rule and key not in ("match", "name", *known):
+                raise ConfigError(
+                    instantiate.unknown_key(
+                        f"optim.groups.{number}.{key}",
+                        [f"optim.groups.{number}.{name}" for name in known],
+                    )
+                )
+
+
+def build_optimizer(
+    config: Mapping[str, Any],
+    parameters: Iterable[Any],
+    allow: Sequence[str] = (),
+    *,
+    key: str = "optim",
+) -> Optimizer:
+    """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
+
+    Args:
+        config: its keys but those of `GROUP_KEYS` are the optimizer's arguments.
+        parameters: or parameter groups, of which none is left out.
+        allow: see `instantiate.build`.
+        key: of `config`, for messages.
+
+    Raises:
+        ConfigError: the target is not an optimizer, or a key does not fit it.
+    """
+    trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
+    # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
+    trained = trained or [Parameter(torch.empty(0))]
+    optimizer = instantiate.build(
+        key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
+    )
+    check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
+    return optimizer
+
+
+def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
+    """Returns how many tensors of a parameter's size the optimizer of `config` keeps for it."""
+    parameter = Parameter(torch.zeros(2, 3))
+    optimizer = build_optimizer(config, [parameter], allow)
+    optimizer.param_groups[0]["capturable"] = False  # which is for parameters on a GPU
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError) as error:  # for sparse gradients only, say
+        raise ConfigError(
+            f"optim._target_={config['_target_']} fails at a step: {error}"
+        ) from error
+    kept = optimizer.state[parameter].values()
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
+
+
+def build_lr_schedule(
+    config: Mapping[str, Any], optimizer: Optimizer, total_steps: int, allow: Sequence[str] = ()
+) -> LRScheduler:
+    """Returns the schedule that `config["_target_"]` names, stepped once per optimizer step.
+
+    `warmup_steps` come first: the learning rate rises linearly from its
+    `1 / (warmup_steps + 1)`th part. A null `T_max`, `total_iters` or `total_steps` becomes the
+    number of steps after the warm-up.
+
+    Raises:
+        ConfigError: the target is not a schedule, or a key does not fit it.
+    """
+    warmup = config.get("warmup_steps") or 0
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
+    if warmup >= total_steps:
+        _log.warning(
+            "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the learning "
+            "rate only rises, and never reaches its value",
+            warmup,
+            total_steps,
+        )
+    left = max(1, total_steps - warmup)
+    lengths = {"T_max": left, "total_iters": left, "total_steps": left}
+    if "total_iters" not in config:  # it has a default
+        del lengths["total_iters"]
+    if "epochs" in config:  # the other way to tell OneCycleLR its length
+        del lengths["total_steps"]
+    schedule = instantiate.build(
+        "lr_schedule",
+        config,
+        LRScheduler,
+        allow,
+        positional=[optimizer],
+        defaults=lengths,
+        ignore=["warmup_steps"],
+    )
+    check_lr_schedule(schedule)
+    if not warmup:
+        return schedule
+    rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
+
+
+def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
+    """Returns the callbacks that `callbacks` names, in its order.
+
+    It is a list of names, or a mapping of names to their arguments; with a `_target_` the name is
+    free. A `directory` that is not given is a folder of that name in the run directory.
+
+    Raises:
+        ConfigError: a name is unknown, or a key does not fit.
+    """
+    chosen = config.callbacks or {}
+    if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, list) or not all(isinstance(name, str) for name in chosen):
+            raise ConfigError(
+                f"callbacks={chosen} must be a list of names, or a mapping such as "
+                f"callbacks={{ema: {{decay: 0.999}}}}"
+            )
+        chosen = dict.fromkeys(chosen)
+    if "_target_" in chosen:
+        raise ConfigError(
+            f"callbacks._target_={chosen['_target_']}: give the callback a name, such as "
+            f"callbacks={{mine: {{_target_: {chosen['_target_']}}}}}"
+        )
+    return [_build(name, settings, config, directory) for name, settings in chosen.items()]
+
+
+def _build(name: str, settings: Any, config: Config, directory: RunDirectory) -> Callback:
+    key = f"callbacks.{name}"
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f"{key}={settings} must be a mapping of the callback's arguments")
+    settings = dict(settings or {})
+    if "_target_" not in settings:
+        check_choice("callbacks", name, CALLBACKS)
+        known = CALLBACKS[name]
+        settings["_target_"] = f"{known.__module__}.{known.__name__}"
+    made: Callback = instantiate.build(
+        key,
+        settings,
+        Callback,
+        config.allow_targets,
+        defaults={"directory": directory.path / name},
+    )
+    return made

@@ -1,0 +1,207 @@
+"""Plans without their processes: for a cluster, with its price, and of several processes by one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from hybridtrain.app.build import Setup, checked_options, set_up
+from hybridtrain.app.components import load_data
+from hybridtrain.app.compose import given_keys
+from hybridtrain.app.config import AUTO, Config
+from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, without_auto
+from hybridtrain.app.resolve import Settings
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.cluster import Cluster
+from hybridtrain.devices import check_nb_part, choose_devices
+from hybridtrain.errors import ConfigError
+from hybridtrain.files import atomic_file
+from hybridtrain.launch.environment import detect
+from hybridtrain.monitor.pictures import NodesPoint, draw_plan, in_ms
+from hybridtrain.pipeline.own_stages import plan_without_values
+from hybridtrain.planning import Plan, Planner
+from hybridtrain.planning.layout import Choices, Job, Layout
+from hybridtrain.planning.layout_search import fastest_layout
+from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+# Of the picture: numbers of nodes, and micro-batches of the timeline.
+_MOST_BARS = 5
+_MOST_SHOWN = 24
+
+
+def plan_for_cluster(settings: Settings) -> dict[str, Any]:
+    """Prices the run on the machine of the config, shows the ten best plans and writes the best.
+
+    Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
+
+    Raises:
+        ConfigError: the machine is not described well, or nothing uses all of it.
+        SplitError: nothing fits into memory.
+    """
+    config = without_auto(settings)
+    if detect(os.environ).size > 1:
+        raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
+    assert config.cluster is not None
+    pipeline_options = checked_options(config)[0]
+    machine = with_limit(machine_of(config.cluster), config)
+    directory = RunDirectory(config)
+    directory.check_writable()
+    directory.log_to_files(0)
+    data = load_data(config, World())
+    tensors = pipeline_options.optimizer_tensors_per_param
+    run, choices = model_of_run(config, data), _fixed(settings)
+    plans = find_plans(
+        run.net,
+        run.inputs,
+        machine,
+        Job(config.data["batch_size"], config.trainer.accumulate, tensors, run.load_ms),
+        choices=choices,
+        costs=config.cluster.costs,
+        precision=config.trainer.precision,
+        tf32=config.trainer.tf32,
+    )
+    best = plans.prices[0]
+    _log.info(
+        "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
+        plans.table.model,
+        machine.nodes,
+        machine.devices_per_node,
+        plans.job.samples,
+        plans.table.costs_from,
+        plans,
+    )
+    _log.info("the best: %s", in_words(best))
+    directory.create()
+    lock = RunLock(directory.path)
+    lock.acquire()
+    try:
+        begun = CheckpointStore(directory.checkpoints).steps()
+        path = directory.plan.with_stem("plan.new" if begun else "plan")
+        plans.plan().write(path)
+        with atomic_file(path.with_suffix(".png")) as file:
+            _picture(plans, choices).save(file, format="PNG")
+    finally:
+        lock.release()
+    keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
+    picture = path.with_suffix(".png").name
+    _log.info("wrote %s, and %s beside it; to train with it: %s", path, picture, keys)
+    return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
+    """Draws the fastest plan, and the times of other numbers of nodes."""
+    machine, best = plans.machine, plans.prices[0]
+    layout = best.layout
+    numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
+    points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
+    # the timeline shows groups of `nb_part` micro-batches, and few of them
+    chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
+    part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
+    return draw_plan(
+        f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
+        f"{plans.job.samples * plans.job.accumulate} samples per step, "
+        f"predicted from {plans.table.costs_from} costs",
+        points,
+        machine.nodes,
+        [vars(memory) for memory in best.memory],
+        machine.usable_bytes,
+        plans.timeline(chunks),
+        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, bubble {best.bubble:.1%}",
+    )
+
+
+def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
+    machine = replace(plans.machine, nodes=nodes)
+    found = fastest_layout(plans.table, machine, plans.job, choices)
+    if found is None:
+        return NodesPoint(nodes, None)
+    layout = found.layout
+    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
+
+
+def overrides_of(layout: Layout) -> list[str]:
+    """Returns the overrides that a run of this layout needs, beside the split."""
+    values = {
+        "pipeline.nb_part": layout.nb_part,
+        "pipeline.chunks": layout.chunks,
+        "pipeline.schedule": layout.schedule,
+        "pipeline.stages_per_device": layout.stages_per_device,
+        "pipeline.checkpoint": layout.checkpoint,
+        "world.engine": layout.engine,
+    }
+    if layout.shard != "none":
+        values["world.shard"] = layout.shard
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _fixed(settings: Settings) -> Choices:
+    """Returns what the search may choose from: what the command line sets is fixed."""
+    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
+    values: dict[str, Sequence[Any]] = {}
+    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
+        value = getattr(settings.config.pipeline, key)
+        if f"pipeline.{key}" in given and value != "auto":
+            values[key] = [value]
+    for key in ("engine", "shard"):
+        if f"world.{key}" in given:
+            values[key] = [getattr(settings.config.world, key)]
+    if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
+        raise ConfigError(
+            f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "
+            f"or always, or leave it to the search"
+        )
+    return Choices(**values)
+
+
+def other_processes_are_missing(config: Config) -> bool:
+    """Returns whether this is one process, and the config's pipeline is over several."""
+    distributed = config.world.engine == "distributed" and config.pipeline.nb_part != 1
+    return distributed and detect(os.environ).size == 1
+
+
+def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
+    """Plans a pipeline of `nb_part` processes in this one, without the model's values.
+
+    Returns the objects of the run, whose `world` is this process, the plan that the processes would
+    make on devices like this one's, and these devices.
+
+    Layers that are measured are measured on one device of this machine, as rank 0 would do it. The
+    batch is that of a run with one replica.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    if settings.config.pipeline.nb_part == AUTO:
+        raise ConfigError(
+            "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
+            "the others too, with torchrun, or describe the machine with cluster="
+        )
+    setup = set_up(settings, _this_process, writes=True)
+    nb_part = setup.config.pipeline.nb_part
+    cluster = Cluster((str(setup.world.devices[0]),) * nb_part, nb_part)
+    plan = plan_without_values(
+        setup.build,
+        setup.pipeline_options,
+        lambda net: Planner(net, setup.pipeline_options, setup.example_inputs, cluster),
+    )
+    return setup, plan, cluster.devices
+
+
+def _this_process(config: Config) -> World:
+    check_nb_part(config.pipeline.nb_part)
+    devices = config.world.devices
+    if isinstance(devices, list):  # of the processes of a node, one after the other
+        devices = devices[:1]
+    chosen = choose_devices(1, devices, detect(os.environ), torch.cuda.device_count())
+    return World(devices=chosen, engine=config.world.engine)
