@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey
 
-from hybridtrain.checkpoint.source import Source
+from hybridtrain.checkpoint.shared_files import Source
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ShardedOptimizer

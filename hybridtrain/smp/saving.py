@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.manifest import verify
+from hybridtrain.checkpoint.pytree_json import broadcast_tree
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.trees import broadcast_tree
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel

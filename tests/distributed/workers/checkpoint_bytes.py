@@ -92,8 +92,7 @@ def fill(model, optimizer, own_buffers=True):
 
 def across(**options):
     world = World.from_env(2, "cpu", timeout_s=60, engine="distributed")
-    model = HybridModel(make(), world, split=[3, 2], chunks=2, **options)
-    return model
+    return HybridModel(make(), world, split=[3, 2], chunks=2, **options)
 
 
 def local(world=None, **options):
