@@ -17,8 +17,10 @@ from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 
-def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_by_name(model: HybridModel, optimizer: Optimizer | None) -> dict[str, Any]:
     """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
+    if optimizer is None:
+        return {"state": {}, "param_groups": []}
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     return {

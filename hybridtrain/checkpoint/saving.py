@@ -33,7 +33,7 @@ def save(
     store: CheckpointStore,
     step: int,
     model: HybridModel,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     progress: Mapping[str, Stateful],
     states: Mapping[str, Stateful] = {},
     *,

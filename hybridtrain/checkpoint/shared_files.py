@@ -136,10 +136,10 @@ class Source:
 
         return tree_map_with_path(own, tree)
 
-    def tensors(
+    def sent(
         self, given: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names and whole values of the tensors that this process has in `state`.
+        """Yields what rank 0 sends, where it alone reads, of the tensors that this process has.
 
         Args:
             given: what `read` gave, by name; some may be missing.
@@ -147,20 +147,17 @@ class Source:
             left_out: names that are not wanted.
         """
         if self.shared:
-            for name, value in given.items():
-                if name not in left_out and not state[name].is_meta:
-                    yield name, value
             return
         names = self.world.broadcast(set(given))
         for name, tensor in state.items():
             if name in left_out or name not in names:
                 continue
             if self.world.is_main:
-                sent = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
+                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
             elif tensor.is_meta:  # of another stage
-                sent = torch.empty(tensor.shape, dtype=tensor.dtype)
+                value = torch.empty(tensor.shape, dtype=tensor.dtype)
             else:
-                sent = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
-            self.world.broadcast_tensor(sent)
-            if not tensor.is_meta:
-                yield name, sent
+                value = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
+            self.world.broadcast_tensor(value)
+            if not self.world.is_main and not tensor.is_meta:
+                yield name, value

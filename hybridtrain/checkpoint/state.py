@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 def writers(
     model: HybridModel,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     progress: Mapping[str, Stateful],
     states: Mapping[str, Mapping[str, Any]] = {},
     *,
@@ -70,7 +70,7 @@ def writers(
 
     Args:
         model: whose parameters, buffers and random state are saved.
-        optimizer: over the parameters of `model`.
+        optimizer: over the parameters of `model`; None: no optimizer's state is saved.
         progress: what else is saved in `state.json`: JSON's types, under keys that no other has.
         states: state dicts by name, such as `{"ema": ema.state_dict()}`: tensors and plain values,
             each in files with that name. Rank 0's are saved, and so are its `progress`.
@@ -336,15 +336,13 @@ def load_weights(
     received = source.tree({**extra, **others})
     state = model.net.state_dict()
     given = {name: value for name, value in weights.items() if not value.is_meta}
-    if source.shared or model.world.is_main:
+    has_files = source.shared or model.world.is_main
+    if has_files:
         model.load_state_dict({**weights, **received})
-        for _ in source.tensors(given, state, received):
-            pass  # rank 0 sends them, if need be
-        return
-    for name, whole in source.tensors(given, state, received):
-        if whole is not state[name]:
-            state[name].copy_(whole)
-    model.load_state_dict({**state, **received})  # for modules with load hooks
+    for name, whole in source.sent(given, state, received):
+        state[name].copy_(whole)
+    if not has_files:
+        model.load_state_dict({**state, **received})  # for modules with load hooks
 
 
 def read_progress(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class StateTable:
 
     Args:
         model: whose parameters and buffers are in the files `model`.
-        optimizer: whose state is in the files `optimizer`.
+        optimizer: whose state is in the files `optimizer`; None: an empty one is.
         form: who writes.
         group: of all processes, with gloo, for `gathered`; rank 0 may write for long.
 
@@ -81,7 +81,7 @@ class StateTable:
     def __init__(
         self,
         model: HybridModel,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         form: Form = "alone",
         group: dist.ProcessGroup | None = None,
     ) -> None:

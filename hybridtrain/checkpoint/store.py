@@ -33,7 +33,7 @@ import errno
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,13 +158,24 @@ class CheckpointStore:
         for name in writers:
             check_file_name(name)
         self.wait()
-        if not (self.background if background is None else background):
+
+        def run() -> Path:
             with activity.saving():
-                return self._save(step, writers, prune, joint)
+                if joint is not None:
+                    return joint.run(self, step, writers, prune)
+                temporary = self.begin(step)
+                try:
+                    files = self.write(step, temporary, writers)
+                    return self.publish(step, temporary, files, prune)
+                finally:
+                    if temporary.is_dir():  # not published
+                        shutil.rmtree(temporary, ignore_errors=True)
+
+        if not (self.background if background is None else background):
+            return run()
         # not a daemon: the interpreter waits for it at exit
-        arguments = step, writers, prune, joint
         self._thread = threading.Thread(
-            target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
+            target=self._in_background, args=(step, run), name="checkpoint", daemon=False
         )
         self._thread.start()
         return path_of(self.root, step)
@@ -270,8 +281,8 @@ class CheckpointStore:
             if found == published(self.root):  # no run has replaced them meanwhile
                 names = ", ".join(path.name for _, _, path in found)
                 raise CheckpointError(
-                    f"none of the checkpoints in {self.root} is intact ({names}): {reason}. Restore "
-                    f"one from a copy, or start a new run in another directory"
+                    f"none of the checkpoints in {self.root} is intact ({names}): {reason}. "
+                    f"Restore one from a copy, or start a new run in another directory"
                 )
         return None
 
@@ -322,28 +333,13 @@ class CheckpointStore:
                 _log.warning("%s is saved, but not all is tidy: %s", path, error)
             return generations(self.root, step)[-1]
 
-    def _save_in_background(
-        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
-    ) -> None:
+    def _in_background(self, step: int, run: Callable[[], object]) -> None:
         try:
-            with activity.saving():
-                self._save(step, writers, prune, joint)
+            run()
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
             self._failure, self._failed_step = error, step
-
-    def _save(
-        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
-    ) -> Path:
-        if joint is not None:
-            return joint.run(self, step, writers, prune)
-        temporary = self.begin(step)
-        try:
-            return self.publish(step, temporary, self.write(step, temporary, writers), prune)
-        finally:
-            if temporary.is_dir():  # not published
-                shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, last: int) -> None:
         """Removes the oldest checkpoints, so that `keep` of those up to step `last` stay.
