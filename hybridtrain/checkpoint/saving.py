@@ -84,23 +84,24 @@ def save(
 
     if form == "joint":
         _wait_for_last(store)
-        table = StateTable(model, optimizer, form)
-        path = save_files(table, JointSave(world.saving_group(store.wait)))
+        joint = JointSave(world.saving_group(store.wait))
+        path = save_files(StateTable(model, optimizer, form), joint)
         # of a save in the background it is the name that it will have
         return world.broadcast(path)
-    group = world.saving_group(store.wait) if form == "gathered" else None
-    others = None if group is None else StateTable(model, optimizer, form, group)
+    table = None
+    if form == "gathered":
+        table = StateTable(model, optimizer, form, world.saving_group(store.wait))
 
     def by_rank_0() -> Path | None:
         try:
             _wait_for_last(store)  # its copies are used again
-            return save_files(others or StateTable(model, optimizer))
+            return save_files(table or StateTable(model, optimizer))
         finally:
-            if others is not None:
-                others.end()
+            if table is not None:
+                table.end()
 
-    if others is not None:
-        others.serve()
+    if table is not None:
+        table.serve()
     # the others wait in a group where a long wait is allowed
     return world.broadcast(world.on_main(by_rank_0))
 

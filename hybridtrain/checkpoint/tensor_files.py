@@ -126,44 +126,26 @@ def share_writers(
     shards = [
         (owner, shard)
         for owner in sorted(set(writer.values())) or [0]
-        for shard in shards_of(
+        for shard in _shards_of(
             {n: t for n, t in tensors.items() if writer[n] == owner}, shard_bytes
         )
     ]
-    named = list(zip(file_names(stem, len(shards)), shards, strict=True))
+    count = len(shards)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    named = list(zip(names if count > 1 else [f"{stem}.safetensors"], shards, strict=True))
     files: dict[str, Writer] = {
         file: partial(_write, shard, aliases, value)
         for file, (owner, shard) in named
         if owner == rank
     }
-    if rank == 0:
-        files |= index_writers(stem, {file: shard for file, (_, shard) in named})
+    if rank == 0 and count > 1:
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
+            "weight_map": {name: file for file, (_, shard) in named for name in shard},
+        }
+        rendered = (json.dumps(index, indent=2) + "\n").encode()
+        files[f"{stem}.safetensors.index.json"] = lambda file: file.write(rendered)
     return files
-
-
-def file_names(stem: str, count: int) -> list[str]:
-    """Returns the names of `count` files that hold the tensors of `stem` together."""
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def index_writers(stem: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> dict[str, Writer]:
-    """Returns the index of several files, as on the Hub; nothing for one file.
-
-    Args:
-        stem: the beginning of their names.
-        files: the tensors of each.
-    """
-    if len(files) <= 1:
-        return {}
-    total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {key: file for file, shard in files.items() for key in shard},
-    }
-    rendered = (json.dumps(index, indent=2) + "\n").encode()
-    return {f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -288,7 +270,7 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def shards_of(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
+def _shards_of(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
     """Returns `tensors` in the shards of a file each, filled in the order of the names."""
     shards: list[dict[str, TensorInfo]] = [{}]
     used = 0

@@ -180,13 +180,17 @@ class DistributedOptimizer(Optimizer):
         model = current().model
         assert model is not None
         own = {id(p) for p in model.partitioned_hybrid().parameters()}
+        # of the model; others, of the script's own, stay
+        of_model = model.parameters_of_all
+        kept = set()
         for group in self.param_groups:
-            others = [p for p in group["params"] if id(p) not in own and self._of_model(p)]
-            for parameter in others:
-                self.state.pop(parameter, None)
-            gone = {id(p) for p in others}
-            group["params"] = [p for p in group["params"] if id(p) not in gone]
-        kept = {id(p) for group in self.param_groups for p in group["params"]}
+            group["params"], given = [], group["params"]
+            for p in given:
+                if id(p) in own or not (p.is_meta or id(p) in of_model):
+                    group["params"].append(p)
+                    kept.add(id(p))
+                else:
+                    self.state.pop(p, None)
         # new parameters may get the identities of those that are gone
         self._members = [[key if key in kept else None for key in keys] for keys in self._members]
         if current().config.shard_optimizer_state and current().world.replicas > 1:
@@ -200,13 +204,13 @@ class DistributedOptimizer(Optimizer):
         if self._shares is None:
             yield
             return
-        whole = [group["params"] for group in self.param_groups]
+        given = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if self._shares.owns(p)]
         try:
             yield
         finally:
-            for group, parameters in zip(self.param_groups, whole, strict=True):
+            for group, parameters in zip(self.param_groups, given, strict=True):
                 group["params"] = parameters
 
     def _keep_own_share(self) -> None:
@@ -240,7 +244,8 @@ class DistributedOptimizer(Optimizer):
             ConfigError: it has other groups of parameters.
         """
         given = whole(state_dict)
-        if [list(group["params"]) for group in given["param_groups"]] != self._group_numbers():
+        groups = given["param_groups"]
+        if [list(group["params"]) for group in groups] != self._group_numbers():
             raise ConfigError(
                 "the state is of an optimizer with other groups of parameters: make it with the "
                 "same groups as the one that was saved"
@@ -250,11 +255,9 @@ class DistributedOptimizer(Optimizer):
             for place, number in enumerate(self._own_numbers())
             if number in given["state"]
         }
+        own = Optimizer.state_dict(self)["param_groups"]
         merged = [
-            {**theirs, "params": own["params"]}
-            for theirs, own in zip(
-                given["param_groups"], Optimizer.state_dict(self)["param_groups"], strict=True
-            )
+            {**theirs, "params": mine["params"]} for theirs, mine in zip(groups, own, strict=True)
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
         self._keep_own_share()
@@ -315,12 +318,6 @@ class DistributedOptimizer(Optimizer):
         for own, *same in zip(keys, *parts, strict=True):
             order = sorted({key for one in same for key in one})
             self._members.append([own.get(key) for key in order])
-
-    def _of_model(self, parameter: Tensor) -> bool:
-        """Returns whether `parameter` was the model's; others, of the script's own, stay."""
-        model = current().model
-        assert model is not None
-        return id(parameter) in model.parameters_of_all or parameter.is_meta
 
 
 class LocalOptimizer:

@@ -211,6 +211,8 @@ def test_another_format_is_refused_with_the_version_that_reads_it(
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=message):
         verify(path)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointStore(tmp_path).newest()
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_it(
