@@ -33,7 +33,7 @@ from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
 Form = Literal["alone", "gathered", "joint"]
-"""Who writes a checkpoint; see above."""
+"""An assignment of the tensors to those that write them; see above."""
 
 Key = tuple[str, str]
 """The stem of a file, and the name of a tensor in it."""

@@ -303,9 +303,14 @@ def _load_full(
     assert model is not None
 
     def read() -> tuple[Mapping[str, Any], Any]:
-        weights = load(str(path / tag), partial=False, weights_only=True)
-        content = str(path / f"{_CONTENT}_{tag}")
-        found = load(content, partial=False, weights_only=True) if Path(content).is_file() else None
+        try:
+            weights = torch.load(path / tag, map_location="cpu", weights_only=True)
+            content = path / f"{_CONTENT}_{tag}"
+            found = torch.load(content, weights_only=True) if content.is_file() else None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path / tag} cannot be read: {error.strerror or error}: check path and tag"
+            ) from error
         return translate(weights) if translate else weights, found
 
     weights, content = world.on_main(read) or ({}, None)
