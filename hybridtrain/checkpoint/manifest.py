@@ -21,8 +21,7 @@ Writer = Callable[[BinaryIO], object]
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-READABLE_FORMATS = (1, 2)
-"""1 has the files of `torch.save`, 2 those of safetensors."""
+"""Of checkpoints in safetensors and JSON; 1 had files of `torch.save`."""
 
 PUBLISHED = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 """The name of a published checkpoint: its step, and the generation of a step saved again."""
@@ -169,10 +168,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} was altered after it was saved: its crc32 of {found_crc32!r} is wrong"
         )
-    if version not in READABLE_FORMATS:
-        known = " and ".join(map(str, READABLE_FORMATS))
+    if version != FORMAT:
+        other = "version 0.1.0 writes and reads it" if version == 1 else "a later version reads it"
         raise CheckpointError(
-            f"{file} has format {version}; this version of hybridtrain reads formats {known}"
+            f"{file} has format {version}, and this version of hybridtrain reads {FORMAT}: {other}"
         )
     _check_entries(file, content)
     return cast(dict[str, Any], content)

@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey
 
-from hybridtrain.checkpoint.source import Source
+from hybridtrain.checkpoint.shared_files import Source
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 
-def optimizer_by_name(model: HybridModel, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_by_name(model: HybridModel, optimizer: Optimizer | None) -> dict[str, Any]:
     """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
+    if optimizer is None:
+        return {"state": {}, "param_groups": []}
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     return {
@@ -39,18 +41,13 @@ def check_groups(
     Raises:
         CheckpointError: it has others.
     """
-    names = parameter_names(model, optimizer)
-    numbers = {name: number for number, name in enumerate(names)}
-    own = [
-        sorted(number for number in group["params"] if names[number])
-        for group in optimizer.state_dict()["param_groups"]
-    ]
+    groups = optimizer_by_name(model, optimizer)["param_groups"]
+    own = [sorted(group["params"]) for group in groups]
     elsewhere = {name for name, p in model.net.named_parameters() if p.is_meta}
     try:
-        groups = state["param_groups"]
         saved = [
-            sorted(numbers.get(name, -1) for name in group["params"] if name not in elsewhere)
-            for group in groups
+            sorted(name for name in group["params"] if name not in elsewhere)
+            for group in state["param_groups"]
         ]
         if not all(isinstance(entry, dict) for entry in state["state"].values()):
             raise TypeError("the state of a parameter is a dict")

@@ -1,10 +1,7 @@
 """Saving by all processes of a run: what fails in one of them ends the run everywhere.
 
-There are three forms of a save. Who writes is the store's choice, `CheckpointStore(writers=...)`:
-
-    alone       rank 0 has the whole state, and writes it
-    gathered    rank 0 writes, and asks the others for what it does not have (`gathered_save`)
-    joint       each process writes its share (`own_share`, `joint_save`)
+Who writes is the store's choice, `CheckpointStore(writers=...)`, and an assignment in the table of
+the state (`state_table`): `alone`, `gathered` or `joint`.
 """
 
 from __future__ import annotations
@@ -13,18 +10,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.gathered_save import GatheredState
-from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint import state
 from hybridtrain.checkpoint.joint_save import JointSave
-from hybridtrain.checkpoint.own_share import share_of_state
-from hybridtrain.checkpoint.published import TEMPORARY
 from hybridtrain.checkpoint.shared_files import hosts_without
-from hybridtrain.checkpoint.state import writers
-from hybridtrain.checkpoint.state_table import StateTable
+from hybridtrain.checkpoint.state_table import Form, HostCopies, StateTable
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted
 from hybridtrain.model import HybridModel
@@ -40,7 +33,7 @@ def save(
     store: CheckpointStore,
     step: int,
     model: HybridModel,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     progress: Mapping[str, Stateful],
     states: Mapping[str, Stateful] = {},
     *,
@@ -73,38 +66,44 @@ def save(
     """
     world = model.world
     dicts = {name: entry.state_dict() for name, entry in states.items()}
-    whole = _rank_0_has_all(model)
-    store.is_joint = _is_joint(store, world, whole)
-    if store.is_joint:
+    form = _form(store, model)
+    store.is_joint = form == "joint"
+
+    def save_files(table: StateTable, joint: JointSave | None = None) -> Path | None:
+        # copies of what other processes have would be the whole model in this one
+        background = store.background and form != "gathered"
+        copies = store.host_copies = (store.host_copies or HostCopies()) if background else None
+        files = state.writers(model, optimizer, progress, dicts, table=table, copies=copies)
+        try:
+            return store.save(step, files, prune=prune, background=background, joint=joint)
+        except NoSpaceError as error:
+            if required:
+                raise
+            _log.warning("no checkpoint of step %d; training goes on: %s", step, error)
+            return None
+
+    if form == "joint":
         _wait_for_last(store)
-        table = StateTable(model, optimizer)
-        copies = _host_copies(store) if store.background else None
-        files = share_of_state(model, table, progress, dicts, copies=copies)
-        path = _save(
-            store, step, files, prune, required, joint=JointSave(world.saving_group(store.wait))
-        )
+        joint = JointSave(world.saving_group(store.wait))
+        path = save_files(StateTable(model, optimizer, form), joint)
         # of a save in the background it is the name that it will have
         return world.broadcast(path)
-    others = None
-    if not whole:
-        others = GatheredState(StateTable(model, optimizer), world.saving_group(store.wait))
+    table = None
+    if form == "gathered":
+        table = StateTable(model, optimizer, form, world.saving_group(store.wait))
 
-    def save_on_main() -> Path | None:
+    def by_rank_0() -> Path | None:
         try:
             _wait_for_last(store)  # its copies are used again
-            # copies of what other processes have would be the whole model in this one
-            background = store.background and others is None
-            copies = _host_copies(store) if background else None
-            files = writers(model, optimizer, progress, dicts, copies=copies, others=others)
-            return _save(store, step, files, prune, required, background=background)
+            return save_files(table or StateTable(model, optimizer))
         finally:
-            if others is not None:
-                others.end()
+            if table is not None:
+                table.end()
 
-    if others is not None:
-        others.serve()
+    if table is not None:
+        table.serve()
     # the others wait in a group where a long wait is allowed
-    return world.broadcast(world.on_main(save_on_main))
+    return world.broadcast(world.on_main(by_rank_0))
 
 
 def check_directory(store: CheckpointStore | None, world: World) -> None:
@@ -117,13 +116,8 @@ def check_directory(store: CheckpointStore | None, world: World) -> None:
     """
     if store is None or store.writers != "all" or world.size == 1:
         return
-    if without := hosts_without(store.root, world, TEMPORARY):
-        raise CheckpointError(
-            f"writers=all needs a directory that all processes see, and {store.root} of rank 0 is "
-            f"not seen by {', '.join(without)}: put it on a file system that all nodes share "
-            f"(output_dir=), or set writers=rank0, with which rank 0 gathers and writes everything"
-        )
-    store.seen_by_all = True
+    store.seen_by_all = None
+    _is_seen_by_all(store, world)
 
 
 @contextmanager
@@ -165,44 +159,31 @@ def _wait_for_last(store: CheckpointStore) -> None:
         _log.warning("the last checkpoint was not saved: %s", error)
 
 
-def _save(
-    store: CheckpointStore, step: int, files: Any, prune: bool, required: bool, **options: Any
-) -> Path | None:
-    try:
-        return store.save(step, files, prune=prune, **options)
-    except NoSpaceError as error:
-        if required:
-            raise
-        _log.warning("no checkpoint of step %d; training goes on: %s", step, error)
-        return None
+def _form(store: CheckpointStore, model: HybridModel) -> Form:
+    """Returns who writes, the same on every process; the first call may try the directory."""
+    world = model.world
+    whole = world.pipeline_group is None and model.options.shard == "none"
+    may_be_joint = store.writers == "all" or (store.writers == "auto" and not whole)
+    if world.size > 1 and may_be_joint and _is_seen_by_all(store, world):
+        return "joint"
+    return "alone" if world.size == 1 or whole else "gathered"
 
 
-def _host_copies(store: CheckpointStore) -> HostCopies:
-    if store.host_copies is None:
-        store.host_copies = HostCopies()
-    return store.host_copies
-
-
-def _rank_0_has_all(model: HybridModel) -> bool:
-    """Returns whether rank 0 has the whole state, the same on every process."""
-    if model.world.size == 1:
-        return True
-    return model.world.pipeline_group is None and model.options.shard == "none"
-
-
-def _is_joint(store: CheckpointStore, world: World, whole: bool) -> bool:
-    """Returns whether all processes write; the first call may try the directory."""
-    if world.size == 1 or store.writers == "rank0" or (store.writers == "auto" and whole):
-        return False
-    if store.writers == "all":
-        if store.seen_by_all is None:
-            check_directory(store, world)
-    elif store.seen_by_all is None:
-        without = hosts_without(store.root, world, TEMPORARY)
-        store.seen_by_all = not without
+def _is_seen_by_all(store: CheckpointStore, world: World) -> bool:
+    """Returns whether all processes see the store's directory; the first call tries it."""
+    if store.seen_by_all is None:
+        without = ", ".join(hosts_without(store.root, world))
+        if without and store.writers == "all":
+            raise CheckpointError(
+                f"writers=all needs a directory that all processes see, and {store.root} of rank 0 "
+                f"is not seen by {without}: put it on a file system that all nodes share "
+                f"(output_dir=), or set writers=rank0, with which rank 0 gathers and writes "
+                f"everything"
+            )
         if without and world.is_main:
             _log.info(
                 "rank 0 gathers and writes the checkpoints: %s is not seen by %s",
-                store.root, ", ".join(without),
+                store.root, without,
             )  # fmt: skip
-    return bool(store.seen_by_all)
+        store.seen_by_all = not without
+    return store.seen_by_all

@@ -1,4 +1,8 @@
-"""Checks of what the processes see of a file system, which their nodes may share or not."""
+"""Files that the nodes of a run may share or not, and the values that each process loads.
+
+If all processes see the same files, each reads what it needs of them, memory-mapped. Otherwise
+rank 0 alone reads, and sends one tensor at a time. Neither way does a process hold the whole state.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,18 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from hybridtrain.checkpoint.save_errors import Problem, worst
+import torch
+from torch import Tensor
+from torch.utils._pytree import KeyPath, tree_map_with_path
+
+from hybridtrain.checkpoint.directory import TEMPORARY
+from hybridtrain.checkpoint.joint_save import on_each
+from hybridtrain.checkpoint.pytree_json import broadcast_tree
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import make_directory
 from hybridtrain.world import World
@@ -23,15 +33,14 @@ _APPEARS_S = 5.0
 _PIECES, _PIECE_BYTES = 16, 64 << 10
 
 
-def hosts_without(root: Path, world: World, temporary_prefix: str) -> list[str]:
+def hosts_without(root: Path, world: World) -> list[str]:
     """Returns the ranks and hosts that do not see the directory `root` of rank 0.
 
-    A collective call; it makes the directory.
+    A collective call; it makes the directory, and removes a file in it.
 
     Args:
         root: the directory, by the path that each process has.
         world: the processes.
-        temporary_prefix: of the name of a file that is made there and removed.
 
     Raises:
         CheckpointError: rank 0 cannot make the directory or write to it; on every process.
@@ -40,7 +49,7 @@ def hosts_without(root: Path, world: World, temporary_prefix: str) -> list[str]:
         return []
 
     def make() -> str:
-        token = root / f"{temporary_prefix}seen-{uuid4().hex}"
+        token = root / f"{TEMPORARY}seen-{uuid4().hex}"
         try:
             make_directory(root)
             token.touch()
@@ -87,24 +96,68 @@ def fingerprint(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def on_each(world: World, action: Callable[[], T]) -> T:
-    """Returns what `action` returns, on every process; a collective call.
+class Source:
+    """The files of a state; all calls are collective ones.
 
-    Raises:
-        Exception: that of the first process in which it fails; on the others one of its kind.
+    Args:
+        world: the processes.
+        shared: each of them reads the files; False: rank 0 sends what it reads.
     """
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    own = None if failure is None else Problem.of(world.rank, failure)
-    problem = worst([each for each in world.gather(own) if each is not None])
-    try:
-        if problem is not None:
-            if failure is not None and problem.rank == world.rank:
-                raise failure
-            raise problem.error()
-    finally:
-        del failure  # its traceback holds the caller's frames
-    return result
+
+    def __init__(self, world: World, shared: bool) -> None:
+        self.world = world
+        self.shared = shared or world.size == 1
+
+    def read(self, action: Callable[[], T]) -> T | None:
+        """Returns what `action` opens: on every process, or on rank 0 alone.
+
+        Raises:
+            Exception: that of rank 0, or of the first process that fails, on every process.
+        """
+        if not self.shared:
+            return self.world.on_main(action)
+        # rank 0 first: what is wrong with the files is said once
+        own = self.world.on_main(action)
+        return on_each(self.world, lambda: action() if own is None else own)
+
+    def tree(
+        self, tree: Any, move: Callable[[KeyPath, Tensor], Tensor] = lambda _, value: value
+    ) -> Any:
+        """Returns a tree that `read` gave, on every process, with copies of its tensors `move`d."""
+        if not self.shared:
+            return broadcast_tree(self.world, tree, move)
+
+        def own(path: KeyPath, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            moved = move(path, value)
+            # not the memory of the file
+            return moved.clone() if moved is value else moved
+
+        return tree_map_with_path(own, tree)
+
+    def sent(
+        self, given: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what rank 0 sends, where it alone reads, of the tensors that this process has.
+
+        Args:
+            given: what `read` gave, by name; some may be missing.
+            state: of the model, the same names on every process.
+            left_out: names that are not wanted.
+        """
+        if self.shared:
+            return
+        names = self.world.broadcast(set(given))
+        for name, tensor in state.items():
+            if name in left_out or name not in names:
+                continue
+            if self.world.is_main:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
+            elif tensor.is_meta:  # of another stage
+                value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            else:
+                value = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
+            self.world.broadcast_tensor(value)
+            if not self.world.is_main and not tensor.is_meta:
+                yield name, value

@@ -9,54 +9,48 @@
         state.json              the progress of the run: step, epoch, sample, random state, scale
         manifest.json           sizes and checksums of the above (see `store`)
 
-Rank 0 writes all of it, or each process a share (`own_share`). A state is loaded tensor by tensor
-from memory-mapped files, by each process or by rank 0 for all (`source`), so there is never a
-second copy of the model or of the optimizer's state.
-
-Checkpoints of format 1 (`model.pt` and `optimizer.pt`, of `torch.save`) are read as well.
+Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
+by tensor from memory-mapped files, by each process or by rank 0 for all (`shared_files`), so there
+is never a second copy of the model or of the optimizer's state.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.joint_save import on_each
 from hybridtrain.checkpoint.manifest import MANIFEST, Writer, read_manifest, verify
-from hybridtrain.checkpoint.optimizer_state import (
-    check_groups,
-    load_optimizer_by_name,
-    optimizer_by_name,
-)
-from hybridtrain.checkpoint.progress import read_progress
-from hybridtrain.checkpoint.shared_files import on_each, same_files
-from hybridtrain.checkpoint.source import Source
+from hybridtrain.checkpoint.optimizer_state import check_groups, load_optimizer_by_name
+from hybridtrain.checkpoint.pytree_json import pack, unpack
+from hybridtrain.checkpoint.shared_files import Source, same_files
+from hybridtrain.checkpoint.state_table import HostCopies, Key, StateTable
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
-    check_storable,
+    TensorInfo,
     read_tensors,
-    tensor_writers,
+    share_writers,
     without_aliases,
 )
-from hybridtrain.checkpoint.trees import pack, unpack
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from hybridtrain.checkpoint.gathered_save import GatheredState
-
 # the last part of the name that torch gives to get_extra_state()
 EXTRA_STATE = "_extra_state"
+_LARGEST = 2**63 - 1
 _OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
 
 _log = logging.getLogger(__name__)
@@ -64,63 +58,76 @@ _log = logging.getLogger(__name__)
 
 def writers(
     model: HybridModel,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     progress: Mapping[str, Stateful],
     states: Mapping[str, Mapping[str, Any]] = {},
     *,
-    shard_bytes: int = SHARD_BYTES,
+    table: StateTable | None = None,
     copies: HostCopies | None = None,
-    others: GatheredState | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Writer]:
     """Returns the names of a checkpoint's files, each with the function that writes it.
 
     Args:
         model: whose parameters, buffers and random state are saved.
-        optimizer: over the parameters of `model`.
+        optimizer: over the parameters of `model`; None: no optimizer's state is saved.
         progress: what else is saved in `state.json`: JSON's types, under keys that no other has.
         states: state dicts by name, such as `{"ema": ema.state_dict()}`: tensors and plain values,
-            each in files with that name.
-        shard_bytes: the tensors of a file, at most; the others go into further files.
+            each in files with that name. Rank 0's are saved, and so are its `progress`.
+        table: who writes what; the files are this process's. If all write, this is a collective
+            call. None: this process has and writes everything.
         copies: copy all tensors to host memory now, so that training may go on while they are
             written; None: they are read when they are written.
-        others: the state of stages in other processes, which ask for it when it is written; not
-            together with `copies`.
+        shard_bytes: the tensors of a file, at most; the others go into further files.
 
     Raises:
         CheckpointError: a value is of a type that is not saved; names its place.
         ValueError: two of `progress` use the same key, or a name in `states` cannot be that of a
             file.
     """
-    # the parameters themselves: a tied one is known by being the same under all its names
-    weights, extra = split_state(model.net.state_dict(keep_vars=True))
-    documents, tensors = packed(
-        model,
-        progress,
-        others.table.extra if others else extra,
-        others.table.optimizer if others else optimizer_by_name(model, optimizer),
-        states,
-    )
-    files: dict[str, Writer] = {}
-    for name, own_tensors in {"model": weights, **tensors}.items():
-        of_others = others if name in ("model", "optimizer") else None
-        if copies is not None:
-            check_storable(own_tensors)
-            own_tensors = copies.take(name, own_tensors)
-        if own_tensors or name == "model":
-            files |= tensor_writers(name, own_tensors, shard_bytes, of_others)
+    table = table or StateTable(model, optimizer)
+
+    def of_rank_0() -> dict[str, Any]:
+        documents, tensors = _packed(model, progress, table, states)
+        for name, own_tensors in tensors.items():
+            table.add(name, own_tensors)
+        return documents
+
+    all_write = table.form == "joint"
+    documents = (model.world.on_main(of_rank_0) if all_write else of_rank_0()) or {}
+    value: Callable[[Key], Tensor] = table.value
     if copies is not None:
-        copies.wait()
-    return {**files, **document_writers(documents)}
+        own = [key for key, rank in table.writer.items() if rank == table.rank]
+        value = copies.take({key: table.value(key) for key in own}).__getitem__
+    infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # without tensors it has a file too
+    for (stem, name), info in table.infos.items():
+        infos.setdefault(stem, {})[name] = info
+    # of the files in the manifest
+    order = ["model", *(["optimizer"] if all_write else []), "model_extra", "optimizer", *infos]
+    files: dict[str, Writer] = {}
+    for stem in (stem for stem in dict.fromkeys(order) if stem in infos):
+        files |= share_writers(
+            stem,
+            infos[stem],
+            {name: table.writer[stem, name] for name in infos[stem]},
+            table.rank,
+            partial(lambda stem, name: value((stem, name)), stem),
+            table.aliases[stem],
+            shard_bytes,
+        )
+    for name, document in documents.items():
+        content = json.dumps(document, indent=1, allow_nan=name == "state").encode()
+        files[f"{name}.json"] = partial(_write_content, content)
+    return files
 
 
-def packed(
+def _packed(
     model: HybridModel,
     progress: Mapping[str, Stateful],
-    extra: Mapping[str, Any],
-    optimizer_state: Mapping[str, Any],
+    table: StateTable,
     states: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Returns the content of the JSON files by name, and the tensors that belong to each."""
+    """Returns the content of the JSON files by name, and the tensors that the table lacks."""
     # `draws_step` is what the random numbers of layers such as dropout are drawn for
     saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
     for name, entry in progress.items():
@@ -128,31 +135,19 @@ def packed(
         if own.keys() & saved.keys():
             raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
         saved |= own
-    trees = {
-        **({"model_extra": extra} if extra else {}),
-        "optimizer": optimizer_state,
-        **states,
-    }
-    documents: dict[str, Any] = {"state": saved}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name, tree in trees.items():
-        if name in states and (name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name)):
+    for name in states:
+        if name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"states= has the name {name!r}: use letters, digits, - and _, and none of "
                 f"{', '.join(_OWN_FILES)}"
             )
+    extra = {"model_extra": table.extra} if table.extra else {}
+    documents: dict[str, Any] = {"state": saved}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, tree in {**extra, "optimizer": table.optimizer, **states}.items():
         documents[name], tensors[name] = pack(name, tree)
+    del tensors["optimizer"]
     return documents, tensors
-
-
-def document_writers(documents: Mapping[str, Any]) -> dict[str, Writer]:
-    """Returns the writers of JSON files; `documents` may change afterwards."""
-    return {
-        f"{name}.json": _writer_of(
-            json.dumps(document, indent=1, allow_nan=name == "state").encode()
-        )
-        for name, document in documents.items()
-    }
 
 
 def restore(
@@ -234,8 +229,6 @@ def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor
         path: its directory, verified.
         files: of its manifest.
     """
-    if "model.pt" in files:  # format 1
-        return split_state(_mapped(path / "model.pt"))
     extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
     return read_tensors(path, "model", files), extra
 
@@ -307,8 +300,6 @@ def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
     Raises:
         CheckpointError: it cannot be read.
     """
-    if name == "optimizer" and "optimizer.pt" in files:  # format 1
-        return _mapped(path / "optimizer.pt")
     has_tensors = {f"{name}.safetensors", f"{name}.safetensors.index.json"} & files.keys()
     tensors = read_tensors(path, name, files) if has_tensors else {}
     file = path / f"{name}.json"
@@ -320,17 +311,12 @@ def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
-def _writer_of(content: bytes) -> Writer:
-    return lambda file: file.write(content)
+def _write_content(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
 
 
 def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
-
-
-def _mapped(path: Path) -> Any:
-    """Loads a file of `torch.save` with memory-mapped tensors, which are read when used."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 @torch.no_grad()
@@ -350,12 +336,76 @@ def load_weights(
     received = source.tree({**extra, **others})
     state = model.net.state_dict()
     given = {name: value for name, value in weights.items() if not value.is_meta}
-    if source.shared or model.world.is_main:
+    has_files = source.shared or model.world.is_main
+    if has_files:
         model.load_state_dict({**weights, **received})
-        for _ in source.tensors(given, state, received):
-            pass  # rank 0 sends them, if need be
-        return
-    for name, whole in source.tensors(given, state, received):
-        if whole is not state[name]:
-            state[name].copy_(whole)
-    model.load_state_dict({**state, **received})  # for modules with load hooks
+    for name, whole in source.sent(given, state, received):
+        state[name].copy_(whole)
+    if not has_files:
+        model.load_state_dict({**state, **received})  # for modules with load hooks
+
+
+def read_progress(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `state.json` of the checkpoint at `path`, which is verified.
+
+    Raises:
+        CheckpointError: it is not a dict, or not of the step that the manifest names.
+    """
+    file = path / "state.json"
+    try:
+        if file.name not in manifest["files"]:
+            raise ValueError("it is not in the manifest")
+        saved = json.loads(file.read_bytes())
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds {type(saved).__name__} where a dict should be")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    _check_number(file, saved, "draws_step")
+    if "step" in saved and saved["step"] != manifest["step"]:
+        raise CheckpointError(
+            f"{file} is of step {saved['step']!r} and its manifest of step {manifest['step']}: "
+            f"they are not of the same save"
+        )
+    return saved
+
+
+def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
+    """Checks the types and bounds of a `Trainer`'s state.
+
+    Args:
+        saved: its `state_dict`.
+        total_steps: the length of the run that is resumed.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+    file = "the checkpoint's state.json"
+    for name in ("step", "samples", "epoch", "row", "rows_per_step"):  # words: ok
+        _check_number(file, saved, name, at_least=int(name == "rows_per_step"))
+    if saved["step"] > total_steps:
+        raise CheckpointError(
+            f"the checkpoint is of step {saved['step']}, and this run has steps={total_steps}: "
+            f"give it at least as many steps, or resume an earlier checkpoint"
+        )
+    if saved["epoch"] > saved["step"]:
+        raise CheckpointError(
+            f"{file} is damaged: epoch={saved['epoch']} after step={saved['step']}"
+        )
+    scaler = saved.get("scaler")
+    if scaler is not None and not (
+        isinstance(scaler, dict)
+        and {"scale", "growth_factor", "backoff_factor", "growth_interval"} <= scaler.keys()
+        and all(
+            type(value) in (int, float) and math.isfinite(value) and value >= 0
+            for value in scaler.values()
+        )
+    ):
+        raise CheckpointError(f"{file} is damaged: scaler={scaler!r}")
+
+
+def _check_number(file: object, saved: Mapping[str, Any], name: str, at_least: int = 0) -> None:
+    value = saved.get(name)
+    if type(value) is not int or not at_least <= value <= _LARGEST:
+        raise CheckpointError(
+            f"{file} is damaged: {name}={value!r} must be a whole number of {at_least} or more"
+        )

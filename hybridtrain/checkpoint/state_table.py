@@ -1,52 +1,44 @@
-"""A table of all tensors of a run: the processes that have each, and the one that writes it.
+"""A table of the state of a run: which processes have each tensor, and which one writes it.
 
 A tensor is in several processes if they are replicas of a stage, and in one if only its stage or
-its owner among the replicas has it. Each is written by one of these, so that a reader need not know
-of splits. Every process makes the same table.
+its owner among the replicas has it. It is written by one process, so that a reader need not know
+of splits. The forms of a save are three assignments in this table:
+
+    tensor          in ranks    alone       gathered    joint
+    0.weight        0, 2        rank 0      rank 0      rank 0
+    1.weight        0, 2        rank 0      rank 0      rank 2
+    5.weight        1, 3        -           rank 0      rank 1      gathered: rank 1 sends it
+
+alone: rank 0 has all of it, and no other process is asked, so that its table has one process.
+gathered: rank 0 asks for what it does not have, when it writes it, one tensor at a time. So no
+process ever holds the whole model, and no file system need be shared. joint: each writes a share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.checkpoint.optimizer_state import optimizer_by_name
-from hybridtrain.checkpoint.tensor_files import check_storable, without_aliases
-from hybridtrain.checkpoint.trees import pack
+from hybridtrain.checkpoint.pytree_json import pack
+from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, without_aliases
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+
+Form = Literal["alone", "gathered", "joint"]
+"""An assignment of the tensors to those that write them; see above."""
 
 Key = tuple[str, str]
 """The stem of a file, and the name of a tensor in it."""
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor without its values, as processes tell each other of it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorInfo:
-        """Returns the description of `tensor`."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def meta(self) -> Tensor:
-        """Returns a meta tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+_END = -1
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,21 @@ class _Part:
 
 
 class StateTable:
-    """The tensors of a model and its optimizer over all processes; a collective call.
+    """The tensors of a model and its optimizer, over all processes.
+
+    A collective call, and every process makes the same table; `alone` it is of this process.
+
+    Args:
+        model: whose parameters and buffers are in the files `model`.
+        optimizer: whose state is in the files `optimizer`; None: an empty one is.
+        form: who writes.
+        group: of all processes, with gloo, for `gathered`; rank 0 may write for long.
 
     Attributes:
+        form: as given.
+        rank: of this process in the table.
         infos: each tensor of the whole state once, in the order of the model's names.
-        holders: the ranks that have it, ascending.
+        writer: the rank that writes each.
         aliases: by the stem of a file, further names of a tensor and its first one.
         optimizer: the state of `optimizer_by_name` for the whole model; tensors of other processes
             are meta tensors.
@@ -76,8 +78,15 @@ class StateTable:
             have different groups.
     """
 
-    def __init__(self, model: HybridModel, optimizer: Optimizer) -> None:
-        self._rank = model.world.rank
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: Optimizer | None,
+        form: Form = "alone",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.form, self._group = form, group
+        self.rank = 0 if form == "alone" else model.world.rank
         self._own: dict[Key, Tensor] = {}
         own: dict[str, Any] = {}
         try:
@@ -85,23 +94,28 @@ class StateTable:
             part = self._describe(model, own)
         except CheckpointError as error:
             part = _Part({}, {}, {}, None, str(error))
-        parts = model.world.gather(part)
+        parts = [part] if form == "alone" else model.world.gather(part)
         for problem in (part.problem for part in parts):
             if problem is not None:
                 raise CheckpointError(problem)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
-        trees = [tree_map_only(TensorInfo, TensorInfo.meta, part.optimizer) for part in parts]
-        trees[self._rank] = own
+        trees = [
+            tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
+            for part in parts
+        ]
+        trees[self.rank] = own
         self.optimizer = _merged(trees, model)
         infos: dict[Key, TensorInfo] = {}
-        self.holders: dict[Key, list[int]] = {}
+        self._holders: dict[Key, list[int]] = {}
         for rank, part in enumerate(parts):
             for key, info in part.tensors.items():
                 infos.setdefault(key, info)
-                self.holders.setdefault(key, []).append(rank)
+                self._holders.setdefault(key, []).append(rank)
         order = [("model", name) for name in model.net.state_dict()]
         order += [("optimizer", name) for name in pack("optimizer", self.optimizer)[1]]
         self.infos = {key: infos[key] for key in order if key in infos}
+        self._numbers = {key: number for number, key in enumerate(self.infos)}
+        self.writer = self._spread() if form == "joint" else dict.fromkeys(self.infos, 0)
         self.aliases: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}
         for part in reversed(parts):
             for (stem, name), first in part.aliases.items():
@@ -109,6 +123,7 @@ class StateTable:
                     self.aliases[stem][name] = first
 
     def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
+        is_first = self.form == "alone" or model.world.replica == 0
         state = model.pipeline.own_state()
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {
@@ -116,7 +131,7 @@ class StateTable:
             "model": {
                 name: tensor
                 for name, tensor in tensors_of_model.items()
-                if model.world.replica == 0 or isinstance(tensor, nn.Parameter)
+                if is_first or isinstance(tensor, nn.Parameter)
             },
             "optimizer": pack("optimizer", own)[1],
         }
@@ -130,23 +145,97 @@ class StateTable:
         return _Part(
             {key: TensorInfo.of(tensor) for key, tensor in self._own.items()},
             aliases,
-            {} if model.world.replica else extra,
+            extra if is_first else {},
             tree_map_only(Tensor, TensorInfo.of, own),
         )
 
-    def value(self, key: Key) -> Tensor:
-        """Returns the tensor, which this process has."""
-        return self._own[key]
+    def add(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
+        """Adds what rank 0 has and writes, such as an average of the weights; rank 0 calls it.
 
-    def assigned(self) -> dict[Key, int]:
-        """Returns for each tensor the rank that writes it: evenly by bytes, the largest first."""
+        Raises:
+            CheckpointError: a tensor cannot be stored.
+        """
+        check_storable(tensors)
+        kept, self.aliases[stem] = without_aliases(tensors)
+        for name, tensor in kept.items():
+            self._own[stem, name] = tensor
+            self.infos[stem, name] = TensorInfo.of(tensor)
+            self.writer[stem, name] = 0
+
+    def value(self, key: Key) -> Tensor:
+        """Returns a tensor that this process writes; `gathered`, it may come from another one."""
+        if key in self._own:
+            return self._own[key]
+        self._ask(self._numbers[key])
+        received = self.infos[key].empty()
+        dist.recv(_flat(received), group=self._group, group_src=self._holders[key][0])
+        return received
+
+    def serve(self) -> None:
+        """Sends what rank 0 asks this process for, until it calls `end`; nothing on rank 0."""
+        keys = list(self._numbers)
+        while self.rank and (number := self._ask(_END)) != _END:
+            if self.rank == self._holders[keys[number]][0]:
+                value = self._own[keys[number]]
+                plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                dist.send(_flat(plain), group=self._group, group_dst=0)
+
+    def end(self) -> None:
+        """Lets the other processes go on; rank 0 calls it."""
+        self._ask(_END)
+
+    def _ask(self, number: int) -> int:
+        """Returns rank 0's `number` on every process."""
+        asked = torch.tensor([number])
+        dist.broadcast(asked, group=self._group, group_src=0)
+        return int(asked)
+
+    def _spread(self) -> dict[Key, int]:
+        """Returns a rank for each tensor that has it: evenly by bytes, the largest first."""
         bytes_of: dict[int, int] = {}
         writer: dict[Key, int] = {}
         for key in sorted(self.infos, key=lambda key: -self.infos[key].nbytes):
-            rank = min(self.holders[key], key=lambda rank: (bytes_of.get(rank, 0), rank))
+            rank = min(self._holders[key], key=lambda rank: (bytes_of.get(rank, 0), rank))
             bytes_of[rank] = bytes_of.get(rank, 0) + self.infos[key].nbytes
             writer[key] = rank
         return writer
+
+
+class HostCopies:
+    """Copies of tensors in host memory, to be written while training goes on.
+
+    New memory costs more than the copy: pages to map on a CPU, to pin for a GPU. So one copy of
+    all that this process writes stays allocated between two saves.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Returns copies, in the memory of the last ones, which are overwritten."""
+        self._buffers = {key: copy for key, copy in self._buffers.items() if key in tensors}
+        for key, tensor in tensors.items():
+            copy = self._buffers.get(key)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._buffers[key] = copy
+            copy.copy_(tensor, non_blocking=True)
+        # training must not change what is not copied yet; each stage has its own stream, so
+        # the whole device is waited for
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return dict(self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory that the copies hold."""
+        return sum(copy.nbytes for copy in self._buffers.values())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor: gloo does not know every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any]:
@@ -155,6 +244,8 @@ def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any
     Raises:
         CheckpointError: they have different numbers of groups.
     """
+    if len(trees) == 1:
+        return dict(trees[0])  # in the optimizer's own order
     groups = [tree["param_groups"] for tree in trees]
     if len({len(each) for each in groups}) > 1:
         raise CheckpointError(

@@ -29,16 +29,29 @@ own files (`joint_save`). Any number of processes may read.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from hybridtrain.checkpoint.best import Best, read_best, write_best
+from hybridtrain.checkpoint.directory import (
+    TEMPORARY,
+    Best,
+    generations,
+    path_of,
+    prune,
+    publish,
+    published,
+    read_best,
+    remove,
+    settle,
+    write_best,
+)
 from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -50,31 +63,26 @@ from hybridtrain.checkpoint.manifest import (
     verify,
     write_file,
 )
-from hybridtrain.checkpoint.published import (
-    TEMPORARY,
-    generations,
-    path_of,
-    prune,
-    publish,
-    published,
-    remove,
-    settle,
-)
-from hybridtrain.checkpoint.save_errors import NoSpaceError, save_error
 from hybridtrain.errors import CheckpointError, check_choice
 from hybridtrain.files import make_directory, sync_directory
 from hybridtrain.launch.activity import activity
 
 if TYPE_CHECKING:
-    from hybridtrain.checkpoint.host_copies import HostCopies
     from hybridtrain.checkpoint.joint_save import JointSave
+    from hybridtrain.checkpoint.state_table import HostCopies
 
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
 WRITERS = ("auto", "rank0", "all")
 """The choices of `CheckpointStore(writers=...)`."""
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 _log = logging.getLogger(__name__)
+
+
+class NoSpaceError(CheckpointError):
+    """A checkpoint was not saved because the disk is full; a later save may succeed."""
 
 
 class CheckpointStore:
@@ -150,13 +158,24 @@ class CheckpointStore:
         for name in writers:
             check_file_name(name)
         self.wait()
-        if not (self.background if background is None else background):
+
+        def run() -> Path:
             with activity.saving():
-                return self._save(step, writers, prune, joint)
+                if joint is not None:
+                    return joint.run(self, step, writers, prune)
+                temporary = self.begin(step)
+                try:
+                    files = self.write(step, temporary, writers)
+                    return self.publish(step, temporary, files, prune)
+                finally:
+                    if temporary.is_dir():  # not published
+                        shutil.rmtree(temporary, ignore_errors=True)
+
+        if not (self.background if background is None else background):
+            return run()
         # not a daemon: the interpreter waits for it at exit
-        arguments = step, writers, prune, joint
         self._thread = threading.Thread(
-            target=self._save_in_background, args=arguments, name="checkpoint", daemon=False
+            target=self._in_background, args=(step, run), name="checkpoint", daemon=False
         )
         self._thread.start()
         return path_of(self.root, step)
@@ -203,7 +222,7 @@ class CheckpointStore:
                 return
             self._unsaved_best = None
             try:
-                write_best(self.root, best, TEMPORARY)
+                write_best(self.root, best)
             except OSError as error:
                 raise CheckpointError(
                     f"cannot mark step {step} as the best in {self.root}: {error}"
@@ -256,13 +275,14 @@ class CheckpointStore:
                     verify(path)
                 except CheckpointError as error:
                     _log.warning("skipping a damaged checkpoint: %s", error)
+                    reason = error
                 else:
                     return path
             if found == published(self.root):  # no run has replaced them meanwhile
                 names = ", ".join(path.name for _, _, path in found)
                 raise CheckpointError(
-                    f"none of the checkpoints in {self.root} is intact ({names}): restore one from "
-                    "a copy, or start a new run in another directory"
+                    f"none of the checkpoints in {self.root} is intact ({names}): {reason}. "
+                    f"Restore one from a copy, or start a new run in another directory"
                 )
         return None
 
@@ -313,28 +333,13 @@ class CheckpointStore:
                 _log.warning("%s is saved, but not all is tidy: %s", path, error)
             return generations(self.root, step)[-1]
 
-    def _save_in_background(
-        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
-    ) -> None:
+    def _in_background(self, step: int, run: Callable[[], object]) -> None:
         try:
-            with activity.saving():
-                self._save(step, writers, prune, joint)
+            run()
         except BaseException as error:
             # said now as well, for a run that is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
             self._failure, self._failed_step = error, step
-
-    def _save(
-        self, step: int, writers: Mapping[str, Writer], prune: bool, joint: JointSave | None
-    ) -> Path:
-        if joint is not None:
-            return joint.run(self, step, writers, prune)
-        temporary = self.begin(step)
-        try:
-            return self.publish(step, temporary, self.write(step, temporary, writers), prune)
-        finally:
-            if temporary.is_dir():  # not published
-                shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, last: int) -> None:
         """Removes the oldest checkpoints, so that `keep` of those up to step `last` stay.
@@ -362,4 +367,28 @@ class CheckpointStore:
                 previous = sum(entry["size"] for entry in files.values())
             except (CheckpointError, IndexError):
                 previous = 0
-            raise save_error(temporary, step, error, previous) from error
+            raise _save_error(temporary, step, error, previous) from error
+
+
+def _save_error(temporary: Path, step: int, error: OSError, previous_bytes: int) -> CheckpointError:
+    """Returns the error of a save that could not write or rename a file.
+
+    Args:
+        temporary: the directory that was written to; it may be missing.
+        step: of the checkpoint.
+        error: what the system says.
+        previous_bytes: the size of the newest checkpoint, which the next ones are about as large
+            as; 0 if there is none.
+    """
+    root = temporary.parent
+    message = f"cannot save the checkpoint of step {step} in {root}: {error}"
+    if error.errno not in _NO_SPACE:
+        return CheckpointError(message)
+    written = sum(file.stat().st_size for file in temporary.glob("*"))
+    existing = next(path for path in (root, *root.parents) if path.is_dir())
+    free = written + shutil.disk_usage(existing).free
+    return NoSpaceError(
+        f"{message}. It needs {max(written, previous_bytes) / 1e6:,.1f} MB or more; the disk has "
+        f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
+        "some space or lower keep=; the older checkpoints are untouched"
+    )

@@ -16,9 +16,11 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,9 +30,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hybridtrain.checkpoint.manifest import Writer
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
-
-if TYPE_CHECKING:
-    from hybridtrain.checkpoint.gathered_save import GatheredState
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
@@ -59,73 +58,94 @@ _DTYPES = {
 _AS_BYTES = "hybridtrain.as_bytes"
 
 
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor without its values, as processes tell each other of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """Returns the description of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: str = "cpu") -> Tensor:
+        """Returns a tensor of this shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
 def tensor_writers(
-    stem: str,
-    tensors: Mapping[str, Tensor],
-    shard_bytes: int = SHARD_BYTES,
-    others: GatheredState | None = None,
+    stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Writer]:
     """Returns the files that hold `tensors`, each with the function that writes it.
 
     A tensor under several names is stored once, under its first name; the file's metadata has the
     others, as `safetensors.torch.save_model` writes it. Tensors on a device are copied to the CPU
-    one at a time, when they are written; so are those of `others`, which are meta tensors here.
+    one at a time, when they are written.
 
     Raises:
         CheckpointError: a tensor cannot be stored: it is sparse, quantized, or has no values.
     """
-    check_storable({n: t for n, t in tensors.items() if others is None or not others.has(stem, n)})
+    check_storable(tensors)
     kept, aliases = without_aliases(tensors)
-    shards = shards_of(kept, shard_bytes)
-
-    def value(name: str, tensor: Tensor) -> Tensor:
-        return tensor if others is None else others.value(stem, name, tensor)
-
-    named = dict(zip(file_names(stem, len(shards)), shards, strict=True))
-    files: dict[str, Writer] = {
-        file: partial(_write, shard, aliases, value) for file, shard in named.items()
-    }
-    return {**files, **index_writers(stem, named)}
+    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
+    writer = dict.fromkeys(kept, 0)
+    return share_writers(stem, infos, writer, 0, kept.__getitem__, aliases, shard_bytes)
 
 
 def share_writers(
-    tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, str]
+    stem: str,
+    tensors: Mapping[str, TensorInfo],
+    writer: Mapping[str, int],
+    rank: int,
+    value: Callable[[str], Tensor],
+    aliases: Mapping[str, str],
+    shard_bytes: int,
 ) -> dict[str, Writer]:
-    """Returns the writers of some of the files of a state.
+    """Returns the files of `tensors` that one process writes; each tensor is in files of one.
+
+        model-00001-of-00004.safetensors       rank 0 of 4
+        model-00002-of-00004.safetensors       rank 1 ...
+        model.safetensors.index.json           rank 0
 
     Args:
-        tensors: by file name, the tensors in it.
+        stem: the beginning of the files' names.
+        tensors: those of all processes, each once.
+        writer: the rank of the process that writes each.
+        rank: of this process.
+        value: returns a tensor by name, when it is written.
         aliases: further names of a tensor, and the one that it is stored under.
+        shard_bytes: the tensors of a file, at most.
     """
-    return {
-        file: partial(_write, shard, aliases, lambda _, tensor: tensor)
-        for file, shard in tensors.items()
+    shards = [
+        (owner, shard)
+        for owner in sorted(set(writer.values())) or [0]
+        for shard in _shards_of(
+            {n: t for n, t in tensors.items() if writer[n] == owner}, shard_bytes
+        )
+    ]
+    count = len(shards)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    named = list(zip(names if count > 1 else [f"{stem}.safetensors"], shards, strict=True))
+    files: dict[str, Writer] = {
+        file: partial(_write, shard, aliases, value)
+        for file, (owner, shard) in named
+        if owner == rank
     }
-
-
-def file_names(stem: str, count: int) -> list[str]:
-    """Returns the names of `count` files that hold the tensors of `stem` together."""
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def index_writers(stem: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Writer]:
-    """Returns the index of several files, as on the Hub; nothing for one file.
-
-    Args:
-        stem: the beginning of their names.
-        files: the tensors of each; meta tensors are enough.
-    """
-    if len(files) <= 1:
-        return {}
-    total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {key: file for file, shard in files.items() for key in shard},
-    }
-    rendered = (json.dumps(index, indent=2) + "\n").encode()
-    return {f"{stem}.safetensors.index.json": lambda file: file.write(rendered)}
+    if rank == 0 and count > 1:
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
+            "weight_map": {name: file for file, (_, shard) in named for name in shard},
+        }
+        rendered = (json.dumps(index, indent=2) + "\n").encode()
+        files[f"{stem}.safetensors.index.json"] = lambda file: file.write(rendered)
+    return files
 
 
 def write_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -250,9 +270,9 @@ def check_storable(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def shards_of(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+def _shards_of(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
     """Returns `tensors` in the shards of a file each, filled in the order of the names."""
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, TensorInfo]] = [{}]
     used = 0
     for name, tensor in tensors.items():
         if shards[-1] and used + tensor.nbytes > shard_bytes:
@@ -264,14 +284,14 @@ def shards_of(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str,
 
 
 def _write(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, TensorInfo],
     aliases: Mapping[str, str],
-    value: Callable[[str, Tensor], Tensor],
+    value: Callable[[str], Tensor],
     file: BinaryIO,
 ) -> None:
     """Writes one safetensors file: the length of the header, the header as JSON, the values."""
     # the widest first, so that each begins where its dtype is aligned, as the library does it
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     entries: dict[str, Any] = {}
     as_bytes = {}
     end = 0
@@ -292,8 +312,8 @@ def _write(
     file.write(header)
     for name in order:
         # an empty tensor has no memory to look at
-        if tensors[name].numel() > 0:
-            file.write(_memory(value(name, tensors[name])))
+        if tensors[name].nbytes > 0:
+            file.write(_memory(value(name)))
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -24,7 +24,7 @@ from hybridtrain.smp.model_inputs import inputs_of
 from hybridtrain.smp.partition import partitioned_model
 from hybridtrain.smp.refused import refuse_optimizer_steps_in_bodies
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.states import PARTIAL, whole_model_state
+from hybridtrain.smp.states import PARTIAL, whole
 from hybridtrain.step import OptimizerStep
 
 _MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it there"
@@ -317,9 +317,8 @@ class DistributedModel(nn.Module):
         """
         if assign:
             raise ConfigError("load_state_dict(assign=True) is not supported: leave assign out")
-        state = whole_model_state(state_dict)
         target = self.module if self.hybrid is None else self.hybrid
-        return target.load_state_dict(state, strict=strict)
+        return target.load_state_dict(whole(state_dict), strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""

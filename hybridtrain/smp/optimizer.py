@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from itertools import count
+from itertools import chain, count
 from typing import Any
 from weakref import ref
 
@@ -20,7 +20,7 @@ from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.communication import allgather
 from hybridtrain.smp.ranks import CommGroup
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.states import PARTIAL, whole_optimizer_state
+from hybridtrain.smp.states import PARTIAL, whole
 
 _SCALE_ARGUMENTS = {
     "init_scale": 2.0**32,
@@ -100,9 +100,9 @@ class DistributedOptimizer(Optimizer):
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
         self._shares: ReplicaShares | None = None
-        self._numbers: dict[int, int] = {}
-        self._group_numbers: list[list[int]] = []
-        self._number(self.param_groups)
+        # by group, the parameters of the whole model by identity; None: of another process
+        self._members: list[list[int | None]] = []
+        self._add_members(self.param_groups)
         runtime.optimizers.append(self)
         if runtime.model is not None and runtime.model.optimizer_step is not None:
             self.take_own_parameters()
@@ -114,7 +114,7 @@ class DistributedOptimizer(Optimizer):
         All processes of a pipeline call it together.
         """
         super().add_param_group(param_group)
-        self._number(self.param_groups[-1:])
+        self._add_members(self.param_groups[-1:])
         if self._shares is not None:
             self._shares.add(self.param_groups[-1]["params"])
 
@@ -179,16 +179,20 @@ class DistributedOptimizer(Optimizer):
         """Leaves out the parameters of stages in other processes, once the model is divided."""
         model = current().model
         assert model is not None
-        own = {id(p): name for name, p in model.partitioned_hybrid().named_parameters()}
+        own = {id(p) for p in model.partitioned_hybrid().parameters()}
+        # of the model; others, of the script's own, stay
+        of_model = model.parameters_of_all
+        kept = set()
         for group in self.param_groups:
-            others = [p for p in group["params"] if id(p) not in own and self._of_model(p)]
-            for parameter in others:
-                self.state.pop(parameter, None)
-            gone = {id(p) for p in others}
-            group["params"] = [p for p in group["params"] if id(p) not in gone]
-        kept = {id(p) for group in self.param_groups for p in group["params"]}
+            group["params"], given = [], group["params"]
+            for p in given:
+                if id(p) in own or not (p.is_meta or id(p) in of_model):
+                    group["params"].append(p)
+                    kept.add(id(p))
+                else:
+                    self.state.pop(p, None)
         # new parameters may get the identities of those that are gone
-        self._numbers = {key: number for key, number in self._numbers.items() if key in kept}
+        self._members = [[key if key in kept else None for key in keys] for keys in self._members]
         if current().config.shard_optimizer_state and current().world.replicas > 1:
             self._shares = ReplicaShares(model.partitioned_hybrid())
             self._shares.add(p for group in self.param_groups for p in group["params"])
@@ -200,13 +204,13 @@ class DistributedOptimizer(Optimizer):
         if self._shares is None:
             yield
             return
-        whole = [group["params"] for group in self.param_groups]
+        given = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if self._shares.owns(p)]
         try:
             yield
         finally:
-            for group, parameters in zip(self.param_groups, whole, strict=True):
+            for group, parameters in zip(self.param_groups, given, strict=True):
                 group["params"] = parameters
 
     def _keep_own_share(self) -> None:
@@ -222,20 +226,14 @@ class DistributedOptimizer(Optimizer):
         call it together, and with `shard_optimizer_state` those of all replicas. Tensors are on the
         CPU where stages are in several processes. With `fp16` it also has the loss's factor.
         """
-        own = self._numbered()
-        if current().world.pipeline_group is None:
-            return own
-        described = tree_map_only(Tensor, lambda t: t.detach().cpu(), own["state"])
-        parts = allgather(described, CommGroup.MP_GROUP)
-        state = {number: entry for part in parts for number, entry in part.items()}
-        return {**own, "state": dict(sorted(state.items()))}
+        return self._numbered(is_whole=True)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the state for this process's stages, marked as a part.
 
         With `shard_optimizer_state` all replicas call it together, as each has some of the entries.
         """
-        return {**self._numbered(), PARTIAL: True}
+        return {**self._numbered(is_whole=False), PARTIAL: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
@@ -245,23 +243,21 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ConfigError: it has other groups of parameters.
         """
-        whole = whole_optimizer_state(state_dict)
-        groups = [list(group["params"]) for group in whole["param_groups"]]
-        if groups != self._group_numbers:
+        given = whole(state_dict)
+        groups = given["param_groups"]
+        if [list(group["params"]) for group in groups] != self._group_numbers():
             raise ConfigError(
                 "the state is of an optimizer with other groups of parameters: make it with the "
                 "same groups as the one that was saved"
             )
-        local = Optimizer.state_dict(self)
-        numbers = [self._numbers[id(p)] for group in self.param_groups for p in group["params"]]
         entries = {
-            place: whole["state"][number]
-            for place, number in enumerate(numbers)
-            if number in whole["state"]
+            place: given["state"][number]
+            for place, number in enumerate(self._own_numbers())
+            if number in given["state"]
         }
+        own = Optimizer.state_dict(self)["param_groups"]
         merged = [
-            {**theirs, "params": mine["params"]}
-            for theirs, mine in zip(whole["param_groups"], local["param_groups"], strict=True)
+            {**theirs, "params": mine["params"]} for theirs, mine in zip(groups, own, strict=True)
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
         self._keep_own_share()
@@ -276,25 +272,40 @@ class DistributedOptimizer(Optimizer):
         if self.loss_scaler is not None and state is not None:
             self.loss_scaler.load_scale(state)
 
-    def _numbered(self) -> dict[str, Any]:
-        local = Optimizer.state_dict(self)
-        numbers = [self._numbers[id(p)] for group in self.param_groups for p in group["params"]]
-        groups = [
-            {**group, "params": list(own)}
-            for group, own in zip(local["param_groups"], self._group_numbers, strict=True)
-        ]
+    def _numbered(self, is_whole: bool) -> dict[str, Any]:
+        """Returns the state with the numbers of all parameters; of all stages if it `is_whole`."""
+        local, numbers = Optimizer.state_dict(self), self._own_numbers()
         state = {numbers[place]: entry for place, entry in local["state"].items()}
-        if self._shares is not None:  # each replica has some of the entries
+        spread = [CommGroup.RDP_GROUP] if self._shares is not None else []
+        if is_whole and current().world.pipeline_group is not None:
+            spread.append(CommGroup.MP_GROUP)
+        for processes in spread:  # each of them has some of the entries
             own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
-            parts = allgather(own, CommGroup.RDP_GROUP)
+            parts = allgather(own, processes)
             state = {number: entry for part in parts for number, entry in part.items()}
+        if CommGroup.MP_GROUP in spread:
+            state = dict(sorted(state.items()))
+        groups = [
+            {**group, "params": of_group}
+            for group, of_group in zip(local["param_groups"], self._group_numbers(), strict=True)
+        ]
         return {"state": state, "param_groups": groups, **self.loss_scaler_state()}
 
-    def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the parameters of further groups the next numbers, as a plain optimizer does.
+    def _group_numbers(self) -> list[list[int]]:
+        """Returns the numbers of all parameters by group: as in a plain optimizer."""
+        number = count()
+        return [[next(number) for _ in keys] for keys in self._members]
 
-        Where each process has a part of the model, it is a collective call of the pipeline. The
-        numbers of a group then follow the order of the model, and parameters outside it come last.
+    def _own_numbers(self) -> list[int]:
+        """Returns the numbers of this process's parameters, in the order of its groups."""
+        numbers = {key: number for number, key in enumerate(chain.from_iterable(self._members))}
+        return [numbers[id(p)] for group in self.param_groups for p in group["params"]]
+
+    def _add_members(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the parameters of further groups.
+
+        Where each process has a part of the model, it is a collective call of the pipeline. A
+        group then follows the order of the model, and parameters outside it come last.
         """
         model, places = current().model, {}
         in_parts = model is not None and model.partitioned
@@ -302,21 +313,11 @@ class DistributedOptimizer(Optimizer):
         if model is not None and in_parts:
             places = {id(p): place for place, p in enumerate(model.module.parameters())}
         keys = [_ordered_by(group["params"], places) for group in groups]
-        parts = allgather(keys, CommGroup.MP_GROUP) if in_parts else [keys]
-        first = 1 + max((n for numbers in self._group_numbers for n in numbers), default=-1)
-        for group, own, *same in zip(groups, keys, *parts, strict=True):
+        described = [list(own) for own in keys]
+        parts = allgather(described, CommGroup.MP_GROUP) if in_parts else [described]
+        for own, *same in zip(keys, *parts, strict=True):
             order = sorted({key for one in same for key in one})
-            numbers = {key: first + place for place, key in enumerate(order)}
-            first += len(order)
-            self._group_numbers.append(list(numbers.values()))
-            for parameter, key in zip(group["params"], own, strict=True):
-                self._numbers[id(parameter)] = numbers[key]
-
-    def _of_model(self, parameter: Tensor) -> bool:
-        """Returns whether `parameter` was the model's; others, of the script's own, stay."""
-        model = current().model
-        assert model is not None
-        return id(parameter) in model.parameters_of_all or parameter.is_meta
+            self._members.append([own.get(key) for key in order])
 
 
 class LocalOptimizer:
@@ -358,10 +359,12 @@ def _track_steps(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _ordered_by(parameters: Sequence[Tensor], places: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the keys that sort parameters: by their place in the model, and others after them."""
+def _ordered_by(
+    parameters: Sequence[Tensor], places: Mapping[int, int]
+) -> dict[tuple[int, int], int]:
+    """Returns identities by keys that sort them: by place in the model, and others after them."""
     others = count()
-    return [(0, places[id(p)]) if id(p) in places else (1, next(others)) for p in parameters]
+    return {(0, places[id(p)]) if id(p) in places else (1, next(others)): id(p) for p in parameters}
 
 
 def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:

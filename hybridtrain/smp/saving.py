@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.manifest import verify
+from hybridtrain.checkpoint.pytree_json import broadcast_tree
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.trees import broadcast_tree
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
@@ -147,7 +147,7 @@ def save_checkpoint(
         runtime.world.on_main(lambda: max(store.steps(), default=0) + 1)
     )
     assert number is not None
-    own = _optimizer(optimizer)  # refuses others
+    own = _local(optimizer)  # refuses others
     scale = {} if optimizer is None else optimizer.loss_scaler_state()
     saving.save(
         store,
@@ -214,9 +214,8 @@ def resume_from_checkpoint(
     def restore() -> None:
         assert model.hybrid is not None
         own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
-        optimizer = _optimizer(own) if own is not None else None
         states = {_CONTENT: _Entry({})}
-        progress = state.restore(directory, model.hybrid, optimizer, states=states)
+        progress = state.restore(directory, model.hybrid, _local(own), states=states)
         if own is not None:
             own.load_loss_scale(progress.get("loss_scaler"))
 
@@ -241,18 +240,9 @@ class _Entry:
         self._content = state_dict
 
 
-class _NoOptimizer:
-    """An optimizer without parameters, for a checkpoint of the model alone."""
-
-    param_groups: tuple[Any, ...] = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
-
-
-def _optimizer(optimizer: DistributedOptimizer | None) -> Optimizer:
+def _local(optimizer: DistributedOptimizer | None) -> Optimizer | None:
     if optimizer is None:
-        return cast(Optimizer, _NoOptimizer())
+        return None
     if not isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("optimizer= must be a smp.DistributedOptimizer: wrap it")
     return cast(Optimizer, LocalOptimizer(optimizer))
@@ -294,10 +284,8 @@ def _save_full(
     whole = model.state_dict() if runtime.world.replica == 0 else {}
 
     def write() -> None:
-        make_directory(path)
-        for name, obj in ((tag, whole), (f"{_CONTENT}_{tag}", user_content)):
-            with atomic_file(path / name) as file:
-                torch.save(obj, file)
+        save(whole, str(path / tag), partial=False)
+        save(user_content, str(path / f"{_CONTENT}_{tag}"), partial=False)
 
     runtime.world.on_main(write)
 

@@ -12,23 +12,14 @@ PARTIAL = "_smp_is_partial"
 """The key that says that a state is of one process's stages."""
 
 
-def whole_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model's state that `state` is, or is this process's part of.
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of the whole model, or of its optimizer, that `state` is, or is a part of.
 
-    With a part it is a collective call of the pipeline.
+    With this process's part it is a collective call of the pipeline.
     """
     if not state.get(PARTIAL, False):
         return {name: value for name, value in state.items() if name != PARTIAL}
-    parts = allgather(dict(state), CommGroup.MP_GROUP)
-    return {name: value for part in parts for name, value in part.items() if name != PARTIAL}
-
-
-def whole_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the optimizer's state that `state` is, or is this process's part of; as above."""
-    if not state.get(PARTIAL, False):
-        return {**state, "state": dict(state["state"])}
-    parts = allgather(dict(state), CommGroup.MP_GROUP)
-    return _with_entries_of(parts)
+    return dict(joined(allgather(dict(state), CommGroup.MP_GROUP)))
 
 
 def joined(parts: list[Any]) -> Any:
@@ -41,13 +32,7 @@ def joined(parts: list[Any]) -> Any:
         return first
     if not first.get(PARTIAL, False):
         return {name: joined([part[name] for part in parts]) for name in first}
-    if "param_groups" in first:
-        return _with_entries_of(parts)
+    if "param_groups" in first:  # an optimizer's: its groups are of the whole model
+        rest = {name: value for name, value in first.items() if name != PARTIAL}
+        return {**rest, "state": {n: entry for part in parts for n, entry in part["state"].items()}}
     return {name: value for part in parts for name, value in part.items() if name != PARTIAL}
-
-
-def _with_entries_of(parts: list[Any]) -> dict[str, Any]:
-    """Returns the first part, whole: with the entries of all."""
-    entries = {number: entry for part in parts for number, entry in part["state"].items()}
-    rest = {name: value for name, value in parts[0].items() if name != PARTIAL}
-    return {**rest, "state": entries}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridtrain.checkpoint.progress import check_progress
+from hybridtrain.checkpoint.state import check_progress
 from hybridtrain.data.batch import Batch, BatchSource
 from hybridtrain.errors import ConfigError
 from hybridtrain.step import OptimizerStep

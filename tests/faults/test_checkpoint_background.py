@@ -16,7 +16,7 @@ from support.training import assert_same, rich_net, trainer
 from test_checkpoint_crash import Crash, power, prepare
 
 from hybridtrain.callbacks.base import Callback
-from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.errors import CheckpointError, Interrupted
 
@@ -91,15 +91,16 @@ def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path):
         assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
-def test_copies_are_reused_and_names_of_one_tensor_get_one_copy():
+def test_copies_are_reused_and_those_of_tensors_that_are_gone_are_freed():
     copies, weight = HostCopies(), torch.ones(3)
-    first = copies.take("model", {"a": weight, "tied": weight, "b": weight * 2})
-    assert first["a"] is first["tied"]
+    a, b = ("model", "a"), ("model", "b")
+    first = copies.take({a: weight, b: weight * 2})
     weight.fill_(5)
-    second = copies.take("model", {"a": weight, "tied": weight, "b": weight * 2})
-    assert second["a"].data_ptr() == first["a"].data_ptr() != weight.data_ptr()
-    assert second["b"].tolist() == [10] * 3
-    assert copies.take("model", {"a": torch.ones(4)})["a"].shape == (4,)
+    second = copies.take({a: weight, b: weight * 2})
+    assert second[a].data_ptr() == first[a].data_ptr() != weight.data_ptr()
+    assert second[b].tolist() == [10] * 3
+    assert copies.take({a: torch.ones(4)})[a].shape == (4,)
+    assert copies.nbytes == 4 * 4
 
 
 def fails(store, kind=ZeroDivisionError):

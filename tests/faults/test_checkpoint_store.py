@@ -199,14 +199,20 @@ def test_a_directory_renamed_to_another_step_is_refused_but_other_names_are_allo
         verify(best.rename(tmp_path / "step_00000200"))
 
 
-def test_an_unknown_format_is_refused_by_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(1, "format 1, .* reads 2: version 0.1.0 writes and reads it"), (9, "format 9, .* a later")],
+)
+def test_another_format_is_refused_with_the_version_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
 ) -> None:
-    monkeypatch.setattr(store_module, "FORMAT", 9)
-    path = CheckpointStore(tmp_path).save(1, writers("futur"))
+    monkeypatch.setattr(store_module, "FORMAT", number)
+    path = CheckpointStore(tmp_path).save(1, writers("other"))
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 9"):
+    with pytest.raises(CheckpointError, match=message):
         verify(path)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointStore(tmp_path).newest()
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_it(

@@ -18,15 +18,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint.manifest import MANIFEST, render_manifest
+from hybridtrain.checkpoint.pytree_json import pack, unpack
 from hybridtrain.checkpoint.state import restore, writers
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors, tensor_writers
-from hybridtrain.checkpoint.trees import pack, unpack
 from hybridtrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-FORMAT_1 = Path(__file__).parents[1] / "faults" / "format_1" / "step_00000004"
 
 
 def write(folder, stem, tensors, **options):
@@ -342,20 +340,7 @@ def test_a_state_cannot_have_the_name_of_another_file(name, tmp_path):
         ours.fit()
 
 
-# --- older and forged checkpoints -----------------------------------------------------------------
-
-
-def test_a_checkpoint_of_an_older_version_is_resumed():
-    saved = torch.load(FORMAT_1 / "model.pt", weights_only=True)
-    moments = torch.load(FORMAT_1 / "optimizer.pt", weights_only=True)
-    ours = trainer(plain_net_like(rich_net()), steps=6)
-    ours.resume(FORMAT_1)
-    assert (ours.step, ours.samples, ours.model.rng.step) == (4, 16, 4)
-    assert_same(ours.model.state_dict(), saved, "weights")
-    names = [name for name, _ in ours.model.named_parameters()]
-    for number, entry in ours.optimizer.state_dict()["state"].items():
-        assert_same(entry, moments["state"][names[number]], names[number])
-    ours.fit()
+# --- forged checkpoints -----------------------------------------------------------------
 
 
 def forge(path, name, change):

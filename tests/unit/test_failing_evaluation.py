@@ -91,7 +91,7 @@ def test_the_last_checkpoint_has_the_state_after_the_last_evaluation(tmp_path):
 
 def test_a_disk_that_is_full_after_the_last_evaluation_leaves_the_checkpoint_before_it(tmp_path):
     ours = made(tmp_path)
-    save, saves = ours.store._save, []
+    save, saves = ours.store.begin, []
 
     def full(step, *args):
         saves.append(step)
@@ -99,7 +99,7 @@ def test_a_disk_that_is_full_after_the_last_evaluation_leaves_the_checkpoint_bef
             raise NoSpaceError("the disk is full")
         return save(step, *args)
 
-    ours.store._save = full
+    ours.store.begin = full
     ours.fit()
     assert saves == [3, 6, 9, 9]
     again = made(tmp_path)

@@ -76,15 +76,6 @@ def test_weights_come_from_every_kind_of_source(tmp_path, weights, run):
         assert len(report.loaded) == len(weights)
 
 
-def test_a_checkpoint_of_an_older_version_is_a_source(tmp_path, weights):
-    model = fresh()
-    torch.save(weights, tmp_path / "model.pt")
-    store = CheckpointStore(tmp_path / "checkpoints")
-    path = store.save(1, {"model.pt": lambda file: torch.save(weights, file)})
-    init_from(model, path)
-    assert_same(model.state_dict(), weights, "format 1")
-
-
 def test_the_best_checkpoint_of_a_run_is_taken_if_asked_for(run):
     model = fresh()
     init_from(model, run, best=True)

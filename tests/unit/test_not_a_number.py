@@ -209,7 +209,7 @@ def test_an_interruption_among_skipped_steps_keeps_the_good_checkpoint_and_the_c
 def test_a_checkpoint_that_was_not_saved_in_the_background_is_not_named_as_the_last(tmp_path):
     store = CheckpointStore(tmp_path, background=True)
     ours = trainer(store=store, steps=20, checkpoint_every=1, max_skipped=2)
-    save = store._save
+    save = store.begin
 
     def full_at_step_3(step, *args):
         if step == 3:
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_was_not_saved_in_the_background_is_not_named_as_the_l
         if step == 3:
             ours.model.net[0].register_forward_pre_hook(lambda module, args: args[0] * math.nan)
 
-    store._save, ours.monitor.step = full_at_step_3, spoil
+    store.begin, ours.monitor.step = full_at_step_3, spoil
     with pytest.raises(DivergedError) as caught:
         ours.fit()
     assert f"The last good checkpoint is {tmp_path / 'step_00000002'}" in str(caught.value)

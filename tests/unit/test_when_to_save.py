@@ -206,14 +206,14 @@ def test_after_a_best_step_that_could_not_be_saved_the_one_before_is_the_bar(bac
     store = CheckpointStore(tmp_path, background=background)
     ours = trainer(eval_every=1, best="loss", store=store, steps=5, checkpoint_every=1)
     losses = iter([5.0, 1.0, 4.0, 3.0, 6.0])
-    save = store._save
+    save = store.begin
 
     def full_at_step_2(step, *args):
         if step == 2:
             raise NoSpaceError("the disk is full")
         return save(step, *args)
 
-    store._save = full_at_step_2
+    store.begin = full_at_step_2
     ours.evaluation = None
     improves = ours._best.improves
 
