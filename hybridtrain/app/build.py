@@ -30,9 +30,9 @@ from hybridtrain.app.settled import agreed, leave_out_leftovers
 from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data.loader import EvalLoader, TrainLoader, is_stream
 from hybridtrain.data.splits import DataSplits
-from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
+from hybridtrain.data.stream import StreamLoader, example_batch
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.launch import early_signals
 from hybridtrain.losses import METRICS, LossFn, resolve

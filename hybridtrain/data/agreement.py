@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.loader import Batch
 from hybridtrain.errors import DataError
 from hybridtrain.world import World
 

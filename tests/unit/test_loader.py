@@ -56,7 +56,8 @@ def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
 
 
 def take(loader, count, epoch=0, batch=0):
-    stream = loader.stream(epoch, batch)
+    loader.seek(epoch, batch * loader.batch_size)
+    stream = loader.stream()
     try:
         return list(itertools.islice(stream, count))
     finally:

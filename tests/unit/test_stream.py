@@ -72,8 +72,10 @@ class Stateful(Numbers):
         self.at = state["at"]
 
 
-def take(loader, count, epoch=0, batch=0):
-    stream = loader.stream(epoch, batch)
+def take(loader, count, epoch=None, batch=0):
+    if epoch is not None:
+        loader.seek(epoch, batch * loader.batch_size)
+    stream = loader.stream()
     try:
         return list(itertools.islice(stream, count))
     finally:
@@ -85,13 +87,13 @@ def counted(batch):
     return batch.inputs.tolist()[: batch.samples]
 
 
-def shares(count, batch_size, replicas, make, epoch=0, batch=0, **options):
+def shares(count, batch_size, replicas, make, **options):
     """Returns the batches of each replica."""
     options = LoaderOptions(**options)
 
     def run(world):
         data = make(world)
-        return take(StreamLoader(data, batch_size, world, options=options), count, epoch, batch)
+        return take(StreamLoader(data, batch_size, world, options=options), count)
 
     return Replicas(replicas).run(run)
 
@@ -190,9 +192,9 @@ def test_a_stream_goes_on_where_it_was(at, workers, kind):
     first = loader()
     take(first, at)
     again = loader()
-    if first.has_state:
-        again.load_state_dict(first.state_dict())
-    rest = take(again, 15 - at, *divmod(at, 6))
+    again.load_state_dict(first.state_dict())
+    assert (again.epoch, again.batch) == divmod(at, 6)
+    rest = take(again, 15 - at)
     assert [counted(batch) for batch in rest] == [counted(batch) for batch in whole[at:]]
     assert [batch.last for batch in rest] == [batch.last for batch in whole[at:]]
     if kind is Stateful and workers == 0:
@@ -207,14 +209,12 @@ def test_a_state_is_the_same_for_any_number_of_replicas_and_workers():
         return loader.state_dict()
 
     states = Replicas(2).run(begin)
-    assert (
-        states[0]
-        == states[1]
-        == {"epoch": 0, "batch": 3, "states": [{"state": {"at": 12}, "ended": False}]}
-    )
+    source = {"epoch": 0, "batch": 3, "states": [{"state": {"at": 12}, "ended": False}]}
+    assert states[0] == states[1] == {"epoch": 0, "batch": 3, "batch_size": 4, "source": source}
     alone = StreamLoader(Stateful(40), 6, world_of(0, 1))
     alone.load_state_dict(states[0])
-    assert counted(take(alone, 1, 0, 3)[0]) == [12, 13, 14, 15, 16, 17]
+    assert counted(take(alone, 1)[0]) == [12, 13, 14, 15, 16, 17]
+    assert alone.dataset.read[0] == 12
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -231,7 +231,7 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
         first, again = loader(world), loader(world)
         begun = take(first, at)
         again.load_state_dict(first.state_dict())
-        return [counted(batch) for batch in [*begun, *take(again, 9 - at, 0, at)]]
+        return [counted(batch) for batch in [*begun, *take(again, 9 - at)]]
 
     assert Replicas(2).run(resumed) == Replicas(2).run(whole)
 
@@ -360,7 +360,8 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
         begun = take(first, at)
         again = OwnLoader(Stepwise(world.replica, replicas), world)
         again.load_state_dict(first.state_dict())
-        return [*begun, *take(again, 9 - at, *divmod(at, per_epoch))]
+        assert (again.epoch, again.batch) == divmod(at, per_epoch)
+        return [*begun, *take(again, 9 - at)]
 
     expected = check_agreed(Replicas(replicas).run(whole))
     assert check_agreed(Replicas(replicas).run(resumed)) == expected
