@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hybridtrain.data.loader import Batch
+from hybridtrain.data.faults import name_of
+from hybridtrain.data.loader import Batch, Loader, Position
 from hybridtrain.errors import DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -36,22 +44,74 @@ class Piece(NamedTuple):
     state: bytes | None = None
 
 
-class Agreed(NamedTuple):
-    """A batch of this replica, and the piece that it was made of; None where it had none left."""
+class AgreedLoader(Loader):
+    """A `Loader` whose batches come in pieces, one of each replica: see `agreed`.
 
-    batch: Batch
-    piece: Piece | None
+    Attributes:
+        divided: each replica and worker reads samples of its own, and has a state of its own.
+    """
+
+    divided = True
+
+    @abstractmethod
+    def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
+        """Yields the pieces of each epoch from that of `start` on.
+
+        Those of the first epoch begin at the states of `start`, or without any at its batch.
+        """
+
+    @abstractmethod
+    def _compare(self, digests: list[int]) -> None:
+        """Checks what the replicas have read first; may raise a DataError."""
+
+    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+        start = start if start.states else start.next
+        if start.batch:
+            activity.catching_up()
+        name, at = name_of(self.dataset), start.next
+        full = self.batch_size if self.options.drop_last else 1
+        with closing(self._epochs(start)) as epochs:
+            if start.ended:  # the states are of the epoch before, which has no batch left
+                for _ in next(epochs):
+                    pass
+            for epoch in epochs:
+                first = at.batch
+                with closing(epoch):
+                    for batch, piece in agreed(epoch, self._world, name, full, self._compare):
+                        at = replace(at, batch=at.batch + 1, ended=batch.last)
+                        if piece is not None and piece.state is not None:
+                            at = self._with_state(at, piece.worker, piece.state)
+                        yield batch, at
+                if at.batch == first:
+                    raise DataError(
+                        f"{name} gave less than one batch of samples in epoch {at.epoch}, after "
+                        f"{first} batches: see that its __iter__ starts anew, lower batch_size= "
+                        f"({self.batch_size}), or set drop_last=False"
+                    )
+                if self.batches_per_epoch not in (None, at.batch):
+                    _log.warning(
+                        "%s has a length of %s batches, and gave %d in epoch %d",
+                        name, self.batches_per_epoch, at.batch, at.epoch,
+                    )  # fmt: skip
+                at = Position(at.epoch + 1)
+
+    def _with_state(self, at: Position, worker: int, state: bytes) -> Position:
+        """Returns `at`, whose last batch was made by `worker`, with the state that it left."""
+        if self.divided:
+            return replace(at, states={**at.states, worker: state}, worker=worker + 1)
+        return replace(at, states={-1: state})  # it has read all, as far as any other will have
 
 
 def agreed(
     pieces: Iterator[Piece],
     world: World,
     name: str,
-    *,
-    at_least: int = 1,
-    check: Callable[[list[int]], None] = lambda digests: None,
-) -> Generator[Agreed, None, None]:
+    at_least: int,
+    check: Callable[[list[int]], None],
+) -> Iterator[tuple[Batch, Piece | None]]:
     """Yields this replica's batches of one epoch, equally many on every replica.
+
+    Each comes with the piece that it was made of; None where this replica had none left.
 
     The replicas exchange how many samples each has, of this batch and of the next, in one message
     of a few bytes that travels while the batch before is in use. A replica that has run out takes
@@ -95,7 +155,7 @@ def agreed(
         inputs, targets = piece.batch if piece is not None else _one_sample(spare)
         last = sum(next_counts) < at_least
         samples = piece.samples if piece is not None else 0
-        yield Agreed(Batch(inputs, targets, samples, total, last), piece)
+        yield Batch(inputs, targets, samples, total, last), piece
         if last:
             next_message()  # every replica has sent it
             return

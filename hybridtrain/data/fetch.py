@@ -54,9 +54,9 @@ def fetch(
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
     """
-    device, made = world.devices[0], _Batches(dataset, options.collate)
+    made = _Batches(dataset, options.collate)
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
-    if in_memory and made.collate is already_batched and device.type == "cpu":
+    if in_memory and made.collate is already_batched and world.devices[0].type == "cpu":
         # In less time than a thread needs to hand a batch over.
         return (made.dataset.__getitems__(indices) for indices in batches)
     asked: deque[Sequence[int]] = deque()
@@ -68,26 +68,16 @@ def fetch(
                 asked.append(indices)
             yield indices
 
-    # The workers' seeds come from here, not from the default generator.
-    generator = torch.Generator()
-    generator.manual_seed(world.replica)
-    loader: DataLoader[Any] = DataLoader(
-        made,
-        batch_sampler=noted(),
-        num_workers=options.workers,
-        timeout=options.timeout_s if options.workers else 0,
-        collate_fn=_identity,
-        generator=generator,
-        pin_memory=device.type == "cuda",
-    )
-
     def reading(worker: int) -> str:
         """Returns what a worker makes: the first of its batches that has not come."""
         turn = (worker - watched.received) % options.workers
         return samples_of(dataset, asked[turn] if turn < len(asked) else ())
 
-    watched = WatchedLoader(loader, options, reading, lambda: asked and asked.popleft())
-    return prefetch(watched, device)
+    watched = WatchedLoader(
+        made, options, world, reading, lambda: asked and asked.popleft(),
+        batch_sampler=noted(), collate_fn=_identity,
+    )  # fmt: skip
+    return prefetch(watched)
 
 
 class WatchedLoader:
@@ -98,21 +88,36 @@ class WatchedLoader:
     the main thread calls `look` while it waits.
 
     Args:
-        loader: makes batches, or a Failure.
-        options: its timeout and number of workers.
+        dataset: makes batches, or a Failure.
+        options: the timeout and number of workers.
+        world: whose device the batches are for.
         reading: says what a worker is making at present.
         received: called when a batch has come.
+        **settings: of the DataLoader.
     """
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        dataset: Dataset[Any],
         options: LoaderOptions,
+        world: World,
         reading: Callable[[int], str],
         received: Callable[[], object] = lambda: None,
+        **settings: Any,
     ) -> None:
         self.received = 0
-        self._loader = loader
+        self.device = world.devices[0]
+        # The workers' seeds come from here, not from the default generator.
+        generator = torch.Generator()
+        generator.manual_seed(world.replica)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=options.workers,
+            timeout=options.timeout_s if options.workers else 0,
+            generator=generator,
+            pin_memory=self.device.type == "cuda",
+            **settings,
+        )
         self._options = options
         self._reading = reading
         self._on_batch = received
@@ -228,12 +233,11 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def prefetch(watched: WatchedLoader, device: torch.device) -> Generator[Any, None, None]:
+def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
     """Yields the batches of `watched`, which a thread makes a few ahead.
 
-    An exception is raised where its batch would have been. `device` is where the batches go: to pin
-    memory for a GPU, the thread must have it as its current device. The worker processes are looked
-    at now and then during a wait.
+    An exception is raised where its batch would have been. The worker processes are looked at now
+    and then during a wait.
 
     The end does not wait long for a batch that is being made: its worker processes are killed, and
     a thread in a slow source is left behind, which keeps no process from ending.
@@ -243,8 +247,8 @@ def prefetch(watched: WatchedLoader, device: torch.device) -> Generator[Any, Non
     wanted, ended = threading.Semaphore(_AHEAD), threading.Event()
 
     def fetch_all() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if watched.device.type == "cuda":  # or its memory could not be pinned
+            torch.cuda.set_device(watched.device)
         more = True
         while more:
             wanted.acquire()

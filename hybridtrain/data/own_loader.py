@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from hybridtrain.data.agreement import Piece, agreed, digest_of
+from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
 from hybridtrain.data.faults import check_pair, name_of
-from hybridtrain.data.loader import Batch, Loader, Position, has_state, length_of
+from hybridtrain.data.loader import Loader, Position, has_state, length_of
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.launch.activity import activity
 from hybridtrain.microbatch import batch_size
 from hybridtrain.world import World
 
 
-class OwnLoader(Loader):
+class OwnLoader(AgreedLoader):
     """The batches of `loader`, epoch after epoch: any iterable of `(inputs, targets)`.
 
     Each replica's loader yields its own samples, for example by a DistributedSampler or by
@@ -50,54 +48,40 @@ class OwnLoader(Loader):
             )
         if world.replicas > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
-            if whole and not isinstance(loader.dataset, IterableDataset):
-                _check_batch_sampler(loader, world)
+            batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler
+            if whole and batched and not isinstance(loader.dataset, IterableDataset):
+                raise DataError(
+                    f"this DataLoader gives each of the {world.replicas} replicas all samples: "
+                    f"pass sampler=DistributedSampler(dataset, {world.replicas}, world.replica), "
+                    f"or use TrainLoader(dataset, batch_size, world), which divides them"
+                )
         super().__init__(loader, 1, world)
         self.has_state = has_state(loader)
         # an epoch lasts until the last replica has run out
         lengths = [length for length in world.gather(length_of(loader)) if length is not None]
         self.batches_per_epoch = max(lengths, default=None)
 
-    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        loader, skip = self.dataset, start.next.batch
-        if start.batch:
-            activity.catching_up()
+    def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
         if start.states:
-            _set_epoch(loader, start.epoch)
-            loader.load_state_dict(pickle.loads(start.states[0]))
+            _set_epoch(self.dataset, start.epoch)
+            self.dataset.load_state_dict(pickle.loads(start.states[0]))
+        skip = 0 if start.states else start.batch
+        for epoch in itertools.count(start.epoch):
+            _set_epoch(self.dataset, epoch)
+            yield self._pieces(skip)
             skip = 0
-            if start.ended:  # the epoch of the state has no batch left
-                for _ in loader:
-                    pass
-        at = start.next
-        while True:
-            _set_epoch(loader, at.epoch)
-            first = at.batch
-            pieces = itertools.islice(self._pieces(), skip, None)
-            for batch, piece in agreed(
-                pieces, self._world, name_of(loader), check=self._check_digests
-            ):
-                states = at.states
-                if piece is not None and piece.state is not None:
-                    states = {0: piece.state}
-                at = replace(at, batch=at.batch + 1, ended=batch.last, states=states)
-                yield batch, at
-            if at.batch == first:
-                raise DataError(
-                    f"{name_of(loader)} gave no batch in epoch {at.epoch}, after {first} batches"
-                )
-            at, skip = Position(at.epoch + 1), 0
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self, skip: int) -> Generator[Piece, None, None]:
         digest = None
-        for batch in self.dataset:
+        for number, batch in enumerate(self.dataset):
             check_pair(batch, self.dataset)
             if digest is None:
                 digest = digest_of(batch)
-            state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
-            yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
+            if number >= skip:
+                state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
+                yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
 
-    def _check_digests(self, digests: list[int]) -> None:
+    def _compare(self, digests: list[int]) -> None:
         if len(set(digests) - {0}) < len(digests) - digests.count(0):
             raise DataError(
                 f"{name_of(self.dataset)} gives several replicas the same samples: divide them by "
@@ -121,17 +105,6 @@ class OwnLoader(Loader):
 def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
     """Returns what a trainer trains on, at its start: a copy of `train`, or a wrapped iterable."""
     return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
-
-
-def _check_batch_sampler(loader: DataLoader[Any], world: World) -> None:
-    """Checks that a sampler of all samples is not what makes the batches."""
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    if inner is loader.sampler:
-        raise DataError(
-            f"this DataLoader gives each of the {world.replicas} replicas all samples: pass "
-            f"sampler=DistributedSampler(dataset, {world.replicas}, world.replica), or use "
-            f"TrainLoader(dataset, batch_size, world), which divides them"
-        )
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -15,25 +15,22 @@ is. What it costs is that a sample is read in every process; a data set that div
 from __future__ import annotations
 
 import itertools
-import logging
 import pickle
 import random
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hybridtrain.data.agreement import Piece, agreed, digest_of
+from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
 from hybridtrain.data.faults import Failure, name_of, unless_failed
 from hybridtrain.data.fetch import WatchedLoader, collated, prefetch, whole_batch
 from hybridtrain.data.loader import (
-    Batch,
-    Loader,
     Position,
     batches_in,
     has_state,
@@ -42,11 +39,8 @@ from hybridtrain.data.loader import (
     share_of,
 )
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.launch.activity import activity
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
-
-_log = logging.getLogger(__name__)
 
 # as many samples tell two streams apart
 _DIGESTED_SAMPLES = 16
@@ -75,7 +69,7 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
     return unless_failed(collated(items, collate or default_collate, dataset, what))
 
 
-class StreamLoader(Loader):
+class StreamLoader(AgreedLoader):
     """An endless stream of batches from an iterable data set, epoch after epoch: a `Loader`.
 
     `dataset` is anything whose `iter()` starts anew and yields `(inputs, target)`. `set_epoch(e)`
@@ -110,25 +104,49 @@ class StreamLoader(Loader):
                 f"replicas that {name_of(dataset)} is divided over"
             )
 
-    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        if not start.states:
-            start = start.next
-        if start.batch:
-            activity.catching_up()
-        with closing(_Source(self, start)) as source:
-            if start.ended:  # the states are of the epoch before
-                for _ in source.epoch(0):
-                    pass
-            skip = start.batch if self.divided and not start.states else 0
-            at = start.next
+    def _epochs(
+        self, start: Position, drop_last: bool | None = None
+    ) -> Generator[Generator[Piece, None, None], None, None]:
+        # A thread or worker processes make all epochs, and live as long.
+        options, name = self.options, name_of(self.dataset)
+        part = _StreamPart(
+            self.dataset,
+            self.divided,
+            self.batch_size,
+            self._world.replica,
+            self._world.replicas,
+            options.collate or default_collate,
+            options.drop_last if drop_last is None else drop_last,
+            self._seed,
+            start,
+        )
+        watched = WatchedLoader(
+            part, options, self._world, lambda _: f"a batch of {name}",
+            batch_size=None, persistent_workers=options.workers > 0,
+        )  # fmt: skip
+        skip = start.batch if self.divided and not start.states else 0
+        try:
             while True:
-                yield from self._epoch(source, at, skip)
-                at, skip = Position(at.epoch + 1), 0
+                yield self._pieces(watched, skip)
+                skip = 0
+        finally:
+            watched.close()
+
+    def _pieces(self, watched: WatchedLoader, skip: int) -> Generator[Piece, None, None]:
+        digests: dict[int, int] = {}  # by worker
+        with closing(prefetch(watched)) as pieces:
+            for number, piece in enumerate(pieces):
+                if not isinstance(piece, Piece) or number < skip:
+                    continue
+                if piece.worker not in digests:
+                    digests[piece.worker] = piece.digest
+                    self._compare(list(digests.values()), "worker processes")
+                yield piece
 
     def once(self) -> Generator[Any, None, None]:
         """Yields this replica's `(inputs, targets)` of one pass, of which none is left out."""
-        with closing(_Source(self, Position(), drop_last=False)) as source:
-            pieces = source.epoch(0)
+        with closing(self._epochs(Position(), drop_last=False)) as epochs:
+            pieces = next(epochs)
             piece = next(pieces, None)
             if self._world.replicas > 1:
                 found = self._world.gather(0 if piece is None else piece.digest)
@@ -137,35 +155,6 @@ class StreamLoader(Loader):
                 if piece.samples:
                     yield piece.batch
                 piece = next(pieces, None)
-
-    def _epoch(
-        self, source: _Source, start: Position, skip: int
-    ) -> Generator[tuple[Batch, Position], None, None]:
-        """Yields the batches of an epoch from `start` on, each with the position after it."""
-        name, at = name_of(self.dataset), start
-        full = self.batch_size if self.options.drop_last else 1
-        with closing(source.epoch(skip)) as pieces:
-            for batch, piece in agreed(
-                pieces, self._world, name, at_least=full, check=self._compare
-            ):
-                at = replace(at, batch=at.batch + 1, ended=batch.last)
-                if piece is not None and piece.state is not None:
-                    # Who reads all samples is as far as any other: one state is for all workers.
-                    key, worker = (piece.worker, piece.worker + 1) if self.divided else (-1, 0)
-                    states = {**at.states, key: piece.state}
-                    at = replace(at, states=states, worker=worker)
-                yield batch, at
-        if at == start:
-            raise DataError(
-                f"{name} gave less than one batch of samples in epoch {at.epoch}, after {at.batch} "
-                f"batches (batch_size={self.batch_size}): lower it, set drop_last=False, or see "
-                f"that its __iter__ starts anew"
-            )
-        if self.batches_per_epoch not in (None, at.batch):
-            _log.warning(
-                "%s has a length of %s batches, and gave %d in epoch %d",
-                name, self.batches_per_epoch, at.batch, at.epoch,
-            )  # fmt: skip
 
     def _compare(self, digests: list[int], readers: str = "replicas") -> None:
         """Checks that several readers have read the same first samples, or each its own.
@@ -209,56 +198,6 @@ class StreamLoader(Loader):
         return {int(i): pickle.dumps(x) for i, x in own["states"].items()}, own["worker"]
 
 
-class _Source:
-    """The pieces of epoch after epoch, by a thread or by worker processes that live as long."""
-
-    def __init__(
-        self, loader: StreamLoader, start: Position, drop_last: bool | None = None
-    ) -> None:
-        options, name = loader.options, name_of(loader.dataset)
-        self._device = loader._world.devices[0]
-        self._compare = loader._compare
-        part = _StreamPart(
-            loader.dataset,
-            loader.divided,
-            loader.batch_size,
-            loader._world.replica,
-            loader._world.replicas,
-            options.collate or default_collate,
-            options.drop_last if drop_last is None else drop_last,
-            loader._seed,
-            start,
-        )
-        generator = torch.Generator()
-        generator.manual_seed(loader._world.replica)
-        batches: DataLoader[Any] = DataLoader(
-            part,
-            batch_size=None,
-            num_workers=options.workers,
-            timeout=options.timeout_s if options.workers else 0,
-            generator=generator,
-            pin_memory=self._device.type == "cuda",
-            persistent_workers=options.workers > 0,
-        )
-        self._watched = WatchedLoader(batches, options, lambda _: f"a batch of {name}")
-
-    def epoch(self, skip: int) -> Generator[Piece, None, None]:
-        """Yields the pieces of the next epoch, without the first `skip`."""
-        digests: dict[int, int] = {}  # by worker
-        with closing(prefetch(self._watched, self._device)) as pieces:
-            for number, piece in enumerate(pieces):
-                if not isinstance(piece, Piece) or number < skip:
-                    continue
-                if piece.worker not in digests:
-                    digests[piece.worker] = piece.digest
-                    self._compare(list(digests.values()), "worker processes")
-                yield piece
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self._watched.close()
-
-
 @dataclass(eq=False)
 class _StreamPart(IterableDataset[Any]):
     """A process's pieces of each epoch, as ready batches; runs in the workers."""
@@ -282,7 +221,9 @@ class _StreamPart(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
             own = (self.replica, worker) if self.divided else (0, 0)
-            _seed_all(hash((self.seed, start.epoch, *own)) & 0x7FFF_FFFF)
+            seed = hash((self.seed, start.epoch, *own)) & 0x7FFF_FFFF
+            for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
+                seed_generator(seed)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(start.epoch)
         state = start.states.get(worker, start.states.get(-1))
@@ -292,41 +233,27 @@ class _StreamPart(IterableDataset[Any]):
             if saved["ended"]:
                 return  # this epoch; an iteration would begin the next
         reader = _Reader(self.dataset)
+        if not self.divided and state is None:
+            reader.skip(start.batch * self.batch_size)
+        if self.divided and worker < start.worker % workers:
+            yield "a turn"  # that it had taken before the state was saved
+        # A data set that divides itself gives this worker its samples alone; of any other, it makes
+        # the global batches `worker`, `worker + workers`, ..., and this replica's share of them.
+        size, offset, stride, turns = self.batch_size, self.replica, self.replicas, workers
         if self.divided:
-            if worker < start.worker % workers:
-                yield "a turn"  # that it had taken before the state was saved
-            yield from self._own_pieces(reader, worker)
-        else:
-            if state is None:
-                reader.skip(start.batch * self.batch_size)
-            yield from self._shared_pieces(reader, worker, workers)
-
-    def _shared_pieces(self, reader: _Reader, worker: int, workers: int) -> Iterator[Any]:
-        """Yields the pieces of the global batches `worker`, `worker + workers`, ..."""
+            share = share_of(size, offset, stride)
+            size, offset, stride, turns = share.stop - share.start, 0, 1, 1
         for number in itertools.count():
-            mine = number % workers == worker
-            samples, total = reader.take(self.batch_size, self.replica, self.replicas, mine)
+            mine = number % turns == worker % turns
+            samples, total = reader.take(size, offset, stride, mine)
             if reader.failure is not None and (mine or total == 0):
-                yield reader.failure
-                return
-            if total == 0 or (total < self.batch_size and self.drop_last):
-                return
-            if mine:
-                counts = len(range(self.replica, total, self.replicas))
-                yield self._piece(reader, samples, counts, total, worker)
-
-    def _own_pieces(self, reader: _Reader, worker: int) -> Iterator[Any]:
-        """Yields pieces of all samples that the data set gives this process."""
-        share = share_of(self.batch_size, self.replica, self.replicas)
-        size = share.stop - share.start
-        while True:
-            samples, total = reader.take(size, 0, 1, True)
-            if reader.failure is not None:
                 yield reader.failure
                 return
             if total == 0 or (total < size and self.drop_last):
                 return
-            yield self._piece(reader, samples, total, None, worker)
+            if mine:
+                counts = len(range(offset, total, stride))
+                yield self._piece(reader, samples, counts, None if self.divided else total, worker)
 
     def _piece(
         self, reader: _Reader, samples: list[Any], counts: int, total: int | None, worker: int
@@ -426,9 +353,3 @@ def _divide(dataset: Any, world: World, options: LoaderOptions) -> tuple[Any, bo
         mine = split_dataset_by_node(dataset, rank=world.replica, world_size=world.replicas)
         return mine, True  # over the worker processes it divides itself too
     return dataset, options.divided
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
