@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hybridtrain.data.faults import name_of
+from hybridtrain.data.fetch import name_of
 from hybridtrain.data.loader import Batch, Loader, Position
 from hybridtrain.errors import DataError
 from hybridtrain.launch.activity import activity

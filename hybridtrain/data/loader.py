@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import IterableDataset
 
-from hybridtrain.data.faults import name_of
-from hybridtrain.data.fetch import fetch
+from hybridtrain.data.fetch import fetch, name_of
 from hybridtrain.errors import BatchError, DataError
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World

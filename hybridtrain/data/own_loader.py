@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
-from hybridtrain.data.faults import check_pair, name_of
+from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import Loader, Position, has_state, length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.microbatch import batch_size

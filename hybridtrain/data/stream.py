@@ -28,8 +28,15 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
-from hybridtrain.data.faults import Failure, name_of, unless_failed
-from hybridtrain.data.fetch import WatchedLoader, collated, prefetch, whole_batch
+from hybridtrain.data.fetch import (
+    Failure,
+    WatchedLoader,
+    collated,
+    name_of,
+    prefetch,
+    unless_failed,
+    whole_batch,
+)
 from hybridtrain.data.loader import (
     Position,
     batches_in,
