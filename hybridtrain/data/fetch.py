@@ -33,7 +33,7 @@ _SHARED_MEMORY_IS_FULL = (
     "shared memory is full: lower workers=, or give the container a larger /dev/shm"
 )
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
 _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
@@ -189,8 +189,8 @@ class _Batches(Dataset[Any]):
                 for index in indices:
                     items.append(dataset[index])
         except Exception as error:
-            where = f"sample {index}" if index is not None else _listed(indices)
-            return Failure.of(f"{where} of {name_of(dataset)} cannot be read", error)
+            where = samples_of(dataset, indices if index is None else [index])
+            return Failure.of(f"{where} cannot be read", error)
         return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
 
@@ -226,12 +226,9 @@ def whole_batch(
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:
     """Returns "samples 3, 1, 4 of Reviews"."""
-    return f"{_listed(indices)} of {name_of(dataset)}"
-
-
-def _listed(indices: Sequence[int]) -> str:
     shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
+    listed = f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
+    return f"{listed} of {name_of(dataset)}"
 
 
 def _identity(batch: Any) -> Any:
@@ -368,16 +365,12 @@ def described(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _of_a_library(frame.filename)]
+    own = [each for each in frames if not _LIBRARIES & {*Path(each.filename).parents}]
+    own = [each for each in own if "site-packages" not in Path(each.filename).parts]
     if own or frames:
         frame = (own or list(frames))[-1]
         line += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     return line
-
-
-def _of_a_library(file: str) -> bool:
-    path = Path(file)
-    return "site-packages" in path.parts or any(each in path.parents for each in _LIBRARIES)
 
 
 def name_of(dataset: Any) -> str:

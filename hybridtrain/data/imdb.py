@@ -111,7 +111,7 @@ def imdb(
         encoded = _load(cache)
         if encoded is None:
             _log.info("tokenising the reviews in %s; later runs reuse the result", folder)
-            encoded = _encode_reviews(folder, tokenize, max_len, max_vocab, min_freq)
+            encoded = encode_reviews(folder, tokenize, max_len, max_vocab, min_freq)
             _save(encoded, cache)
 
     return DataSplits(
@@ -286,7 +286,7 @@ def _tokenizer_version(tokenize: Tokenizer) -> str:
     return hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 
-def _encode_reviews(
+def encode_reviews(
     folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
 ) -> dict[str, Any]:
     """Reads `folder`/{train,test}/{pos,neg}/*.txt and numbers the tokens.

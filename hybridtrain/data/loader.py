@@ -194,7 +194,7 @@ class Loader:
         raise NotImplementedError
 
     def at_start(self) -> Self:
-        """Returns a loader of the same batches with a position of its own, before the first."""
+        """Returns a loader of the same batches with its own position, before the first."""
         loader = copy.copy(self)
         loader.position, loader._left_early = Position(), False
         return loader
@@ -375,22 +375,21 @@ class EvalLoader:
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
+        self._share = slice(0)
         self.samples: int | None = None
         if not is_stream(dataset):
-            share = share_of(len(dataset), world.replica, world.replicas)
-            self.samples = share.stop - share.start
+            self._share = share_of(len(dataset), world.replica, world.replicas)
+            self.samples = self._share.stop - self._share.start
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        if is_stream(self._dataset):
+        if self.samples is None:
             from hybridtrain.data.stream import StreamLoader
 
             size, options = self._batch_size * self._world.replicas, self._options
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
-            return
-        total: int = len(self._dataset)
-        mine = torch.arange(total)[share_of(total, self._world.replica, self._world.replicas)]
-        batches = mine.split(self._batch_size) if len(mine) else ()
-        yield from fetch(self._dataset, batches, self._options, self._world)
+        elif self.samples:
+            batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
+            yield from fetch(self._dataset, batches, self._options, self._world)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -434,8 +433,10 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def take(stream: Iterator[Batch], count: int) -> list[Batch]:
-    """Returns the next `count` batches, or fewer if their epoch ends."""
-    batches = [next(stream)]
-    while len(batches) < count and not batches[-1].last:
-        batches.append(next(stream))
+    """Returns the next `count` batches, or fewer if their epoch ends; none at the end of all."""
+    batches: list[Batch] = []
+    for batch in stream:
+        batches.append(batch)
+        if len(batches) == count or batch.last:
+            break
     return batches

@@ -40,6 +40,8 @@ class OwnLoader(AgreedLoader):
         DataError: it can be iterated over only once, or gives all replicas the same samples.
     """
 
+    _how_to_divide = "divide them by world.replica and world.replicas, as a DistributedSampler does"
+
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise DataError(
@@ -80,13 +82,6 @@ class OwnLoader(AgreedLoader):
             if number >= skip:
                 state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
                 yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
-
-    def _compare(self, digests: list[int]) -> None:
-        if len(set(digests) - {0}) < len(digests) - digests.count(0):
-            raise DataError(
-                f"{name_of(self.dataset)} gives several replicas the same samples: divide them by "
-                f"world.replica and world.replicas, as a DistributedSampler does"
-            )
 
     def _gathered(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None

@@ -46,7 +46,6 @@ from hybridtrain.data.loader import (
     share_of,
 )
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
 
 # as many samples tell two streams apart
@@ -98,9 +97,31 @@ class StreamLoader(AgreedLoader):
             than replicas that `dataset` is divided over.
     """
 
+    _how_to_divide = (
+        "divided=True is for a data set that divides itself, by the rank and by "
+        "torch.utils.data.get_worker_info(); do so, or set divided=False"
+    )
+
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
         super().__init__(dataset, batch_size, world, **settings)
-        self.dataset, self.divided = _divide(dataset, world, self.options)
+        if not hasattr(dataset, "__iter__"):
+            raise DataError(
+                f"{name_of(dataset)} is not a data set: it needs `__getitem__` and `__len__`, or "
+                f"an `__iter__`"
+            )
+        if isinstance(dataset, Iterator):
+            raise DataError(
+                f"{name_of(dataset)} can be read only once: pass an object whose __iter__ starts "
+                f"anew, such as an IterableDataset"
+            )
+        self.divided = self.options.divided
+        if type(dataset).__module__.partition(".")[0] == "datasets":
+            from datasets.distributed import split_dataset_by_node
+
+            self.divided = True  # over the worker processes it divides itself too
+            self.dataset = split_dataset_by_node(
+                dataset, rank=world.replica, world_size=world.replicas
+            )
         self.has_state = has_state(self.dataset)
         length = None if self.divided else length_of(dataset)
         if length is not None:
@@ -163,26 +184,6 @@ class StreamLoader(AgreedLoader):
                     yield piece.batch
                 piece = next(pieces, None)
 
-    def _compare(self, digests: list[int], readers: str = "replicas") -> None:
-        """Checks that several readers have read the same first samples, or each its own.
-
-        Raises:
-            DataError: they have not.
-        """
-        name = name_of(self.dataset)
-        if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
-            raise DataError(
-                f"{name} is to divide itself (divided=True), and gives several {readers} the same "
-                f"samples: divide it by the rank and by torch.utils.data.get_worker_info(), or set "
-                f"divided=False"
-            )
-        if not self.divided and len(set(digests)) > 1:
-            raise DataError(
-                f"the {readers} read different samples from {name}, and each is to read all of "
-                f"them: if it divides itself over them, set divided=True; if it shuffles, it must "
-                f"do so with its own generator, from a fixed seed and the epoch"
-            )
-
     def _gathered(self, at: Position) -> list[Any]:
         states = {worker: pickle.loads(state) for worker, state in at.states.items()}
         if not self.divided:
@@ -241,7 +242,7 @@ class _StreamPart(IterableDataset[Any]):
                 return  # this epoch; an iteration would begin the next
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
-            reader.skip(start.batch * self.batch_size)
+            reader.take(start.batch * self.batch_size, 0, 1, keep=False)
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # that it had taken before the state was saved
         # A data set that divides itself gives this worker its samples alone; of any other, it makes
@@ -313,12 +314,11 @@ class _Reader:
         for number in range(count):
             try:
                 sample = next(self._samples)
-            except StopIteration:
-                self.ended = True
-                return (kept or [spare], number)
             except Exception as error:
-                what = f"sample {self.read} of {self._name} cannot be read"
-                self.failure = Failure.of(what, error)
+                self.ended = isinstance(error, StopIteration)
+                if not self.ended:
+                    what = f"sample {self.read} of {self._name} cannot be read"
+                    self.failure = Failure.of(what, error)
                 return (kept or [spare], number)
             self.read += 1
             if len(self.first) < min(_DIGESTED_SAMPLES, count):
@@ -328,35 +328,3 @@ class _Reader:
             elif keep and number == 0:
                 spare = sample
         return (kept or [spare], count)
-
-    def skip(self, count: int) -> None:
-        """Reads `count` samples."""
-        while count > 0:
-            _, there = self.take(min(count, 1024), 0, 1, False)
-            if there == 0:
-                return
-            count -= there
-
-
-def _divide(dataset: Any, world: World, options: LoaderOptions) -> tuple[Any, bool]:
-    """Returns the data set as this replica iterates over it, and whether it divides itself.
-
-    Raises:
-        DataError: it can be iterated over only once, or not at all.
-    """
-    if not hasattr(dataset, "__iter__"):
-        raise DataError(
-            f"{name_of(dataset)} is not a data set: it needs `__getitem__` and `__len__`, or an "
-            f"`__iter__`"
-        )
-    if isinstance(dataset, Iterator):
-        raise DataError(
-            f"{name_of(dataset)} can be read only once: pass an object whose __iter__ starts anew, "
-            f"such as an IterableDataset"
-        )
-    if type(dataset).__module__.partition(".")[0] == "datasets":
-        from datasets.distributed import split_dataset_by_node
-
-        mine = split_dataset_by_node(dataset, rank=world.replica, world_size=world.replicas)
-        return mine, True  # over the worker processes it divides itself too
-    return dataset, options.divided

@@ -182,7 +182,7 @@ class PreparedLoader:
         outer, step = session.in_use, StepInUse()
         try:
             with closing(self.loader.batches()) as batches:
-                while group := _next_step(batches, session.accumulate):
+                while group := take(batches, session.accumulate):
                     session.in_use = step = StepInUse(group, looping=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
@@ -209,13 +209,6 @@ class PreparedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return _attribute(self, "original", name)
-
-
-def _next_step(batches: Iterator[Batch], count: int) -> list[Batch]:
-    try:
-        return take(batches, count)
-    except StopIteration:
-        return []
 
 
 def as_loader(loader: Any, world: World, seed: int) -> Loader:

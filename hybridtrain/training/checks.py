@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from hybridtrain.callbacks.base import Callback
-from hybridtrain.data.loader import EvalLoader, Loader, share_of
+from hybridtrain.data.loader import EvalLoader, Loader, TrainLoader, share_of
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
@@ -150,9 +150,9 @@ def check_last_batch(model: HybridModel, train: Loader) -> None:
 
 def _last_batch(train: Loader) -> int:
     """Returns the samples of a short last batch of an epoch; 0: none, or not known."""
-    samples = getattr(train, "samples", None)
-    drops = getattr(getattr(train, "options", None), "drop_last", True)
-    return 0 if drops or samples is None else samples % train.batch_size
+    if not isinstance(train, TrainLoader) or train.options.drop_last:
+        return 0
+    return train.samples % train.batch_size
 
 
 @contextmanager
