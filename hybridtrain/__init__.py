@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridtrain.callbacks.base import Callback
     from hybridtrain.cluster import Cluster
-    from hybridtrain.data.epochs import Loader
-    from hybridtrain.data.loader import EvalLoader
+    from hybridtrain.data.loader import EvalLoader, Loader
     from hybridtrain.launch.notebook import notebook_launcher
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
@@ -51,7 +50,7 @@ __version__ = "0.2.0.dev0"
 _MODULE_OF = {
     "Callback": "hybridtrain.callbacks.base",
     "EvalLoader": "hybridtrain.data.loader",
-    "Loader": "hybridtrain.data.epochs",
+    "Loader": "hybridtrain.data.loader",
     "Session": "hybridtrain.session",
     "Cluster": "hybridtrain.cluster",
     "HybridModel": "hybridtrain.model",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.callbacks.base import Callback, CallbackStates
 from hybridtrain.checkpoint import saving
+from hybridtrain.checkpoint.state import check_progress
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.batch import Batch, BatchSource, take
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import as_source
+from hybridtrain.data.loader import Batch, EvalLoader, Loader, take
+from hybridtrain.data.own_loader import as_loader
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
@@ -48,7 +48,6 @@ from hybridtrain.training.checks import (
     check_state_names,
 )
 from hybridtrain.training.interruption import Interruptions
-from hybridtrain.training.progress import Progress
 from hybridtrain.training.run_stats import RunStats
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ class Trainer:
         optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
         loss_fn: as in `HybridModel.train_step`; None: `compute_loss` of a subclass. A step in which
             nothing counts is skipped.
-        train: the training batches: a `TrainLoader`, a `StreamLoader`, or any iterable of this
-            replica's batches `(inputs, targets)`, see `OwnLoader`.
+        train: the training batches: a `Loader`, or any iterable of this replica's batches
+            `(inputs, targets)`, see `OwnLoader`. A run begins with its first epoch.
         options: see `TrainerOptions`.
         evaluation: the batches to evaluate on.
         metrics: by name, what to evaluate besides the loss; see `evaluate`.
@@ -90,6 +89,9 @@ class Trainer:
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
     Attributes:
+        train: the training batches, with the run's position in them.
+        samples: samples trained on so far, over all replicas.
+        total_steps: the length of the run; may be set between two calls of `fit`.
         logging: whether the step in progress will be logged.
         texts: those of `fit`.
 
@@ -103,7 +105,7 @@ class Trainer:
         model: HybridModel,
         optimizer: Optimizer,
         loss_fn: LossFn | None,
-        train: BatchSource | Iterable[Any],
+        train: Loader | Iterable[Any],
         options: TrainerOptions | None = None,
         *,
         evaluation: EvalLoader | None = None,
@@ -140,16 +142,17 @@ class Trainer:
         self._finite = self._step.finite
         self.loss_fn = self._chosen_loss(loss_fn)
         self._training_step = training_step or type(self).training_step
-        self.train = as_source(train, self.world)
+        self.train = as_loader(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
-        self._progress = Progress(self.train, self.options, self._step)
+        self.samples = 0
+        self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         check_last_batch(model, self.train)
         self.store = store
         self.states = dict(states or {})
         check_state_names(self.states)
-        if getattr(self.train, "has_state", False):
-            self.states["data"] = cast("Stateful", self.train)
+        if self.train.has_state:
+            self.states["data"] = self.train
         self.monitor = monitor or Monitor()
         self.callbacks = sorted(
             (each for each in callbacks if self.world.is_main or not each.main_only),
@@ -210,7 +213,7 @@ class Trainer:
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.texts = texts or {}
-        stream = self.train.stream(self.epoch, self.batch)
+        stream = self.train.stream()
         try:
             with (
                 self._interruptions.listening(),
@@ -313,14 +316,10 @@ class Trainer:
             self._interruptions.begin_step()
             log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-            activity.now(f"step {self.step + 1}: data")
-            batches = take(stream, self.options.accumulate)
-            activity.now(f"step {self.step + 1}: train")
             # a tensor, if the user chose so; read before the schedule changes it in place
             lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
-            self._between_steps = False
             with watched:
-                norm = self._take_step(batches, timeline=log_due or timeline_due)
+                norm = self._take_step(stream, timeline=log_due or timeline_due)
             watched, self._between_steps = nullcontext(), True
             if log_due:
                 self._log(lr, norm)
@@ -422,10 +421,14 @@ class Trainer:
         return found is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of the run, in JSON's types."""
+        """Returns the progress of the run, in JSON's types; the position counts samples."""
         step = self._step.state_dict()
         return {
-            **self._progress.state_dict(self.train),
+            "step": self.step,
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "row": self.train.sample,  # the files' key; words: ok
+            "rows_per_step": self._samples_per_step,
             "scaler": step["scaler"],
             "evaluated_step": self._evaluated[0],
             **step,
@@ -439,7 +442,16 @@ class Trainer:
             CheckpointError: a number is not of its type or out of bounds.
             ConfigError: see `resume`.
         """
-        self._progress.load_state_dict(state_dict, self.train)
+        check_progress(state_dict, self.total_steps)
+        per_step, before = self._samples_per_step, state_dict["rows_per_step"]
+        if self.options.epochs is not None and before != per_step:
+            raise ConfigError(
+                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
+                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
+                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
+            )
+        self.samples = state_dict["samples"]
+        self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
         self._step.load_state_dict(state_dict)
         self._best.load_state_dict(state_dict)
         self._evaluated = state_dict.get("evaluated_step", self.step), None
@@ -477,31 +489,21 @@ class Trainer:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._progress.step
-
-    @property
-    def samples(self) -> int:
-        """Samples trained on so far, over all replicas."""
-        return self._progress.samples
+        return self._step.number
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._progress.epoch
+        return self.train.epoch
 
     @property
     def batch(self) -> int:
         """The next batch of this epoch."""
-        return self._progress.batch
+        return self.train.batch
 
     @property
-    def total_steps(self) -> int:
-        """The length of the run; may be set between two calls of `fit`."""
-        return self._progress.total_steps
-
-    @total_steps.setter
-    def total_steps(self, steps: int) -> None:
-        self._progress.total_steps = steps
+    def _samples_per_step(self) -> int:
+        return self.train.batch_size * self.options.accumulate
 
     @property
     def finished(self) -> bool:
@@ -524,6 +526,10 @@ class Trainer:
         last = step == self.total_steps or (step == self.step and self._ended)
         return last or (every is not None and step % every == 0)
 
+    def _ended_epoch(self, every: int | None) -> bool:
+        """Returns whether the last step has ended every `every`th epoch."""
+        return bool(every and self.step and self.batch == 0 and self.epoch % every == 0)
+
     def _reaches_last_batch(self) -> bool:
         """Returns whether the run has the last batch of an epoch before it."""
         if self.train.batches_per_epoch is None:
@@ -531,22 +537,32 @@ class Trainer:
         left = self.train.batches_per_epoch - self.batch
         return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
 
-    def _take_step(self, batches: Sequence[Batch], timeline: bool) -> torch.Tensor:
-        """Trains on `batches`; returns the gradients' norm before clipping.
+    def _take_step(self, stream: Iterator[Batch], timeline: bool) -> torch.Tensor:
+        """Trains on the next batches; returns the gradients' norm before clipping.
 
         Raises:
             ConfigError: `training_step` has not returned a result for each batch.
         """
-        weights = self._step.begin(batches, self.loss_fn)
-        results = self._training_step(self, batches, weights, timeline)
-        if len(results) != len(batches):
-            raise ConfigError(
-                f"training_step has returned {len(results)} results for {len(batches)} batches: "
-                f"return that of train_step for each batch"
-            )
-        self._stats.record(results[-1].timeline)
-        norm = self._step.finish(results)
-        samples = self._progress.advance(batches)
+        start = self.train.position
+        try:
+            activity.now(f"step {self.step + 1}: data")
+            batches = take(stream, self.options.accumulate)
+            activity.now(f"step {self.step + 1}: train")
+            self._between_steps = False
+            weights = self._step.begin(batches, self.loss_fn)
+            results = self._training_step(self, batches, weights, timeline)
+            if len(results) != len(batches):
+                raise ConfigError(
+                    f"training_step has returned {len(results)} results for {len(batches)} "
+                    f"batches: return that of train_step for each batch"
+                )
+            self._stats.record(results[-1].timeline)
+            norm = self._step.finish(results)
+        except BaseException:
+            self.train.position = start  # what is saved, or fitted again, goes on with this step
+            raise
+        samples = sum(batch.total for batch in batches)
+        self.samples += samples
         self.throughput.tick(samples)
         self._tell("on_step", samples)
         return norm
@@ -558,7 +574,8 @@ class Trainer:
             "train/lr": lr,
             "train/samples_per_second": speed.samples_per_second,
             "train/step_ms": speed.step_ms,
-            "train/epoch": self._progress.epochs(self.train),
+            # whole ones where their length is not known
+            "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
             "train/grad_norm": float(norm),
         }
         for name in ("skipped_steps", "empty_steps"):
@@ -576,7 +593,7 @@ class Trainer:
         """
         if self.step > 0:
             save |= self._is_due(self.options.checkpoint_every, self.step)
-            save |= self._progress.ends_epoch(self.options.checkpoint_every_epochs)
+            save |= self._ended_epoch(self.options.checkpoint_every_epochs)
         evaluates = self._evaluation_is_due()
         if save or evaluates or self._ended:
             self._step.settle()
@@ -596,7 +613,7 @@ class Trainer:
         if self.step == 0:
             return self.options.eval_first
         every, every_epochs = self.options.eval_every, self.options.eval_every_epochs
-        return self._is_due(every, self.step) or self._progress.ends_epoch(every_epochs)
+        return self._is_due(every, self.step) or self._ended_epoch(every_epochs)
 
     def _save_in_run(self, save: bool, again: bool = False) -> None:
         last, best = self._ended, self._best.step == self.step

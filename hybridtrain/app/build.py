@@ -32,9 +32,9 @@ from hybridtrain.app.run_lock import RunLock
 from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data.loader import EvalLoader, TrainLoader, is_stream
 from hybridtrain.data.splits import DataSplits
-from hybridtrain.data.stream import StreamLoader, example_batch, is_stream
+from hybridtrain.data.stream import StreamLoader, example_batch
 from hybridtrain.errors import check_choice
 from hybridtrain.launch import signals
 from hybridtrain.losses import LossFn

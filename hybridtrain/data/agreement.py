@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.fetch import name_of
+from hybridtrain.data.loader import Batch, Loader, Position
 from hybridtrain.errors import DataError
+from hybridtrain.launch.activity import activity
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -36,86 +44,143 @@ class Piece(NamedTuple):
     state: bytes | None = None
 
 
-class Agreed(NamedTuple):
-    """A batch of this replica, and the piece that it was made of; None where it had none left."""
+class AgreedLoader(Loader):
+    """A `Loader` of batches in pieces, of replicas that cannot know each other's samples.
 
-    batch: Batch
-    piece: Piece | None
-
-
-def agreed(
-    pieces: Iterator[Piece],
-    world: World,
-    name: str,
-    *,
-    at_least: int = 1,
-    check: Callable[[list[int]], None] = lambda digests: None,
-) -> Generator[Agreed, None, None]:
-    """Yields this replica's batches of one epoch, equally many on every replica.
-
-    The replicas exchange how many samples each has, of this batch and of the next, in one message
-    of a few bytes that travels while the batch before is in use. A replica that has run out takes
-    part with a sample that counts for nothing until the last one has, so that no sample is lost,
-    or repeated.
-
-    Args:
-        pieces: this replica's part of the epoch.
-        world: tells the replicas.
-        name: the data set's, for messages.
-        at_least: the samples that a global batch must have; the epoch ends before one with fewer.
-        check: given the replicas' digests of the first batch; may raise.
-
-    Raises:
-        DataError: the replicas have read different streams.
+    Attributes:
+        divided: each replica and worker reads other samples, and has its own state.
     """
-    piece = next(pieces, None)
-    following = next(pieces, None) if piece else None
-    message = _exchange(world, piece, following)
-    spare: Any = None
-    first = True
-    while True:
-        after = next(pieces, None) if following else None
-        next_message = _exchange(world, following, after)
-        counts, next_counts, digests = message()
-        total = sum(counts)
-        if first:
-            check(digests)
-            if total >= at_least and 0 in counts and (piece is None or piece.total is None):
-                own = _one_sample(piece.batch) if piece is not None else None
-                spare = next(each for each in world.gather(own) if each is not None)
-        if piece is not None and piece.total not in (None, total):
+
+    divided = True
+    _how_to_divide: str
+
+    @abstractmethod
+    def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
+        """Yields the pieces of each epoch from that of `start` on.
+
+        Those of the first epoch begin at the states of `start`, or without any at its batch.
+        """
+
+    def _compare(self, digests: list[int], readers: str = "replicas") -> None:
+        """Checks that several readers have read the same first samples, or each its own.
+
+        Raises:
+            DataError: they have not.
+        """
+        name = name_of(self.dataset)
+        if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
             raise DataError(
-                f"the replicas read different samples from {name}: its order must be the same in "
-                f"every process (shuffle with its own generator, from a fixed seed)"
+                f"{name} gives several {readers} the same samples: {self._how_to_divide}"
             )
-        if total < at_least:
-            return
-        if piece is not None and piece.samples:
-            spare = piece.batch
-        inputs, targets = piece.batch if piece is not None else _one_sample(spare)
-        last = sum(next_counts) < at_least
-        samples = piece.samples if piece is not None else 0
-        yield Agreed(Batch(inputs, targets, samples, total, last), piece)
-        if last:
-            next_message()  # every replica has sent it
-            return
-        piece, following, message, first = following, after, next_message, False
+        if not self.divided and len(set(digests)) > 1:
+            raise DataError(
+                f"the {readers} read different samples from {name}, and each is to read all of "
+                f"them: if it divides itself over them, set divided=True; if it shuffles, it must "
+                f"do so with its own generator, from a fixed seed and the epoch"
+            )
+
+    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+        start = start if start.states else start.next
+        if start.batch:
+            activity.catching_up()
+        name, at = name_of(self.dataset), start.next
+        with closing(self._epochs(start)) as epochs:
+            if start.ended:  # the states are of the epoch before, which has no batch left
+                for _ in next(epochs):
+                    pass
+            for epoch in epochs:
+                first = at.batch
+                with closing(epoch):
+                    for batch, piece in self._agreed(epoch):
+                        at = replace(at, batch=at.batch + 1, ended=batch.last)
+                        if piece is not None and piece.state is not None:
+                            at = self._with_state(at, piece.worker, piece.state)
+                        yield batch, at
+                if at.batch == first:
+                    raise DataError(
+                        f"{name} gave less than one batch of samples in epoch {at.epoch}, after "
+                        f"{first} batches: see that its __iter__ starts anew, lower batch_size= "
+                        f"({self.batch_size}), or set drop_last=False"
+                    )
+                if self.batches_per_epoch not in (None, at.batch):
+                    _log.warning(
+                        "%s has a length of %s batches, and gave %d in epoch %d",
+                        name, self.batches_per_epoch, at.batch, at.epoch,
+                    )  # fmt: skip
+                at = Position(at.epoch + 1)
+
+    def _with_state(self, at: Position, worker: int, state: bytes) -> Position:
+        """Returns `at`, whose last batch was made by `worker`, with the state that it left."""
+        if self.divided:
+            return replace(at, states={**at.states, worker: state}, worker=worker + 1)
+        return replace(at, states={-1: state})  # it has read all, as far as any other will have
+
+    def _agreed(self, pieces: Iterator[Piece]) -> Iterator[tuple[Batch, Piece | None]]:
+        """Yields this replica's batches of one epoch, equally many on every replica.
+
+        Each comes with the piece that it was made of; None where this replica had none left.
+
+        The replicas exchange how many samples each has, of this batch and of the next, in one
+        message of a few bytes that travels while the batch before is in use. A replica that has run
+        out takes part with a sample that counts for nothing until the last one has, so that no
+        sample is lost, or repeated.
+
+        Raises:
+            DataError: the replicas have read different streams.
+        """
+        # with drop_last the epoch ends before a batch that is not full
+        at_least = self.batch_size if self.options.drop_last else 1
+        piece = next(pieces, None)
+        following = next(pieces, None) if piece else None
+        message = _exchange(self._world, piece, following)
+        spare: Any = None
+        first = True
+        while True:
+            after = next(pieces, None) if following else None
+            next_message = _exchange(self._world, following, after)
+            counts, next_counts, digests = message()
+            total = sum(counts)
+            if first:
+                self._compare(digests)
+                if total >= at_least and 0 in counts and (piece is None or piece.total is None):
+                    own = _one_sample(piece.batch) if piece is not None else None
+                    spare = next(each for each in self._world.gather(own) if each is not None)
+            if piece is not None and piece.total not in (None, total):
+                raise DataError(
+                    f"the replicas read different samples from {name_of(self.dataset)}: its order "
+                    f"must be the same in every process (shuffle with its own generator, from a "
+                    f"fixed seed)"
+                )
+            if total < at_least:
+                return
+            if piece is not None and piece.samples:
+                spare = piece.batch
+            inputs, targets = piece.batch if piece is not None else _one_sample(spare)
+            last = sum(next_counts) < at_least
+            samples = piece.samples if piece is not None else 0
+            yield Batch(inputs, targets, samples, total, last), piece
+            if last:
+                next_message()  # every replica has sent it
+                return
+            piece, following, message, first = following, after, next_message, False
 
 
 def _exchange(
     world: World, piece: Piece | None, following: Piece | None
-) -> Callable[[], tuple[list[int], list[int], list[int]]]:
-    """Begins to tell all replicas the samples of two pieces; returns what waits for theirs."""
+) -> Callable[[], list[list[int]]]:
+    """Begins to tell all replicas the samples of two pieces; returns what waits for theirs.
+
+    They are the samples of the first piece, those of the second, and the digests, by replica.
+    """
     own = [piece.samples if piece else 0, following.samples if following else 0]
     values = torch.zeros(world.replicas, 3, dtype=torch.int64)
     values[world.replica] = torch.tensor([*own, piece.digest if piece else 0])
     work = world.begin_max(values) if world.replicas > 1 else None
 
-    def received() -> tuple[list[int], list[int], list[int]]:
+    def received() -> list[list[int]]:
         if work is not None:
             work.wait()
-        counts, next_counts, digests = values.T.tolist()
-        return counts, next_counts, digests
+        return values.T.tolist()
 
     return received
 

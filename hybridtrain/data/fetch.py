@@ -1,4 +1,9 @@
-"""Batches made ahead of time: by a thread, and by worker processes that are watched."""
+"""Batches made ahead of time: by a thread, and by worker processes that are watched.
+
+A data set is the user's code, and it may run in another process, whose exceptions torch hands over
+as pages of text. So they are caught where they happen, and only their description travels: one line
+that names the sample and the line of the user.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +12,28 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from hybridtrain import _torch_private as private
-from hybridtrain.data.faults import (
-    SHARED_MEMORY_IS_FULL,
-    Failure,
-    check_pair,
-    name_of,
-    unless_failed,
-    worker_ended,
-    worker_hangs,
-)
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
 from hybridtrain.world import World
+
+_SHARED_MEMORY_IS_FULL = (
+    "shared memory is full: lower workers=, or give the container a larger /dev/shm"
+)
+
+_LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
 _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
@@ -54,9 +59,9 @@ def fetch(
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
     """
-    device, made = world.devices[0], _Batches(dataset, options.collate)
+    made = _Batches(dataset, options.collate)
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
-    if in_memory and made.collate is already_batched and device.type == "cpu":
+    if in_memory and made.collate is already_batched and world.devices[0].type == "cpu":
         # In less time than a thread needs to hand a batch over.
         return (made.dataset.__getitems__(indices) for indices in batches)
     asked: deque[Sequence[int]] = deque()
@@ -68,26 +73,16 @@ def fetch(
                 asked.append(indices)
             yield indices
 
-    # The workers' seeds come from here, not from the default generator.
-    generator = torch.Generator()
-    generator.manual_seed(world.replica)
-    loader: DataLoader[Any] = DataLoader(
-        made,
-        batch_sampler=noted(),
-        num_workers=options.workers,
-        timeout=options.timeout_s if options.workers else 0,
-        collate_fn=_identity,
-        generator=generator,
-        pin_memory=device.type == "cuda",
-    )
-
     def reading(worker: int) -> str:
         """Returns what a worker makes: the first of its batches that has not come."""
         turn = (worker - watched.received) % options.workers
         return samples_of(dataset, asked[turn] if turn < len(asked) else ())
 
-    watched = WatchedLoader(loader, options, reading, lambda: asked and asked.popleft())
-    return prefetch(watched, device)
+    watched = WatchedLoader(
+        made, options, world, reading, lambda: asked and asked.popleft(),
+        batch_sampler=noted(), collate_fn=_identity,
+    )  # fmt: skip
+    return prefetch(watched)
 
 
 class WatchedLoader:
@@ -98,21 +93,36 @@ class WatchedLoader:
     the main thread calls `look` while it waits.
 
     Args:
-        loader: makes batches, or a Failure.
-        options: its timeout and number of workers.
+        dataset: makes batches, or a Failure.
+        options: the timeout and number of workers.
+        world: whose device the batches are for.
         reading: says what a worker is making at present.
         received: called when a batch has come.
+        **settings: of the DataLoader.
     """
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        dataset: Dataset[Any],
         options: LoaderOptions,
+        world: World,
         reading: Callable[[int], str],
         received: Callable[[], object] = lambda: None,
+        **settings: Any,
     ) -> None:
         self.received = 0
-        self._loader = loader
+        self.device = world.devices[0]
+        # The workers' seeds come from here, not from the default generator.
+        generator = torch.Generator()
+        generator.manual_seed(world.replica)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=options.workers,
+            timeout=options.timeout_s if options.workers else 0,
+            generator=generator,
+            pin_memory=self.device.type == "cuda",
+            **settings,
+        )
         self._options = options
         self._reading = reading
         self._on_batch = received
@@ -179,8 +189,8 @@ class _Batches(Dataset[Any]):
                 for index in indices:
                     items.append(dataset[index])
         except Exception as error:
-            where = f"sample {index}" if index is not None else _listed(indices)
-            return Failure.of(f"{where} of {name_of(dataset)} cannot be read", error)
+            where = samples_of(dataset, indices if index is None else [index])
+            return Failure.of(f"{where} cannot be read", error)
         return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
 
@@ -195,7 +205,7 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
         )
         # a worker's batch is made in a file of PyTorch's in shared memory
         if "torch_" in str(error) and "No space left on device" in str(error):
-            advice = SHARED_MEMORY_IS_FULL
+            advice = _SHARED_MEMORY_IS_FULL
         return Failure.of(f"no batch can be made of {what} ({advice})", error)
     try:
         return check_pair(batch, dataset)
@@ -216,24 +226,20 @@ def whole_batch(
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:
     """Returns "samples 3, 1, 4 of Reviews"."""
-    return f"{_listed(indices)} of {name_of(dataset)}"
-
-
-def _listed(indices: Sequence[int]) -> str:
     shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-    return f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
+    listed = f"sample{'s' * (len(indices) != 1)} {shown}" if indices else "a batch"
+    return f"{listed} of {name_of(dataset)}"
 
 
 def _identity(batch: Any) -> Any:
     return batch
 
 
-def prefetch(watched: WatchedLoader, device: torch.device) -> Generator[Any, None, None]:
+def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
     """Yields the batches of `watched`, which a thread makes a few ahead.
 
-    An exception is raised where its batch would have been. `device` is where the batches go: to pin
-    memory for a GPU, the thread must have it as its current device. The worker processes are looked
-    at now and then during a wait.
+    An exception is raised where its batch would have been. The worker processes are looked at now
+    and then during a wait.
 
     The end does not wait long for a batch that is being made: its worker processes are killed, and
     a thread in a slow source is left behind, which keeps no process from ending.
@@ -243,8 +249,8 @@ def prefetch(watched: WatchedLoader, device: torch.device) -> Generator[Any, Non
     wanted, ended = threading.Semaphore(_AHEAD), threading.Event()
 
     def fetch_all() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if watched.device.type == "cuda":  # or its memory could not be pinned
+            torch.cuda.set_device(watched.device)
         more = True
         while more:
             wanted.acquire()
@@ -314,3 +320,120 @@ def _torch_handler_off() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+# Faults
+
+
+class _OtherProcess(Exception):
+    """The traceback of an exception in a worker process, as the cause of a DataError."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A batch that could not be made, in place of it; pickles whatever the exception was.
+
+    Attributes:
+        message: one line.
+        details: the traceback.
+        cause: the exception, if it happened in this process.
+    """
+
+    message: str
+    details: str = ""
+    cause: Exception | None = None
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> Failure:
+        """Describes `error`, which happened to `what` ("sample 3 of Reviews cannot be read")."""
+        worker = get_worker_info()
+        where = f", in worker process {worker.id}" if worker is not None else ""
+        details = "".join(traceback.format_exception(error))
+        cause = error if worker is None else None
+        return cls(f"{what}: {described(error)}{where}", details, cause)
+
+
+def unless_failed(batch: Any) -> Any:
+    """Returns `batch`; raises it as a DataError if it is a Failure."""
+    if isinstance(batch, Failure):
+        raise DataError(batch.message) from batch.cause or _OtherProcess("\n" + batch.details)
+    return batch
+
+
+def described(error: BaseException) -> str:
+    """Returns the type and first line of `error`, and the innermost line of the user's code."""
+    text = str(error).strip().partition("\n")[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not _LIBRARIES & {*Path(each.filename).parents}]
+    own = [each for each in own if "site-packages" not in Path(each.filename).parts]
+    if own or frames:
+        frame = (own or list(frames))[-1]
+        line += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return line
+
+
+def name_of(dataset: Any) -> str:
+    """Returns the type's name of a data set, as messages have it."""
+    return type(dataset).__name__
+
+
+def check_pair(batch: Any, dataset: Any) -> Any:
+    """Returns `batch` if it is `(inputs, targets)` with a tensor in it.
+
+    Raises:
+        DataError: it is anything else; says what, and what to return.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        hint = ""
+        if isinstance(batch, Mapping):
+            hint = (
+                "; for a model that takes the whole dict and computes its own loss, return "
+                "`(item, item['labels'])`, or do so in collate="
+            )
+        raise DataError(
+            f"{name_of(dataset)} must give pairs `(inputs, target)`, and gave "
+            f"{outline(batch)}{hint}"
+        )
+    if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(list(batch))):
+        raise DataError(
+            f"a batch of {name_of(dataset)} has no tensor with samples in dim 0: it is "
+            f"{outline(batch)}. Return tensors or numbers from the data set (texts are made token "
+            f"ids first), or pass a collate= that makes tensors"
+        )
+    return batch
+
+
+def outline(tree: Any, depth: int = 2) -> str:
+    """Returns a short description of a batch: its containers, and the shapes of tensors."""
+    if isinstance(tree, Tensor):
+        return f"a tensor of shape {list(tree.shape)}"
+    if depth and isinstance(tree, Mapping) and tree:
+        inner = ", ".join(f"{key!r}: {outline(x, depth - 1)}" for key, x in list(tree.items())[:4])
+        return f"a dict {{{inner}{', ...' * (len(tree) > 4)}}}"
+    if depth and isinstance(tree, Sequence) and not isinstance(tree, str | bytes) and tree:
+        inner = ", ".join(outline(x, depth - 1) for x in tree[:3])
+        return f"a {type(tree).__name__} of {len(tree)}: ({inner}{', ...' * (len(tree) > 3)})"
+    return f"a {type(tree).__name__}"
+
+
+def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: str) -> DataError:
+    """Returns the error of worker process `number`, which ended while it was `reading`."""
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        how, why = f"was killed by {name}", ""
+        if -exitcode == signal.SIGKILL:
+            why = "; if the machine ran out of memory, lower workers= or batch_size="
+        elif -exitcode == signal.SIGBUS:
+            why = f"; {_SHARED_MEMORY_IS_FULL}"
+    else:
+        how, why = f"exited with code {exitcode}", "; something in the data set ends the process"
+    return DataError(f"worker process {number} (pid {pid}) {how} while it made {reading}{why}")
+
+
+def worker_hangs(number: int, timeout_s: float, reading: str) -> DataError:
+    """Returns the error of worker process `number`, which does not answer."""
+    return DataError(
+        f"worker process {number} has not made {reading} in timeout_s={timeout_s:g} seconds: the "
+        f"data set hangs there, or is slow: raise timeout_s=, or use workers=0 to see where"
+    )

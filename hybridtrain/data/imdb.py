@@ -1,24 +1,32 @@
-"""The IMDB reviews, from the archive to the tensors of a batch. text.py tokenises them.
+"""The IMDB reviews, from the archive to the tensors of a batch.
 
     aclImdb_v1.tar.gz  --unpack-->  aclImdb/{train,test}/{pos,neg}/*.txt
                        --encode-->  imdb-<key>.pt, the token ids, kept for the next run
 
 Both arrows write under a temporary name and rename at the end, so that neither an interrupted run
 nor two runs at a time leave a partial folder or file.
+
+torchtext 0.6.0 tokenises, the last release in pure Python, which works with today's torch. Its
+tokenizers, its reader of the aclImdb folder, its vocabulary and its padding are used unchanged.
+Added here: a fixed order, a bound on memory, and the name of a file that cannot be read.
 """
 
+import functools
 import gzip
 import hashlib
 import http.client
+import inspect
 import json
 import logging
 import os
 import pickle
+import pkgutil
 import re
+import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +36,6 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.splits import DataSplits, InMemoryDataset
-from hybridtrain.data.text import LABELS, encode_reviews, tokenizer_named, tokenizer_version
 from hybridtrain.errors import DataError
 from hybridtrain.files import atomic_file
 
@@ -41,6 +48,14 @@ _TIMEOUT_S = 60
 _ARCHIVE = "aclImdb_v1.tar.gz"
 _FOLDER = "aclImdb"
 _REVIEW = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/[^/]+\.txt")
+
+_LABELS = {"neg": 0, "pos": 1}
+_UNKNOWN = "<unk>"
+
+# Reviews made into a tensor at a time: nested lists of Python numbers take eight times its memory.
+_REVIEWS_AT_A_TIME = 1000
+
+Tokenizer = Callable[[str], list[str]]
 
 # Raise it when the same settings and files would give other ids.
 _CACHE_FORMAT = 2
@@ -71,7 +86,8 @@ def imdb(
         root: the folder that holds `aclImdb/`, or the archive `aclImdb_v1.tar.gz`, from which the
             labelled reviews are unpacked.
         download: fetch the archive (84 MB) if neither is there.
-        tokenizer: one of torchtext's, or a function's path; see `text.tokenizer_named`.
+        tokenizer: one of torchtext's, or a function's path,
+            `package.module:function`.
         max_len: tokens after which a review is cut.
         max_vocab: tokens of the vocabulary beside two special ones; None: all.
         min_freq: least occurrences in the training split of a token in the vocabulary.
@@ -87,9 +103,9 @@ def imdb(
     if download and not (root / _FOLDER).is_dir() and not (root / _ARCHIVE).is_file():
         _fetch(root / _ARCHIVE)
 
-    tokenize = tokenizer_named(tokenizer)
+    tokenize = _tokenizer_named(tokenizer)
     with _unpacked(root) as folder:
-        settings = [tokenizer, tokenizer_version(tokenize), max_len, max_vocab, min_freq]
+        settings = [tokenizer, _tokenizer_version(tokenize), max_len, max_vocab, min_freq]
         key = json.dumps([_CACHE_FORMAT, *settings, _file_counts(folder)])
         cache = root / f"imdb-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
         encoded = _load(cache)
@@ -101,7 +117,7 @@ def imdb(
     return DataSplits(
         train=InMemoryDataset(**encoded["train"], prepare=with_mask),
         eval=InMemoryDataset(**encoded["test"], prepare=with_mask),
-        metadata={"num_classes": len(LABELS), "max_len": max_len, **encoded["vocabulary"]},
+        metadata={"num_classes": len(_LABELS), "max_len": max_len, **encoded["vocabulary"]},
     )
 
 
@@ -189,7 +205,7 @@ def _unpack(archive: Path, place: Path) -> None:
 def _file_counts(folder: Path) -> list[tuple[int, int]]:
     """Returns the number of files, and their bytes, of each of the four folders."""
     found = []
-    for place in (folder / split / label for split in ("train", "test") for label in LABELS):
+    for place in (folder / split / label for split in ("train", "test") for label in _LABELS):
         sizes = [path.stat().st_size for path in place.glob("*.txt")]
         if not sizes:
             state = "is empty" if place.is_dir() else "is not there"
@@ -231,3 +247,154 @@ def _save(encoded: dict[str, Any], cache: Path) -> None:
             torch.save(encoded, file)
     except OSError as error:
         _log.warning("the token ids are not kept for the next run: %s", error)
+
+
+# Tokens
+
+
+def _tokenizer_named(name: str) -> Tokenizer:
+    """Returns the tokenizer called `name`, a function from a text to a list of tokens.
+
+    A name with a dot or a colon is any function that can be imported: `package.module:function`
+    or `package.module.function`. Any other is one of torchtext's: `basic_english`, `spacy`,
+    `moses`, `toktok`, `revtok`, `subword` (all but the first need a further package).
+
+    Raises:
+        DataError: it cannot be found, or does not turn a sentence into a list of strings.
+    """
+    tokenize = _imported(name) if "." in name or ":" in name else _from_torchtext(name)
+    tokens = tokenize("Once more, with feeling.")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise DataError(
+            f"tokenizer={name} must turn a string into a list of strings, "
+            f"but it returned {tokens!r}"
+        )
+    return tokenize
+
+
+def _tokenizer_version(tokenize: Tokenizer) -> str:
+    """Returns a digest of the file that defines the tokenizer, or "" where there is no such file.
+
+    It is part of the cache key of the token ids, so that an edited tokenizer makes new ones.
+    """
+    try:
+        source = inspect.getsourcefile(tokenize)
+    except TypeError:  # a partial, or an object with __call__
+        return ""
+    if source is None or not Path(source).is_file():
+        return ""
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def encode_reviews(
+    folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
+) -> dict[str, Any]:
+    """Reads `folder`/{train,test}/{pos,neg}/*.txt and numbers the tokens.
+
+    Returns the splits `train` and `test`, each with `inputs`, the token ids (N, max_len) and the
+    lengths (N,) in int32, and `targets`, the labels (N,) in int64; and the `vocabulary` with
+    `vocab_size` and `pad_index`. Review i has `lengths[i]` ids, at least one, and then padding.
+
+    A review is cut after `max_len` tokens. The vocabulary is that of the training split as cut,
+    by falling frequency (then by alphabet): at most `max_vocab` tokens (None: all of them) that
+    occur at least `min_freq` times, after `<unk>` (0) and `<pad>` (1).
+
+    Raises:
+        DataError: a file is not UTF-8, or torchtext 0.6.0 is not installed.
+    """
+    torchtext = _torchtext()
+    text = torchtext.data.Field(
+        tokenize=tokenize,
+        preprocessing=functools.partial(_cut, max_len=max_len),
+        fix_length=max_len,
+        include_lengths=True,
+        batch_first=True,
+        unk_token=_UNKNOWN,
+        dtype=torch.int32,
+    )
+    label = torchtext.data.Field(
+        sequential=False, use_vocab=False, preprocessing=_LABELS.__getitem__
+    )
+    try:
+        # With a path given, splits() reads the folder and downloads nothing.
+        splits = torchtext.datasets.IMDB.splits(text, label, path=str(folder))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"IMDB: {_not_utf8(folder)} is not UTF-8 text ({error}). "
+            f"Delete {folder} and unpack the archive again"
+        ) from error
+    for split in splits:
+        # torchtext lists a folder in the file system's order, which differs between machines.
+        # Sorted by their text, the reviews have one order everywhere.
+        split.examples.sort(key=lambda review: (review.label, review.text))
+    train, test = splits
+    text.build_vocab(train, max_size=max_vocab, min_freq=min_freq)
+    padding = text.vocab.stoi[text.pad_token]
+    return {
+        "train": _encoded(train.examples, text, label),
+        "test": _encoded(test.examples, text, label),
+        "vocabulary": {"vocab_size": len(text.vocab), "pad_index": padding},
+    }
+
+
+def _cut(tokens: list[str], max_len: int) -> list[str]:
+    # A review without a token would be all padding, and its attention a softmax over nothing.
+    # Interning makes the same word in 50,000 reviews one object.
+    return [sys.intern(token) for token in tokens[:max_len]] or [_UNKNOWN]
+
+
+def _encoded(reviews: list[Any], text: Any, label: Any) -> dict[str, Any]:
+    parts = []
+    for start in range(0, len(reviews), _REVIEWS_AT_A_TIME):
+        some = reviews[start : start + _REVIEWS_AT_A_TIME]
+        labels = label.process([review.label for review in some])
+        parts.append((*text.process([review.text for review in some]), labels))
+    tokens, lengths, labels = map(torch.cat, zip(*parts, strict=True))
+    return {"inputs": (tokens, lengths), "targets": labels}
+
+
+def _not_utf8(folder: Path) -> Path:
+    # The exception names the byte but not the file.
+    for path in sorted(folder.glob("*/*/*.txt")):
+        try:
+            path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            return path
+    return folder
+
+
+def _from_torchtext(name: str) -> Tokenizer:
+    try:
+        return _torchtext().data.get_tokenizer(name)  # type: ignore[no-any-return]
+    except (ValueError, ImportError, OSError, LookupError) as error:
+        raise DataError(
+            f"tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
+            "moses, toktok, revtok and subword; any other function is named by its path, "
+            "package.module:function"
+        ) from error
+
+
+def _imported(path: str) -> Tokenizer:
+    try:
+        tokenize = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"tokenizer={path} cannot be imported: {error}") from error
+    if not callable(tokenize):
+        raise DataError(f"tokenizer={path} is not a function but {tokenize!r}")
+    return tokenize  # type: ignore[no-any-return]
+
+
+def _torchtext() -> Any:
+    install = 'pip install "hybridtrain[text]"'
+    try:
+        import torchtext
+    except ImportError as error:
+        raise DataError(f"this data set needs torchtext ({error}): {install}") from error
+    except OSError as error:
+        # 0.7 to 0.18 have a library that is linked against an older torch.
+        raise DataError(f"torchtext is not the release 0.6.0 ({error}): {install}") from error
+    if not hasattr(torchtext.data, "Field"):
+        raise DataError(
+            f"torchtext {torchtext.__version__} is installed, and 0.6.0 is needed: {install}"
+        )
+    return torchtext

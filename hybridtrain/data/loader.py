@@ -1,45 +1,137 @@
-"""Loaders of training and evaluation batches: their order, each replica's share, prefetching.
+"""Loaders of training and evaluation batches: their order, each replica's share, their position.
 
 The order of an epoch is one permutation of the whole data set, drawn from (seed, epoch) alone. It
 is cut into global batches, and each of these into one share per replica. So the same samples meet
 in the same optimizer step whatever the number of replicas, and every replica takes equally many
 steps, whatever the length of the data set.
+
+A loader is the only one that knows where a run is in its data: `Loader.position` moves with each
+batch that is handed out, not with those that are fetched ahead.
+
+    batches     0 1 2 | 0 1 2 | 0 ...            3 in an epoch
+    position  ^ (0, 0)                           before the first
+                  ^ (0, 2)                       batch 2 is next
+                      ^ (0, 3, ended)            the next is batch 0 of epoch 1; the states of the
+                                                 data set are still those of epoch 0
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Generator, Iterator
-from typing import Any
+import math
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils.data import IterableDataset
 
-from hybridtrain.data.batch import Batch, share_of
-from hybridtrain.data.faults import name_of
-from hybridtrain.data.fetch import fetch
-from hybridtrain.data.stream import StreamLoader, is_stream
-from hybridtrain.errors import DataError
-from hybridtrain.options import LoaderOptions, check_batch_size
+from hybridtrain.data.fetch import fetch, name_of
+from hybridtrain.errors import BatchError, DataError
+from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
-__all__ = ["Batch", "EvalLoader", "LoaderOptions", "TrainLoader", "permutation", "share_of"]
+if TYPE_CHECKING:
+    from hybridtrain.losses import LossFn
+    from hybridtrain.losses.weights import BatchWeight
+    from hybridtrain.model import HybridModel
+
+__all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]
 
 
-class TrainLoader:
-    """An endless stream of batches, epoch after epoch, that can start anywhere.
+@dataclass(frozen=True)
+class Batch:
+    """One replica's share of a global batch.
+
+    Attributes:
+        inputs: a pytree of tensors with the samples in dim 0.
+        targets: likewise.
+        samples: the samples of the share that count. 0 where a global batch has fewer samples than
+            there are replicas: the share is then one sample that counts for nothing, because every
+            replica has to take part in the step.
+        total: the samples of the global batch.
+        last: whether it is the last of its epoch.
+    """
+
+    inputs: Any
+    targets: Any
+    samples: int
+    total: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the data, after the first `batch` batches of `epoch`.
+
+    Attributes:
+        epoch: the epoch.
+        batch: its batches that were handed out.
+        ended: it has no further batch, and the next one is the first of the next epoch.
+        states: where the data set stood, pickled, by the number of the worker process; -1: in any.
+        worker: the process that makes the next batch.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    ended: bool = False
+    states: Mapping[int, bytes] = field(default_factory=dict)
+    worker: int = 0
+
+    @property
+    def next(self) -> Position:
+        """The place of the next batch; at the end of an epoch without the states."""
+        return Position(self.epoch + 1) if self.ended else self
+
+
+class Loader:
+    """Batches `(inputs, targets)` of this replica; each `iter()` is the next epoch.
+
+        loader = Loader(dataset, batch_size=64, world=world)
+        for inputs, targets in loader:
+            weight = loader.weight(model, loss_fn)
+            model.train_step(inputs, targets, loss_fn, weight=weight)
+
+    It is a `TrainLoader`, or for an iterable data set a `StreamLoader`. A `Trainer` trains on the
+    same batches: the order is drawn from (seed, epoch), the same samples meet in a step whatever
+    the number of replicas, and every sample comes once per epoch. Every replica gets equally many
+    batches. Where a global batch has fewer samples than there are replicas, some get a sample that
+    must not count; `weight` knows. To evaluate, an `EvalLoader` gives every sample once without
+    such places.
 
     Args:
-        dataset: map-style; items are `(inputs, target)`.
+        dataset: map-style, or iterable (see `StreamLoader`); items are `(inputs, target)`.
         batch_size: samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
-        shuffle: False for the order of the data set.
-        seed: the order is drawn from it.
+        shuffle: False for the order of the data set. An iterable one keeps its own order.
+        seed: the order is drawn from it; in worker processes, the default generators start from it
+            and the epoch.
         options: how batches are loaded.
+        **settings: fields of `options` to change.
+
+    Attributes:
+        batches_per_epoch: None if it is not known.
+        has_state: whether the data set can save and load where it stands.
+        position: of the next batch. The loop after one that was left early begins the next epoch; a
+            run that loads the state of then goes on in the epoch that was left, as this one would
+            have without the break.
+        current: the batch that a loop was handed last.
 
     Raises:
         ConfigError: `batch_size` is not a positive number.
-        DataError: the data set has less than one batch, or can only be iterated over.
+        DataError: the data set does not fit; see `TrainLoader` and `StreamLoader`.
     """
+
+    def __new__(cls, dataset: Any = None, *args: Any, **settings: Any) -> Self:
+        """Makes the loader for the kind of `dataset`."""
+        kind: Any = cls
+        if cls is Loader:
+            from hybridtrain.data.stream import StreamLoader
+
+            kind = StreamLoader if is_stream(dataset) else TrainLoader
+        return object.__new__(kind)  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -50,61 +142,208 @@ class TrainLoader:
         shuffle: bool = True,
         seed: int = 0,
         options: LoaderOptions | None = None,
+        **settings: Any,
     ) -> None:
+        check_batch_size(batch_size)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.options = with_settings(options or LoaderOptions(), settings)
+        self.batches_per_epoch: int | None = None
+        self.has_state = False
+        self.position = Position()
+        self.current: Batch | None = None
+        self._world = world
+        self._shuffle = shuffle
+        self._seed = seed
+        self._left_early = False
+
+    def __len__(self) -> int:
+        if self.batches_per_epoch is None:
+            raise TypeError("the data set has no length")
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in self.batches():
+            yield batch.inputs, batch.targets
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """Yields the `Batch`es of the next epoch."""
+        if self._left_early:
+            self.position = Position(self.position.epoch + 1)
+        self._left_early = False
+        with closing(self.stream()) as stream:
+            for batch in stream:
+                self.current, self._left_early = batch, not batch.last
+                yield batch
+                if batch.last:
+                    return
+
+    def stream(self) -> Generator[Batch, None, None]:
+        """Yields the batches from `position` on, epoch after epoch, fetched ahead of time.
+
+        Raises:
+            DataError: a sample cannot be read, or the batches of the replicas do not fit together.
+        """
+        with closing(self._batches_from(self.position)) as found:
+            for batch, after in found:
+                self.position = after
+                yield batch
+
+    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+        """Yields batches, each with the position after it."""
+        raise NotImplementedError
+
+    def at_start(self) -> Self:
+        """Returns a loader of the same batches with its own position, before the first."""
+        loader = copy.copy(self)
+        loader.position, loader._left_early = Position(), False
+        return loader
+
+    def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
+        """Returns the `weight` of the batch that was handed out last, for `train_step`.
+
+        All replicas call it together.
+
+        Raises:
+            BatchError: there is no such batch.
+        """
+        batch = self.current
+        if batch is None:
+            raise BatchError("weight() is of the batch that is in use: call it inside the loop")
+        return model.step_weights(
+            [(batch.inputs, batch.targets)],
+            loss_fn,
+            samples=[batch.samples],
+            total=batch.total,
+        )[0]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.position.next.epoch
+
+    @property
+    def batch(self) -> int:
+        """The number of the next batch in its epoch."""
+        return self.position.next.batch
+
+    @property
+    def sample(self) -> int:
+        """The first sample of the next batch in the order of its epoch."""
+        return self.batch * self.batch_size
+
+    def seek(self, epoch: int, sample: int) -> None:
+        """Has the next batch begin at `sample` of the order of `epoch`, or just before it."""
+        batch = sample // self.batch_size
+        if batch >= (self.batches_per_epoch or math.inf):  # what drop_last leaves out
+            epoch, batch = epoch + 1, 0
+        self.position, self._left_early = Position(epoch, batch), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the batch in use, and where the data set stands if it says so.
+
+        Every process calls it.
+        """
+        at, source = self.position, None
+        if self.has_state:
+            # Of the last batch: at the end of an epoch the data set is not in the next one yet.
+            source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered(at)}
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "batch_size": self.batch_size,
+            "source": source,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`.
+
+        With another batch size it continues at the same sample, or just before it.
+
+        Raises:
+            CheckpointError: the states of the data set are of other replicas or workers.
+        """
+        source: Any = state_dict
+        if "source" in state_dict:
+            # counted in batches of then
+            sample = state_dict["batch"] * state_dict.get("batch_size", self.batch_size)
+            self.seek(state_dict["epoch"], sample)
+            source = state_dict["source"]
+            same = self.sample == sample
+            ended = source is not None and source["epoch"] < state_dict["epoch"]
+        else:  # the data set's part alone, as a Trainer saved it once, which has called `seek`
+            ended = (self.epoch, self.batch) == (source["epoch"] + 1, 0)
+            same = ended or (self.epoch, self.batch) == (source["epoch"], source["batch"])
+        if source is None or not self.has_state:
+            return
+        states, worker = self._own_states(source["states"])
+        if same:  # else the data set is read again up to there
+            here = Position(source["epoch"], source["batch"], True) if ended else self.position
+            self.position = replace(here, states=states, worker=worker)
+
+    def _gathered(self, at: Position) -> list[Any]:
+        """Returns the data set's states there, of all replicas if each has its own."""
+        raise NotImplementedError
+
+    def _own_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+        """Returns this replica's part of what `_gathered` returned: see `Position`."""
+        raise NotImplementedError
+
+
+class TrainLoader(Loader):
+    """A `Loader` of a map-style data set; see there.
+
+    Attributes:
+        samples: of the data set.
+
+    Raises:
+        DataError: the data set has less than one batch, or can only be iterated over.
+    """
+
+    batches_per_epoch: int
+
+    def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
         if is_stream(dataset):
             raise DataError(
                 f"{name_of(dataset)} has no samples by number (`__getitem__` and `__len__`): pass "
                 f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
             )
-        check_batch_size(batch_size)
-        self.dataset = dataset
-        self.batch_size = batch_size
+        super().__init__(dataset, batch_size, world, **settings)
         self.samples = len(dataset)
-        self._world = world
-        self._shuffle = shuffle
-        self._seed = seed
-        self.options = self._options = options or LoaderOptions()
-        full, rest = divmod(self.samples, batch_size)
-        self.batches_per_epoch = full + (rest > 0 and not self._options.drop_last)
+        self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the training data has {self.samples} samples, less than one batch of "
                 f"batch_size={batch_size}: lower it, or set drop_last=False"
             )
 
-    def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yields this replica's batches from `batch` of `epoch` on, fetched ahead of time."""
-        fetched = fetch(self.dataset, self._indices(epoch, batch), self._options, self._world)
-        starts = itertools.chain(self._starts(batch), itertools.cycle(self._starts(0)))
-        try:
-            for (inputs, targets), start in zip(fetched, starts, strict=False):
-                share, total = self._share(start)
-                last = start + self.batch_size >= self.batches_per_epoch * self.batch_size
-                yield Batch(inputs, targets, share.stop - share.start, total, last)
-        finally:
-            fetched.close()
+    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+        # The plan is read twice: ahead of time by those who fetch, and with each batch in use.
+        indices = self._indices(start.next)
+        with closing(fetch(self.dataset, indices, self.options, self._world)) as fetched:
+            plan = self._plan(start.next)
+            for (inputs, targets), (after, total, share) in zip(fetched, plan, strict=False):
+                samples = share.stop - share.start
+                yield Batch(inputs, targets, samples, total, after.ended), after
 
-    def _starts(self, batch: int) -> range:
-        """Returns where the batches begin in the order of an epoch, from `batch` on."""
-        return range(
-            batch * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size
-        )
+    def _plan(self, start: Position) -> Iterator[tuple[Position, int, slice]]:
+        """Yields the position after each global batch, its samples, and this replica's of them."""
+        first = start.batch
+        for epoch in itertools.count(start.epoch):
+            for batch in range(first, self.batches_per_epoch):
+                total = min(self.batch_size, self.samples - batch * self.batch_size)
+                share = share_of(total, self._world.replica, self._world.replicas)
+                yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, share
+            first = 0
 
-    def _share(self, start: int) -> tuple[slice, int]:
-        """Returns this replica's slice of the global batch from `start` on, and its samples."""
-        total = min(self.batch_size, self.samples - start)
-        return share_of(total, self._world.replica, self._world.replicas), total
-
-    def _indices(self, epoch: int, batch: int) -> Iterator[torch.Tensor]:
+    def _indices(self, start: Position) -> Iterator[torch.Tensor]:
         """Yields the sample indices of this replica's batches, each of shape (samples,)."""
-        for number in itertools.count(epoch):
-            order = torch.arange(self.samples)
-            if self._shuffle:
-                order = permutation(self.samples, self._seed, number)
-            for start in self._starts(batch if number == epoch else 0):
-                share, total = self._share(start)
-                indices = order[start : start + total][share]
-                yield indices if len(indices) else order[start : start + 1]
+        epoch, order = -1, torch.arange(self.samples)
+        for after, total, share in self._plan(start):
+            if self._shuffle and after.epoch != epoch:
+                epoch, order = after.epoch, permutation(self.samples, self._seed, after.epoch)
+            whole = order[(after.batch - 1) * self.batch_size :][:total]
+            yield whole[share] if share.stop > share.start else whole[:1]
 
 
 class EvalLoader:
@@ -136,20 +375,53 @@ class EvalLoader:
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
+        self._share = slice(0)
         self.samples: int | None = None
         if not is_stream(dataset):
-            share = share_of(len(dataset), world.replica, world.replicas)
-            self.samples = share.stop - share.start
+            self._share = share_of(len(dataset), world.replica, world.replicas)
+            self.samples = self._share.stop - self._share.start
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        if is_stream(self._dataset):
+        if self.samples is None:
+            from hybridtrain.data.stream import StreamLoader
+
             size, options = self._batch_size * self._world.replicas, self._options
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
-            return
-        total: int = len(self._dataset)
-        mine = torch.arange(total)[share_of(total, self._world.replica, self._world.replicas)]
-        batches = mine.split(self._batch_size) if len(mine) else ()
-        yield from fetch(self._dataset, batches, self._options, self._world)
+        elif self.samples:
+            batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
+            yield from fetch(self._dataset, batches, self._options, self._world)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Returns whether a data set can only be iterated over: it has no samples by number."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def has_state(dataset: Any) -> bool:
+    """Returns whether a data set or a loader can save and load where it stands."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def length_of(iterable: Any) -> int | None:
+    """Returns `len(iterable)`, or None if it has none: some types have `__len__` and refuse."""
+    try:
+        return len(iterable)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:
+    """Returns the batches of an epoch."""
+    return samples // batch_size if options.drop_last else -(-samples // batch_size)
+
+
+def share_of(total: int, replica: int, replicas: int) -> slice:
+    """Returns the part of `total` samples that `replica` takes; shares differ by 1 at most."""
+    small, larger = divmod(total, replicas)
+    start = replica * small + min(replica, larger)
+    return slice(start, start + small + (replica < larger))
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -158,3 +430,13 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     # An odd multiplier keeps neighbouring seeds from sharing orders of neighbouring epochs.
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & 0x7FFF_FFFF_FFFF_FFFF)
     return torch.randperm(samples, generator=generator)
+
+
+def take(stream: Iterator[Batch], count: int) -> list[Batch]:
+    """Returns the next `count` batches, or fewer if their epoch ends; none at the end of all."""
+    batches: list[Batch] = []
+    for batch in stream:
+        batches.append(batch)
+        if len(batches) == count or batch.last:
+            break
+    return batches

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from hybridtrain.data.agreement import Piece, agreed, digest_of
-from hybridtrain.data.batch import Batch, BatchSource, length_of
-from hybridtrain.data.epochs import Loader
-from hybridtrain.data.faults import check_pair, name_of
+from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
+from hybridtrain.data.fetch import check_pair, name_of
+from hybridtrain.data.loader import Loader, Position, has_state, length_of
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.launch.activity import activity
 from hybridtrain.microbatch import batch_size
 from hybridtrain.world import World
 
 
-class OwnLoader:
+class OwnLoader(AgreedLoader):
     """The batches of `loader`, epoch after epoch: any iterable of `(inputs, targets)`.
 
     Each replica's loader yields its own samples, for example by a DistributedSampler or by
@@ -42,7 +40,7 @@ class OwnLoader:
         DataError: it can be iterated over only once, or gives all replicas the same samples.
     """
 
-    batch_size = 1
+    _how_to_divide = "divide them by world.replica and world.replicas, as a DistributedSampler does"
 
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
@@ -52,118 +50,56 @@ class OwnLoader:
             )
         if world.replicas > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
-            if whole and not isinstance(loader.dataset, IterableDataset):
-                _check_batch_sampler(loader, world)
-        self.loader = loader
-        self._world = world
+            batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler
+            if whole and batched and not isinstance(loader.dataset, IterableDataset):
+                raise DataError(
+                    f"this DataLoader gives each of the {world.replicas} replicas all samples: "
+                    f"pass sampler=DistributedSampler(dataset, {world.replicas}, world.replica), "
+                    f"or use TrainLoader(dataset, batch_size, world), which divides them"
+                )
+        super().__init__(loader, 1, world)
+        self.has_state = has_state(loader)
         # an epoch lasts until the last replica has run out
         lengths = [length for length in world.gather(length_of(loader)) if length is not None]
         self.batches_per_epoch = max(lengths, default=None)
-        self._position = (0, 0)
-        self._state: bytes | None = None
-        self._loaded: dict[str, Any] | None = None
 
-    def stream(self, epoch: int = 0, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yields this replica's batches from `batch` of `epoch` on.
+    def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
+        if start.states:
+            _set_epoch(self.dataset, start.epoch)
+            self.dataset.load_state_dict(pickle.loads(start.states[0]))
+        skip = 0 if start.states else start.batch
+        for epoch in itertools.count(start.epoch):
+            _set_epoch(self.dataset, epoch)
+            yield self._pieces(skip)
+            skip = 0
 
-        Raises:
-            DataError: a batch is not a pair, all replicas get the same samples, or there are none.
-        """
-        loaded, self._loaded = self._loaded, None
-        skip = batch
-        if loaded is not None or batch > 0:
-            activity.catching_up()
-        if loaded is not None:
-            self._position, self._state = (loaded["epoch"], loaded["batch"]), loaded["state"]
-            finish = (epoch, batch) == (loaded["epoch"] + 1, 0)
-            here = finish or (epoch, batch) == self._position
-            if here and loaded["state"] is not None:  # None: no batch was in use yet
-                _set_epoch(self.loader, loaded["epoch"])
-                loader: Any = self.loader
-                loader.load_state_dict(pickle.loads(loaded["state"]))
-                skip = 0
-                if finish:  # the epoch of the state has no batch left
-                    for _ in self.loader:
-                        pass
-        for number in itertools.count(epoch):
-            _set_epoch(self.loader, number)
-            first = done = batch if number == epoch else 0
-            pieces = itertools.islice(self._pieces(), skip if number == epoch else 0, None)
-            for each, piece in agreed(
-                pieces, self._world, name_of(self.loader), check=self._check_digests
-            ):
-                done += 1
-                self._position = number, done
-                if piece is not None:
-                    self._state = piece.state
-                yield each
-            if done == first:
-                raise DataError(
-                    f"{name_of(self.loader)} gave no batch in epoch {number}, after {first} batches"
-                )
-
-    def _pieces(self) -> Iterator[Piece]:
-        loader: Any = self.loader
+    def _pieces(self, skip: int) -> Generator[Piece, None, None]:
         digest = None
-        for batch in loader:
-            check_pair(batch, loader)
+        for number, batch in enumerate(self.dataset):
+            check_pair(batch, self.dataset)
             if digest is None:
                 digest = digest_of(batch)
-            state = pickle.dumps(loader.state_dict()) if self.has_state else None
-            yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
+            if number >= skip:
+                state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
+                yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
 
-    def _check_digests(self, digests: list[int]) -> None:
-        if len(set(digests) - {0}) < len(digests) - digests.count(0):
-            raise DataError(
-                f"{name_of(self.loader)} gives several replicas the same samples: divide them by "
-                f"world.replica and world.replicas, as a DistributedSampler does"
-            )
+    def _gathered(self, at: Position) -> list[Any]:
+        state = pickle.loads(at.states[0]) if at.states else None
+        return self._world.gather(state)[:: self._world.processes_per_replica]
 
-    @property
-    def has_state(self) -> bool:
-        """True if the loader can save and load its state."""
-        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the loaders' states after the last batch in use; a collective call."""
-        state = pickle.loads(self._state) if self._state is not None else None
-        states = self._world.gather(state)[:: self._world.processes_per_replica]
-        return {"epoch": self._position[0], "batch": self._position[1], "states": states}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next `stream` continue from a `state_dict`.
-
-        Raises:
-            CheckpointError: there was another number of replicas.
-        """
-        states = state_dict["states"]
+    def _own_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.replicas:
             raise CheckpointError(
-                f"the state of {name_of(self.loader)} in the checkpoint is that of {len(states)} "
+                f"the state of {name_of(self.dataset)} in the checkpoint is that of {len(states)} "
                 f"replicas, not of {self._world.replicas}: go on with as many, or start a new run"
             )
         state = states[self._world.replica]
-        self._loaded = {**state_dict, "state": None if state is None else pickle.dumps(state)}
+        return {} if state is None else {0: pickle.dumps(state)}, 0
 
 
-def as_source(train: BatchSource | Iterable[Any], world: World) -> BatchSource:
-    """Returns what a trainer trains on: `train`, or the batches of a loader of the user's own."""
-    if isinstance(train, Loader):
-        return train.source
-    if hasattr(train, "stream"):
-        return cast(BatchSource, train)
-    return OwnLoader(train, world)
-
-
-def _check_batch_sampler(loader: DataLoader[Any], world: World) -> None:
-    """Checks that a sampler of all samples is not what makes the batches."""
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    if inner is loader.sampler:
-        raise DataError(
-            f"this DataLoader gives each of the {world.replicas} replicas all samples: pass "
-            f"sampler=DistributedSampler(dataset, {world.replicas}, world.replica), or use "
-            f"TrainLoader(dataset, batch_size, world), which divides them"
-        )
+def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
+    """Returns what a trainer trains on, at its start: a copy of `train`, or a wrapped iterable."""
+    return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from hybridtrain.data.batch import Batch, take
-from hybridtrain.data.epochs import Loader
-from hybridtrain.data.faults import name_of
+from hybridtrain.data.fetch import name_of
+from hybridtrain.data.loader import Batch, Loader, take
 from hybridtrain.errors import BatchError, ConfigError, DataError
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
@@ -183,7 +182,7 @@ class PreparedLoader:
         outer, step = session.in_use, StepInUse()
         try:
             with closing(self.loader.batches()) as batches:
-                while group := _next_step(batches, session.accumulate):
+                while group := take(batches, session.accumulate):
                     session.in_use = step = StepInUse(group, looping=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
@@ -210,13 +209,6 @@ class PreparedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return _attribute(self, "original", name)
-
-
-def _next_step(batches: Iterator[Batch], count: int) -> list[Batch]:
-    try:
-        return take(batches, count)
-    except StopIteration:
-        return []
 
 
 def as_loader(loader: Any, world: World, seed: int) -> Loader:

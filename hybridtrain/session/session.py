@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.batch import share_of
-from hybridtrain.data.epochs import Loader
-from hybridtrain.data.stream import example_batch
+from hybridtrain.data.loader import Loader, TrainLoader, share_of
+from hybridtrain.data.stream import StreamLoader, example_batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import merge
@@ -131,7 +130,7 @@ class Session:
         loaders = {
             id(each): as_loader(each, self.world, self._seed)
             for each in objects
-            if isinstance(each, DataLoader | Loader)
+            if isinstance(each, DataLoader | TrainLoader | StreamLoader)
         }
         nets = [each for each in objects if isinstance(each, nn.Module)]
         if len(nets) + (self._model is not None) > 1:

@@ -26,7 +26,7 @@ from hybridtrain.accelerator import HostCopy, accelerator_of
 from hybridtrain.checkpoint import saving, state
 from hybridtrain.checkpoint.manifest import MANIFEST
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.batch import Batch
+from hybridtrain.data.loader import Batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.losses import LossFn, StepWeights

@@ -13,8 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from hybridtrain.callbacks.base import Callback
-from hybridtrain.data.batch import BatchSource, share_of
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data.loader import EvalLoader, Loader, TrainLoader, share_of
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
@@ -134,7 +133,7 @@ def check_state_names(states: Mapping[str, Any]) -> None:
             )
 
 
-def check_last_batch(model: HybridModel, train: BatchSource) -> None:
+def check_last_batch(model: HybridModel, train: Loader) -> None:
     """Refuses what a synchronised batch norm would refuse at the end of the first epoch.
 
     Raises:
@@ -149,15 +148,15 @@ def check_last_batch(model: HybridModel, train: BatchSource) -> None:
         )
 
 
-def _last_batch(train: BatchSource) -> int:
+def _last_batch(train: Loader) -> int:
     """Returns the samples of a short last batch of an epoch; 0: none, or not known."""
-    samples = getattr(train, "samples", None)
-    drops = getattr(getattr(train, "options", None), "drop_last", True)
-    return 0 if drops or samples is None else samples % train.batch_size
+    if not isinstance(train, TrainLoader) or train.options.drop_last:
+        return 0
+    return train.samples % train.batch_size
 
 
 @contextmanager
-def batch_norms_watched(model: HybridModel, train: BatchSource) -> Iterator[None]:
+def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     """Runs the first step, and then refuses a last batch that a batch norm will fail in.
 
     One with a micro-batch of 1 sample, that is, if the norm's input has 1 value per channel and

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loaders import world_of
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import WatchedLoader, prefetch
@@ -46,8 +46,8 @@ def prefetched(source):
         def __iter__(self):
             return source
 
-    loader = DataLoader(Source(), batch_size=None)
-    return prefetch(WatchedLoader(loader, LoaderOptions(), str), torch.device("cpu"))
+    options, world = LoaderOptions(), world_of(0, 1)
+    return prefetch(WatchedLoader(Source(), options, world, str, batch_size=None))
 
 
 def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
@@ -56,7 +56,8 @@ def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
 
 
 def take(loader, count, epoch=0, batch=0):
-    stream = loader.stream(epoch, batch)
+    loader.seek(epoch, batch * loader.batch_size)
+    stream = loader.stream()
     try:
         return list(itertools.islice(stream, count))
     finally:

@@ -113,7 +113,7 @@ def test_a_skipped_step_leaves_the_run_as_if_its_batch_had_not_been():
     ours.fit()
     net = plain_net()
     plain = sgd(net.parameters())
-    stream = ours.train.stream()
+    stream = ours.train.at_start().stream()
     for _ in range(7):
         batch = next(stream)
         if batch.inputs.isfinite().all():

@@ -38,7 +38,7 @@ def test_a_loop_of_ones_own_trains_as_a_trainer():
     ours = trainer(rich_net(), steps=7, clip_norm=1.0)
     ours.fit()
     model, step, _ = own_loop(rich_net(), clip_norm=1.0)
-    stream = ours.train.stream()
+    stream = ours.train.at_start().stream()
     for _ in range(7):
         step.run([next(stream)], cross_entropy)
     assert_same(model.state_dict(), ours.model.state_dict(), "weights and buffers")

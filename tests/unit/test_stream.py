@@ -72,8 +72,10 @@ class Stateful(Numbers):
         self.at = state["at"]
 
 
-def take(loader, count, epoch=0, batch=0):
-    stream = loader.stream(epoch, batch)
+def take(loader, count, epoch=None, batch=0):
+    if epoch is not None:
+        loader.seek(epoch, batch * loader.batch_size)
+    stream = loader.stream()
     try:
         return list(itertools.islice(stream, count))
     finally:
@@ -85,13 +87,13 @@ def counted(batch):
     return batch.inputs.tolist()[: batch.samples]
 
 
-def shares(count, batch_size, replicas, make, epoch=0, batch=0, **options):
+def shares(count, batch_size, replicas, make, **options):
     """Returns the batches of each replica."""
     options = LoaderOptions(**options)
 
     def run(world):
         data = make(world)
-        return take(StreamLoader(data, batch_size, world, options=options), count, epoch, batch)
+        return take(StreamLoader(data, batch_size, world, options=options), count)
 
     return Replicas(replicas).run(run)
 
@@ -190,9 +192,9 @@ def test_a_stream_goes_on_where_it_was(at, workers, kind):
     first = loader()
     take(first, at)
     again = loader()
-    if first.has_state:
-        again.load_state_dict(first.state_dict())
-    rest = take(again, 15 - at, *divmod(at, 6))
+    again.load_state_dict(first.state_dict())
+    assert (again.epoch, again.batch) == divmod(at, 6)
+    rest = take(again, 15 - at)
     assert [counted(batch) for batch in rest] == [counted(batch) for batch in whole[at:]]
     assert [batch.last for batch in rest] == [batch.last for batch in whole[at:]]
     if kind is Stateful and workers == 0:
@@ -207,17 +209,15 @@ def test_a_state_is_the_same_for_any_number_of_replicas_and_workers():
         return loader.state_dict()
 
     states = Replicas(2).run(begin)
-    assert (
-        states[0]
-        == states[1]
-        == {"epoch": 0, "batch": 3, "states": [{"state": {"at": 12}, "ended": False}]}
-    )
+    source = {"epoch": 0, "batch": 3, "states": [{"state": {"at": 12}, "ended": False}]}
+    assert states[0] == states[1] == {"epoch": 0, "batch": 3, "batch_size": 4, "source": source}
     alone = StreamLoader(Stateful(40), 6, world_of(0, 1))
     alone.load_state_dict(states[0])
-    assert counted(take(alone, 1, 0, 3)[0]) == [12, 13, 14, 15, 16, 17]
+    assert counted(take(alone, 1)[0]) == [12, 13, 14, 15, 16, 17]
+    assert alone.dataset.read[0] == 12
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("at", [1, 2, 5, 13])
 def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
     options = LoaderOptions(workers=2, divided=True)
 
@@ -225,13 +225,13 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
         return StreamLoader(Stateful(46, world.replica, 2), 4, world, options=options)
 
     def whole(world):
-        return [counted(batch) for batch in take(loader(world), 9)]
+        return [counted(batch) for batch in take(loader(world), 16)]
 
     def resumed(world):
         first, again = loader(world), loader(world)
         begun = take(first, at)
         again.load_state_dict(first.state_dict())
-        return [counted(batch) for batch in [*begun, *take(again, 9 - at, 0, at)]]
+        return [counted(batch) for batch in [*begun, *take(again, 16 - at)]]
 
     assert Replicas(2).run(resumed) == Replicas(2).run(whole)
 
@@ -244,6 +244,28 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
 
     with pytest.raises(CheckpointError, match=r"of 2 replicas with workers=2, not of 2 with wor"):
         Replicas(2).run(on_other_workers)
+
+
+@pytest.mark.parametrize("at", [4, 6, 9])
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_the_data_set_part_of_an_older_checkpoint_goes_on_where_it_was(at, batch_size):
+    first = StreamLoader(Stateful(24), 4, world_of(0, 1))
+    seen = [counted(batch) for batch in take(first, at)]
+    again = StreamLoader(Stateful(24), batch_size, world_of(0, 1))
+    again.seek(first.epoch, first.sample)  # as the Trainer does, from its state.json
+    again.load_state_dict(first.state_dict()["source"])
+    seen += [counted(batch) for batch in take(again, (12 - at) * 4 // batch_size)]
+    expected = [1000 * epoch + i for epoch in range(2) for i in range(24)]
+    start = again.dataset.read[0]
+    assert start == 4 * (at % 6) if batch_size == 4 else start in (0, 4 * (at % 6))
+    if at % 2 == 0 or batch_size == 4:
+        assert list(chain.from_iterable(seen)) == expected
+
+
+def test_a_stream_that_was_left_goes_on_at_the_next_batch_and_not_where_it_had_read_ahead():
+    loader = StreamLoader(Stateful(22), 4, world_of(0, 1))
+    seen = [counted(batch) for number in (1, 4, 2, 5) for batch in take(loader, number)]
+    assert seen == [counted(batch) for batch in take(loader.at_start(), 12)]
 
 
 def test_a_data_set_that_divides_itself_unasked_is_refused():
@@ -360,7 +382,8 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
         begun = take(first, at)
         again = OwnLoader(Stepwise(world.replica, replicas), world)
         again.load_state_dict(first.state_dict())
-        return [*begun, *take(again, 9 - at, *divmod(at, per_epoch))]
+        assert (again.epoch, again.batch) == divmod(at, per_epoch)
+        return [*begun, *take(again, 9 - at)]
 
     expected = check_agreed(Replicas(replicas).run(whole))
     assert check_agreed(Replicas(replicas).run(resumed)) == expected

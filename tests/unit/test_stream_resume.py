@@ -8,7 +8,7 @@ from support.training import Recorder, assert_same_run, rich_net
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hybridtrain import HybridModel, Trainer, World
+from hybridtrain import HybridModel, Loader, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.own_loader import OwnLoader
@@ -146,6 +146,43 @@ def test_a_run_saved_before_its_first_step_goes_on(kind, tmp_path):
     assert_same_run(again, whole)
 
 
+@pytest.mark.parametrize("kind", TRAIN)
+def test_a_step_that_has_failed_is_taken_by_the_next_fit(kind):
+    whole = trainer(kind)
+    whole.fit()
+    ours = trainer(kind)
+    step, calls = ours._training_step, iter(range(100))
+
+    def fails_in_the_fifth(*args):
+        if next(calls) == 4:
+            raise ValueError("the fifth")
+        return step(*args)
+
+    ours._training_step = fails_in_the_fifth
+    with pytest.raises(ValueError, match="the fifth"):
+        ours.fit()
+    before = ours.train.epoch, ours.train.batch
+    ours.fit()
+    assert (ours.step, before) == (9, (1, 2) if "stream" in kind else before)
+    assert_same_run(ours, whole)
+
+
+def test_a_run_begins_at_the_start_of_its_loader_which_stays_where_it_was():
+    world = World.from_env(nb_part=2, devices="cpu")
+    loader = Loader(Table(), 4, world)
+    next(iter(loader))  # a look at a batch
+    seen = []
+    for _ in range(2):
+        model = HybridModel(rich_net(), world, seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        ours = Trainer(model, optimizer, cross_entropy, loader, steps=3, log_every=1)
+        ours.fit()
+        seen.append((ours.epoch, ours.batch, ours.summary()["train_loss"]))
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (0, 3)
+    assert (loader.epoch, loader.batch) == (0, 1)
+
+
 def test_epochs_of_a_stream_without_length_are_refused():
     with pytest.raises(ConfigError, match=r"^epochs=2 needs the length of the training.*steps="):
         trainer("stream", steps=None, epochs=2)
@@ -182,7 +219,8 @@ def test_a_resumed_stream_may_take_as_long_as_it_needs_to_its_place(own):
     loader = OwnLoader(source, world) if own else StreamLoader(source, 4, world)
     for batch, expected in ((0, "step 1: data"), (3, "setup")):
         activity.now("step 1: data")
-        stream = loader.stream(0, batch)
+        loader.seek(0, batch * loader.batch_size)
+        stream = loader.stream()
         next(stream)
         stream.close()
         assert set(phases) == {expected}

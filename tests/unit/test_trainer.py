@@ -63,7 +63,7 @@ def test_the_norm_is_clipped_over_all_stages(nb_part):
     ours = trainer(nb_part=nb_part, chunks=1, clip_norm=0.05, steps=4, optimizer=sgd)
     net = plain_net()
     plain = sgd(net.parameters())
-    stream = ours.train.stream()
+    stream = ours.train.at_start().stream()
     for step in range(1, 5):
         batch = next(stream)
         cross_entropy(net(batch.inputs), batch.targets).backward()
@@ -82,7 +82,7 @@ def test_the_gradient_norm_is_logged_without_clipping_too():
     ours = trainer(steps=1)
     ours.fit()
     net = plain_net()
-    batch = next(ours.train.stream())
+    batch = next(ours.train.at_start().stream())
     cross_entropy(net(batch.inputs), batch.targets).backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in net.parameters()]))
     assert ours.monitor.values[1, "train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)

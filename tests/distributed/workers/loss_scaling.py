@@ -58,7 +58,7 @@ cells.add("an overflow under clipping skips the step in all")(
 def overflow_in_the_data(rank):
     def check(world):
         ours = fp16_trainer()
-        stream = ours.train.stream()
+        stream = ours.train.at_start().stream()
         third = [next(stream) for _ in range(3)][-1]
         stream.close()
         too_large = world.gather(third.inputs[:1])[rank]
@@ -116,7 +116,7 @@ def small(**options):
 
 def sample_of(world, ours, step, rank):
     """Returns the inputs of a data set, and which of them `rank` has in `step`."""
-    stream = ours.train.stream()
+    stream = ours.train.at_start().stream()
     batch = [next(stream) for _ in range(step)][-1]
     stream.close()
     theirs = world.gather(batch.inputs[:1])[rank]
