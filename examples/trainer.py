@@ -12,9 +12,8 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from hybridtrain import HybridModel, Trainer, TrainerOptions, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data import digits
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import EvalLoader, TrainLoader, digits
 from hybridtrain.losses import nll
 from hybridtrain.models import basicnet
 from hybridtrain.options import LoaderOptions

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridtrain.callbacks.base import Callback
+    from hybridtrain.callbacks import Callback
     from hybridtrain.cluster import Cluster
-    from hybridtrain.data.loader import EvalLoader, Loader
-    from hybridtrain.launch.notebook import notebook_launcher
+    from hybridtrain.data import EvalLoader, Loader
+    from hybridtrain.launch import notebook_launcher
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
-    from hybridtrain.planning.manual_split import partition, set_partition
+    from hybridtrain.planning import partition, set_partition
     from hybridtrain.session import Session
     from hybridtrain.sharded_optimizer import ShardedOptimizer
     from hybridtrain.skip import pop, stash

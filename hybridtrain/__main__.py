@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridtrain.app.cli import main
+from hybridtrain.app import main
 
 sys.exit(main())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridtrain.errors import WorldError
-from hybridtrain.launch.environment import Launch
+from hybridtrain.launch import Launch
 
 DeviceSpec = None | str | Sequence[str | int]
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.launch.activity import activity, kind_of
-from hybridtrain.losses import LossFn
-from hybridtrain.losses.weights import BatchWeight
+from hybridtrain.data import EvalLoader
+from hybridtrain.launch import activity, kind_of
+from hybridtrain.losses import BatchWeight, LossFn
 from hybridtrain.metrics import Metric, main_output
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge
 from hybridtrain.model import HybridModel

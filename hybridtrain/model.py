@@ -16,10 +16,17 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import CountedLoss, LossFn, StepWeights, resolve
-from hybridtrain.losses.counted import zero_of
-from hybridtrain.losses.proof import LossProof, can_be_copied, kind_of
-from hybridtrain.losses.weights import BatchWeight
+from hybridtrain.losses import (
+    BatchWeight,
+    CountedLoss,
+    LossFn,
+    LossProof,
+    StepWeights,
+    can_be_copied,
+    kind_of,
+    resolve,
+    zero_of,
+)
 from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
 from hybridtrain.model_misuse import (
     NO_GRAPH,
@@ -32,14 +39,17 @@ from hybridtrain.model_misuse import (
     sequence_first_layer,
 )
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
-from hybridtrain.pipeline.gradients import unscale_
-from hybridtrain.pipeline.own_stages import construct_own_stages
-from hybridtrain.pipeline.pipeline import Pipeline
-from hybridtrain.pipeline.process_checks import BatchCheck
-from hybridtrain.pipeline.step import Head, HeadOutput
-from hybridtrain.pipeline.ties import remove_aliases
-from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.pipeline import (
+    BatchCheck,
+    Head,
+    HeadOutput,
+    Pipeline,
+    Timeline,
+    construct_own_stages,
+    remove_aliases,
+    unscale_,
+    with_sync_batch_norm,
+)
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule

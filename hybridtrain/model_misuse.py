@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, UserError
-from hybridtrain.graph.layer import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.losses import CountedLoss
 from hybridtrain.options import PipelineOptions
 from hybridtrain.world import World

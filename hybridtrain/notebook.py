@@ -10,8 +10,8 @@ from typing import Any
 from PIL import Image
 
 from hybridtrain.errors import DataError
-from hybridtrain.launch.notebook import notebook_launcher
-from hybridtrain.monitor.pictures import Curve, draw_curves
+from hybridtrain.launch import notebook_launcher
+from hybridtrain.monitor import Curve, draw_curves
 
 __all__ = ["curves_of", "notebook_launcher", "pictures_of", "show_run"]
 

@@ -16,30 +16,27 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.callbacks.base import Callback, CallbackStates
-from hybridtrain.checkpoint import saving
-from hybridtrain.checkpoint.state import check_progress
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.callbacks import Callback, CallbackStates
+from hybridtrain.checkpoint import CheckpointStore, check_directory, check_progress, finishing_saves
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.loader import Batch, EvalLoader, Loader, take
-from hybridtrain.data.own_loader import as_loader
+from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.evaluation import evaluate, predict
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.monitor import Monitor, Throughput
-from hybridtrain.monitor.base import call_hook
+from hybridtrain.monitor import Monitor, Throughput, call_hook
 from hybridtrain.options import check_names
-from hybridtrain.pipeline.process_checks import check_replicas
+from hybridtrain.pipeline import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
-from hybridtrain.step import OptimizerStep
-from hybridtrain.step.optimizer_step import find_checkpoint, replay
+from hybridtrain.step import OptimizerStep, find_checkpoint, replay
 from hybridtrain.trainer_options import TrainerOptions
-from hybridtrain.training.best_checkpoint import BestCheckpoint
-from hybridtrain.training.checkpoints import RunCheckpoints
-from hybridtrain.training.checks import (
+from hybridtrain.training import (
+    BestCheckpoint,
+    Interruptions,
+    RunCheckpoints,
+    RunStats,
     batch_norms_watched,
     check_arguments,
     check_eval_loader,
@@ -47,8 +44,6 @@ from hybridtrain.training.checks import (
     check_last_batch,
     check_state_names,
 )
-from hybridtrain.training.interruption import Interruptions
-from hybridtrain.training.run_stats import RunStats
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -209,7 +204,7 @@ class Trainer:
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
             DataError: in no step of the run a target counted for the loss.
         """
-        saving.check_directory(self.store, self.world)
+        check_directory(self.store, self.world)
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.texts = texts or {}
@@ -218,7 +213,7 @@ class Trainer:
             with (
                 self._interruptions.listening(),
                 self._closing(stream),
-                saving.finishing(self.store, self.world),
+                finishing_saves(self.store, self.world),
             ):
                 self._tell("on_start")
                 self.model.zero_grad()  # of a fit before that has ended in the middle of a step

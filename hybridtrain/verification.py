@@ -28,13 +28,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError, UserError
-from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.losses import CountedLoss, LossFn
-from hybridtrain.losses.weights import BatchWeight
+from hybridtrain.graph import CallSignature
+from hybridtrain.losses import BatchWeight, CountedLoss, LossFn
 from hybridtrain.microbatch import batch_size, chunk_sizes, split
-from hybridtrain.pipeline.engines.threads import threads_per_lane
-from hybridtrain.pipeline.layer_rng import ReplayedDraws
-from hybridtrain.pipeline.ties import remove_aliases
+from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.text_table import text_table
 
 if TYPE_CHECKING:

@@ -44,14 +44,20 @@ from hybridtrain.devices import (
     physical_gpus,
 )
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
-from hybridtrain.launch import signals
-from hybridtrain.launch.activity import activity
-from hybridtrain.launch.environment import Launch, detect
-from hybridtrain.launch.failure import tell_uncaught_errors
-from hybridtrain.launch.job import Job
-from hybridtrain.launch.meeting import check_interface, check_reachable, meet
-from hybridtrain.launch.processes import end_with_parent
-from hybridtrain.launch.watchdog import Watchdog, current
+from hybridtrain.launch import (
+    Job,
+    Launch,
+    Watchdog,
+    activity,
+    check_interface,
+    check_reachable,
+    current,
+    detect,
+    end_with_parent,
+    meet,
+    restore_signals,
+    tell_uncaught_errors,
+)
 
 T = TypeVar("T")
 
@@ -430,7 +436,7 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.close()
-            signals.restore_signals()
+            restore_signals()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import TrainLoader
 from hybridtrain.memory import resident_bytes
 from hybridtrain.pipeline import boundary, transfer
 from hybridtrain.pipeline.engines import queue_wire

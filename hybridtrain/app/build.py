@@ -29,19 +29,23 @@ from hybridtrain.app.pricing import chosen, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
 from hybridtrain.app.run_directory import LogLines, RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.checkpoint.init_from import check_exists, parse_init_from
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, check_exists, parse_init_from
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.loader import EvalLoader, TrainLoader, is_stream
-from hybridtrain.data.splits import DataSplits
-from hybridtrain.data.stream import StreamLoader, example_batch
+from hybridtrain.data import (
+    DataSplits,
+    EvalLoader,
+    StreamLoader,
+    TrainLoader,
+    example_batch,
+    is_stream,
+)
 from hybridtrain.errors import check_choice
-from hybridtrain.launch import signals
+from hybridtrain.launch import raise_on_signals
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
-from hybridtrain.pipeline.engines import ENGINES
+from hybridtrain.pipeline import ENGINES
 from hybridtrain.trainer import TrainerOptions
 from hybridtrain.world import World
 
@@ -165,7 +169,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
-    signals.raise_on_signals()
+    raise_on_signals()
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,

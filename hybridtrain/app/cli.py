@@ -31,8 +31,7 @@ from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.environment import detect
-from hybridtrain.launch.processes import end_with_parent
+from hybridtrain.launch import detect, end_with_parent
 
 COMMANDS = (
     "train",

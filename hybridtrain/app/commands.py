@@ -30,19 +30,25 @@ from hybridtrain.app.resolve import Settings, in_words
 from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.terminal import finite, print_result
-from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.init_from import init_from, parse_init_from
-from hybridtrain.checkpoint.manifest import verify as verify_files
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import write_weights
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    evaluated_average,
+    init_from,
+    parse_init_from,
+    read_weights,
+    restore_checkpoint,
+    with_average,
+    write_weights,
+)
+from hybridtrain.checkpoint import verify as verify_files
+from hybridtrain.data import EvalLoader
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
 from hybridtrain.evaluation import predict as predict_model
 from hybridtrain.files import atomic_file
-from hybridtrain.launch.environment import detect
+from hybridtrain.launch import detect
 from hybridtrain.microbatch import batch_size
-from hybridtrain.planning.plan import Plan, table
+from hybridtrain.planning import Plan, table
 from hybridtrain.text_table import text_table
 from hybridtrain.trainer import Trainer
 from hybridtrain.verification import verify as verify_model
@@ -242,7 +248,7 @@ def _trained(settings: Settings) -> tuple[RunContext, EvalLoader, Path, int]:
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
-    saved = state.restore(checkpoint, context.model, evaluated=config.ema)
+    saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
         _log.info(_AVERAGED)
     return context, loader, checkpoint, saved["step"]
@@ -262,10 +268,10 @@ def export(settings: Settings) -> Result:
         _log.info("%s", note)
     checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
     files = verify_files(checkpoint)["files"]
-    weights, others = state.read_weights(checkpoint, files)
-    average = state.evaluated_average(checkpoint, files) if config.ema else {}
+    weights, others = read_weights(checkpoint, files)
+    average = evaluated_average(checkpoint, files) if config.ema else {}
     path = directory.path / "export" / f"{checkpoint.name}.safetensors"
-    write_weights(path, {**state.with_average(weights, average), **others})
+    write_weights(path, {**with_average(weights, average), **others})
     if average:
         _log.info(_AVERAGED)
     _log.info("wrote %s, of %s", path, checkpoint)

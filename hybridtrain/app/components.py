@@ -20,7 +20,7 @@ from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.callbacks import CALLBACKS, Callback
-from hybridtrain.data.splits import DataSplits
+from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
 from hybridtrain.model import HybridModel

@@ -26,19 +26,21 @@ from hybridtrain.errors import (
     UserError,
     WorldError,
 )
-from hybridtrain.launch import signals
-from hybridtrain.launch.activity import end_process
-from hybridtrain.launch.environment import Launch, detect
-from hybridtrain.launch.failure import (
+from hybridtrain.launch import (
+    Launch,
+    detect,
+    end_process,
     exit_code,
     find_cause,
+    ignore_signals,
     in_one_line,
+    restore_signals,
     store_gone,
     write_error_file,
 )
 
 if TYPE_CHECKING:
-    from hybridtrain.launch.watchdog import Watchdog
+    from hybridtrain.launch import Watchdog
 
 # Before the processes have met, rank 0 speaks at once and the others after this time, if the
 # launcher has not ended them by then: the mistake is theirs alone.
@@ -57,7 +59,7 @@ def report(error: BaseException) -> int:
     With several processes it does not return, but ends this one: its other threads may wait for
     processes that have ended.
     """
-    signals.ignore_signals()
+    ignore_signals()
     text, line, code = describe(error)
     launch = _launch()
     rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
@@ -74,13 +76,13 @@ def report(error: BaseException) -> int:
             _say(text, line, at)
         if watchdog is not None:
             watchdog.close()
-            signals.restore_signals()
+            restore_signals()
         if size > 1:
             if watchdog is not None:
                 end_process(code)
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
-    from hybridtrain.launch.job import Failure
+    from hybridtrain.launch import Failure
 
     if threading.current_thread() is threading.main_thread():
         # the launcher's, as another process has ended: that is about to be said
@@ -131,7 +133,7 @@ def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> N
         _say(text, line, at)
     said = None
     if tells:
-        from hybridtrain.launch.meeting import tell_failure
+        from hybridtrain.launch import tell_failure
 
         said = tell_failure(launch, os.environ, line, _WAIT_FOR_RANK_0_S)
     elif launch.rank != 0:

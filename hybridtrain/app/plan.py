@@ -19,18 +19,25 @@ from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, withou
 from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import atomic_file
-from hybridtrain.launch.environment import detect
-from hybridtrain.monitor.pictures import NodesPoint, draw_plan, in_ms
-from hybridtrain.pipeline.own_stages import plan_without_values
-from hybridtrain.planning import Plan, Planner
-from hybridtrain.planning.layout import Choices, Job, Layout
-from hybridtrain.planning.layout_search import fastest_layout
-from hybridtrain.planning.priced import PricedPlans, find_plans, in_words
+from hybridtrain.launch import detect
+from hybridtrain.monitor import NodesPoint, draw_plan, in_ms
+from hybridtrain.pipeline import plan_without_values
+from hybridtrain.planning import (
+    Choices,
+    Job,
+    Layout,
+    Plan,
+    Planner,
+    PricedPlans,
+    fastest_layout,
+    find_plans,
+    in_words,
+)
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

@@ -31,20 +31,27 @@ from hybridtrain.app.config import (
 )
 from hybridtrain.app.resolve import Settings
 from hybridtrain.construction import construct_on_meta
-from hybridtrain.data.splits import DataSplits
-from hybridtrain.data.stream import example_batch
+from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.launch.environment import detect
+from hybridtrain.launch import detect
 from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.microbatch import split as split_batch
-from hybridtrain.planning import Plan
-from hybridtrain.planning.cost_table import CostTable
-from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.layout import Choices, Job, Layout, divisors
-from hybridtrain.planning.layout_search import find_layouts
-from hybridtrain.planning.price import Prediction, Price, predict_step, why_not_priced
-from hybridtrain.planning.priced import model_costs
+from hybridtrain.planning import (
+    Choices,
+    CostTable,
+    Job,
+    LayerCost,
+    Layout,
+    Plan,
+    Prediction,
+    Price,
+    divisors,
+    find_layouts,
+    model_costs,
+    predict_step,
+    why_not_priced,
+)
 from hybridtrain.schedule import SCHEDULES, Placement, place_of
 from hybridtrain.text_table import with_unit
 from hybridtrain.world import World

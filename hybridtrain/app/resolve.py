@@ -25,7 +25,7 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.compose import compose_settings, given_keys, given_recipe, parse_overrides
 from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, Config, with_auto_replaced
 from hybridtrain.app.config_text import from_environment, masked, to_config, to_tree
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def settle(
 
 def _refuse_other_weights(run: Path, settings: Settings) -> None:
     """Refuses an `init_from` that a run with checkpoints would ignore."""
-    from hybridtrain.checkpoint.init_from import parse_init_from  # imports torch
+    from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     given = settings.config.init_from
     began = settings.of_run.init_from if settings.of_run is not None else None

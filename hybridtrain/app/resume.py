@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridtrain.app.build import RunContext
-from hybridtrain.checkpoint.store import CheckpointStore, step_of
+from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.world import World
 

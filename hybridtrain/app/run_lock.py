@@ -29,7 +29,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hybridtrain.errors import UserError
-from hybridtrain.launch.processes import process_namespace, process_state
+from hybridtrain.launch import process_namespace, process_state
 
 BEAT_S = 20.0
 STALE_S = 120.0

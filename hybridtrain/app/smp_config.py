@@ -40,7 +40,7 @@ def smp_config(arguments: Sequence[str]) -> int:
     given = parser.parse_args(list(arguments))
     distribution = _read(Path(given.distribution))
 
-    from hybridtrain.smp.launch import config_from_distribution  # with torch, which takes a second
+    from hybridtrain.smp import config_from_distribution  # with torch, which takes a second
 
     launch = config_from_distribution(distribution, given.instance_count)
     where = "" if launch.nodes == 1 else ", on each node"

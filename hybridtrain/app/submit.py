@@ -35,10 +35,10 @@ from hybridtrain.app.resolve import Settings, leave_out_leftovers, settle
 from hybridtrain.app.results import SWEEP_FILE, read_sweep
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.sweep import sweep_of
-from hybridtrain.data.splits import DataSplits
+from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically
-from hybridtrain.launch.environment import detect
+from hybridtrain.launch import detect
 
 _SCRIPT = Path("slurm") / "job.sh"
 

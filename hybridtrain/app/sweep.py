@@ -17,7 +17,7 @@ from hybridtrain.app.error_report import running_watchdog
 from hybridtrain.app.resolve import settle
 from hybridtrain.app.results import table, write_csv
 from hybridtrain.errors import ConfigError, Interrupted, UserError
-from hybridtrain.launch.environment import detect
+from hybridtrain.launch import detect
 
 
 @dataclass(frozen=True)

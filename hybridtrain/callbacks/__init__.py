@@ -4,7 +4,7 @@ The monitors of `hybridtrain.monitor` (progress bar, TensorBoard, metrics file, 
 callbacks too.
 """
 
-from hybridtrain.callbacks.base import Callback
+from hybridtrain.callbacks.base import Callback, CallbackStates
 from hybridtrain.callbacks.best_weights import BestWeights
 from hybridtrain.callbacks.early_stopping import EarlyStopping
 from hybridtrain.callbacks.ema import EMA
@@ -16,6 +16,7 @@ __all__ = [
     "EMA",
     "BestWeights",
     "Callback",
+    "CallbackStates",
     "EarlyStopping",
     "Freeze",
     "GradientNorms",
@@ -30,4 +31,3 @@ CALLBACKS: dict[str, type[Callback]] = {
     "gradient_norms": GradientNorms,
     "learning_rates": LearningRates,
 }
-"""The callbacks that a config can name without a `_target_`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.callbacks.base import Callback, Comparison
-from hybridtrain.checkpoint.tensor_files import write_weights
+from hybridtrain.checkpoint import write_weights
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import names_checked
 

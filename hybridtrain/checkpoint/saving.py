@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def save(
+def save_checkpoint(
     store: CheckpointStore,
     step: int,
     model: HybridModel,
@@ -121,7 +121,7 @@ def check_directory(store: CheckpointStore | None, world: World) -> None:
 
 
 @contextmanager
-def finishing(store: CheckpointStore | None, world: World) -> Iterator[None]:
+def finishing_saves(store: CheckpointStore | None, world: World) -> Iterator[None]:
     """Waits at the end of the block for a save in the background; a collective call.
 
     Raises:

@@ -150,7 +150,7 @@ def _packed(
     return documents, tensors
 
 
-def restore(
+def restore_checkpoint(
     path: Path,
     model: HybridModel,
     optimizer: Optimizer | None = None,

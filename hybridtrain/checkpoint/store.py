@@ -65,7 +65,7 @@ from hybridtrain.checkpoint.manifest import (
 )
 from hybridtrain.errors import CheckpointError, check_choice
 from hybridtrain.files import make_directory, sync_directory
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 
 if TYPE_CHECKING:
     from hybridtrain.checkpoint.joint_save import JointSave
@@ -94,7 +94,7 @@ class CheckpointStore:
             for one more.
         background: `save` returns at once, and a thread writes the files. One save at a time: the
             next one waits for it, and so does `wait`.
-        writers: which processes of a run write, for `saving.save`. "all": each its share of the
+        writers: which processes of a run write, for `save_checkpoint`. "all": each its share of the
             state, into the same directory, which all must see. "rank0": rank 0 alone, which asks
             the others for what it does not have, one tensor at a time. "auto": rank 0 if it has
             everything, else all if they see the directory, else rank 0.
@@ -114,7 +114,7 @@ class CheckpointStore:
         self.keep = keep
         self.background = background
         self.writers = writers
-        # these are for `saving.save`
+        # these are for `save_checkpoint`
         self.host_copies: HostCopies | None = None  # kept between two saves
         self.seen_by_all: bool | None = None  # None: not tried yet
         self.is_joint = False  # all processes have taken part in the last save

@@ -7,17 +7,43 @@ when a function needs them: they take seconds, and torchtext is optional.
 """
 
 from hybridtrain.data.digits import digits
+from hybridtrain.data.fetch import name_of
 from hybridtrain.data.imdb import imdb
+from hybridtrain.data.loader import (
+    Batch,
+    EvalLoader,
+    Loader,
+    Position,
+    TrainLoader,
+    is_stream,
+    share_of,
+    take,
+)
 from hybridtrain.data.mnist import mnist
+from hybridtrain.data.own_loader import OwnLoader, as_loader
 from hybridtrain.data.python_source import python_source
 from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
+from hybridtrain.data.stream import StreamLoader, example_batch
 
 __all__ = [
+    "Batch",
     "DataSplits",
+    "EvalLoader",
     "InMemoryDataset",
+    "Loader",
+    "OwnLoader",
+    "Position",
+    "StreamLoader",
+    "TrainLoader",
     "already_batched",
+    "as_loader",
     "digits",
+    "example_batch",
     "imdb",
+    "is_stream",
     "mnist",
+    "name_of",
     "python_source",
+    "share_of",
+    "take",
 ]

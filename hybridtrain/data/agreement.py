@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain.data.fetch import name_of
 from hybridtrain.data.loader import Batch, Loader, Position
 from hybridtrain.errors import DataError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.losses import LossFn
-    from hybridtrain.losses.weights import BatchWeight
+    from hybridtrain.losses import BatchWeight, LossFn
     from hybridtrain.model import HybridModel
 
 __all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]

@@ -1,1 +1,58 @@
 """Starting the processes of a run, and reading what the launcher says of them."""
+
+from hybridtrain.launch.activity import Lane, activity, end_process, kind_of
+from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.failure import (
+    exit_code,
+    find_cause,
+    in_one_line,
+    store_gone,
+    tell_uncaught_errors,
+    write_error_file,
+)
+from hybridtrain.launch.job import Failure, Job
+from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
+from hybridtrain.launch.notebook import notebook_launcher
+from hybridtrain.launch.processes import end_with_parent, process_namespace, process_state
+from hybridtrain.launch.signals import (
+    ends_at_once,
+    ignore_signals,
+    raise_on_signals,
+    restore_signals,
+    second_signal_ends,
+    stop_on_signals,
+)
+from hybridtrain.launch.watchdog import Watchdog, current
+
+__all__ = [
+    "Failure",
+    "Job",
+    "Lane",
+    "Launch",
+    "Watchdog",
+    "activity",
+    "check_interface",
+    "check_reachable",
+    "current",
+    "detect",
+    "end_process",
+    "end_with_parent",
+    "ends_at_once",
+    "exit_code",
+    "find_cause",
+    "ignore_signals",
+    "in_one_line",
+    "kind_of",
+    "meet",
+    "notebook_launcher",
+    "process_namespace",
+    "process_state",
+    "raise_on_signals",
+    "restore_signals",
+    "second_signal_ends",
+    "stop_on_signals",
+    "store_gone",
+    "tell_failure",
+    "tell_uncaught_errors",
+    "write_error_file",
+]

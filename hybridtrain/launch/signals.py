@@ -16,14 +16,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridtrain.launch.activity import end_process
-
-if TYPE_CHECKING:
-    from hybridtrain.launch.step_flags import StepFlags
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP")
 _previous: dict[signal.Signals, Any] = {}
@@ -74,12 +71,16 @@ Slurm sends SIGUSR1 if it is told to (`--signal=USR1@120`)."""
 
 
 @contextmanager
-def stop_on_signals(flags: StepFlags) -> Iterator[None]:
-    """Makes a signal set the flag "stop" while the block runs; a second one ends at once.
+def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
+    """Makes a signal ask for a stop while the block runs; a second one ends at once.
 
     The second SIGTERM or Ctrl-C, whichever the first was; the other signals only ask. Handlers can
     only be set in the main thread; in another one the signals keep their meaning. A signal that the
     process ignores (SIGHUP under nohup) stays ignored.
+
+    Args:
+        ask: given the name of the signal; runs in its handler.
+        speaks: say on the terminal what a second Ctrl-C does.
 
     Raises:
         KeyboardInterrupt: at a second Ctrl-C. Where the main thread is blocked, the process ends.
@@ -105,11 +106,11 @@ def stop_on_signals(flags: StepFlags) -> Iterator[None]:
                 restore()
                 signal.raise_signal(number)  # which ends a script as it would without `fit`
                 return
-            if first is None and number == signal.SIGINT and flags.is_main:
+            if first is None and number == signal.SIGINT and speaks:
                 # os.write: a handler may interrupt a print
                 os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
             first = first or now
-        flags.set("stop", reason=name)
+        ask(name)
 
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)

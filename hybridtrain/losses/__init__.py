@@ -15,23 +15,31 @@ from hybridtrain.losses.by_name import (
     mse,
     nll,
 )
-from hybridtrain.losses.counted import CountedLoss, MeanLoss, SumLoss, resolve
-from hybridtrain.losses.weights import StepWeights
+from hybridtrain.losses.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
+from hybridtrain.losses.proof import LossProof, can_be_copied, kind_of
+from hybridtrain.losses.transformers_counts import count_of_output
+from hybridtrain.losses.weights import BatchWeight, StepWeights
 from hybridtrain.metrics import IGNORED
 
 __all__ = [
     "IGNORED",
     "LOSSES",
     "METRICS",
+    "BatchWeight",
     "CountedLoss",
     "LossFn",
+    "LossProof",
     "MeanLoss",
     "StepWeights",
     "SumLoss",
     "accuracy",
+    "can_be_copied",
+    "count_of_output",
     "cross_entropy",
+    "kind_of",
     "model_output",
     "mse",
     "nll",
     "resolve",
+    "zero_of",
 ]

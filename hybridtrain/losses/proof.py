@@ -36,8 +36,7 @@ from hybridtrain.losses.counted import CountedLoss
 from hybridtrain.losses.transformers_counts import WAY_OUT
 from hybridtrain.losses.weights import copied_to_host
 from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
-from hybridtrain.pipeline.layer_rng import default_generator_lock
-from hybridtrain.pipeline.step import HeadOutput
+from hybridtrain.pipeline import HeadOutput, default_generator_lock
 
 _log = logging.getLogger(__name__)
 

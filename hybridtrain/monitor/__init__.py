@@ -1,18 +1,25 @@
 """Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
 
-from hybridtrain.monitor.base import Monitor, Monitors
+from hybridtrain.monitor.base import Monitor, Monitors, call_hook
 from hybridtrain.monitor.jsonl import MetricsFile
+from hybridtrain.monitor.pictures import Curve, NodesPoint, draw_curves, draw_plan, in_ms
 from hybridtrain.monitor.progress import Progress
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.throughput import Throughput
 from hybridtrain.monitor.timeline import TimelineFiles
 
 __all__ = [
+    "Curve",
     "MetricsFile",
     "Monitor",
     "Monitors",
+    "NodesPoint",
     "Progress",
     "TensorBoard",
     "Throughput",
     "TimelineFiles",
+    "call_hook",
+    "draw_curves",
+    "draw_plan",
+    "in_ms",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.callbacks.base import Callback
+from hybridtrain.callbacks import Callback
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:

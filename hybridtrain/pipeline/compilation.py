@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hybridtrain._torch_private import allow_recompilations, call_uncompiled, compile_module
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph import Segment
 
 
 def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import as_recomputation, checkpointed
 from hybridtrain.pipeline.boundary import refuse_overlaps

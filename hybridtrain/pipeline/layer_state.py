@@ -26,8 +26,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.layer import Layer
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph import Layer, Segment
 
 # What holds the attributes, buffers or parameters of a module, by name.
 _Holder = MutableMapping[str, Any]

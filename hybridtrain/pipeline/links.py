@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.skip import popped_by, stashed_by
 
 PRIMARY_OUTPUT = ""

@@ -28,10 +28,9 @@ from hybridtrain.construction import (
     rewind,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import Plan, PlannedLayers, Planner
-from hybridtrain.planning.objective import needs_costs
+from hybridtrain.planning import Plan, PlannedLayers, Planner, needs_costs
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")

@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.errors import ConfigError, did_you_mean
-from hybridtrain.graph.segment import Segment
-from hybridtrain.launch.activity import activity
-from hybridtrain.launch.signals import second_signal_ends
+from hybridtrain.graph import Segment
+from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages

@@ -9,8 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import Parameter
 
 from hybridtrain.cluster import Cluster
-from hybridtrain.graph.layer import Layer, works_in_place
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import UserError
-from hybridtrain.graph.layer import Layer, works_in_place
+from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.memory import count_saved
 from hybridtrain.pipeline.boundary import (
     Gradients,

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.chain import Chain
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Chain, Layer
 from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.layer import Layer, works_in_place
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.memory import storage_id
 from hybridtrain.skip import popped_by, skip_scope, stashed_by
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.machine import Machine
 from hybridtrain.memory import count_saved, storage_id
 from hybridtrain.planning.costs import (

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridtrain.errors import SplitError, did_you_mean
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.options import SplitSpec
 
 _MARK = "_pipeline_stage"

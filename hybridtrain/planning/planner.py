@@ -18,9 +18,7 @@ from torch import nn
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean
-from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
-from hybridtrain.graph.layer import Layer, is_chain
-from hybridtrain.graph.mode_graphs import TraceGuards
+from hybridtrain.graph import Chain, ChainBuilder, Layer, TraceGuards, can_expand, is_chain
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions

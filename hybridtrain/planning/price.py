@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 from typing import Any
 
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.machine import Machine
 from hybridtrain.options import CHECKPOINT_MODES, PRECISIONS, PipelineOptions
 from hybridtrain.planning.cost_table import (

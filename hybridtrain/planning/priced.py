@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._torch_private import has_hooks
 from hybridtrain.construction import stand_in
-from hybridtrain.graph.layer import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.memory import count_saved
 from hybridtrain.planning.costs import (
     Given,

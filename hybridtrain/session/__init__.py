@@ -2,4 +2,6 @@
 
 from hybridtrain.session.session import Session
 
-__all__ = ["Session"]
+__all__ = [
+    "Session",
+]

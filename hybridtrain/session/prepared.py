@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from hybridtrain.data.fetch import name_of
-from hybridtrain.data.loader import Batch, Loader, take
+from hybridtrain.data import Batch, Loader, name_of, take
 from hybridtrain.errors import BatchError, ConfigError, DataError
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from hybridtrain.construction import default_generators, rewind
-from hybridtrain.data.loader import Loader, TrainLoader, share_of
-from hybridtrain.data.stream import StreamLoader, example_batch
+from hybridtrain.data import Loader, StreamLoader, TrainLoader, example_batch, share_of
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.losses import LossFn
 from hybridtrain.microbatch import merge

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
-from hybridtrain.pipeline.gradients import unscale_
+from hybridtrain.pipeline import unscale_
 from hybridtrain.smp.runtime import current
 
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from hybridtrain.errors import ConfigError, UserError, check_choice
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
-from hybridtrain.pipeline.step import Head
+from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.model_inputs import inputs_of

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridtrain.errors import UserError
-from hybridtrain.graph.layer import is_chain
+from hybridtrain.graph import is_chain
 
 
 def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

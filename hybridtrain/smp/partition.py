@@ -14,9 +14,7 @@ from torch import nn
 from hybridtrain.errors import ConfigError, SplitError, UserError
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
-from hybridtrain.planning import plan
-from hybridtrain.planning.manual_split import partition, set_partition
-from hybridtrain.planning.plan import table
+from hybridtrain.planning import partition, plan, set_partition, table
 from hybridtrain.smp.activation_checkpointing import checkpointed_names
 
 if TYPE_CHECKING:

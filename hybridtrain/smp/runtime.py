@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import ConfigError, UserError
-from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config
 from hybridtrain.smp.attendance import Attendance
 from hybridtrain.smp.config import SmpConfig, parameters_of, parse

@@ -18,10 +18,16 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint import saving, state
-from hybridtrain.checkpoint.manifest import verify
-from hybridtrain.checkpoint.pytree_json import broadcast_tree
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    broadcast_tree,
+    check_fits,
+    read_tree,
+    read_weights,
+    restore_checkpoint,
+    verify,
+)
+from hybridtrain.checkpoint import save_checkpoint as save_files
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
@@ -149,7 +155,7 @@ def save_checkpoint(
     assert number is not None
     own = _local(optimizer)  # refuses others
     scale = {} if optimizer is None else optimizer.loss_scaler_state()
-    saving.save(
+    save_files(
         store,
         number,
         hybrid,
@@ -200,11 +206,11 @@ def resume_from_checkpoint(
         if found is None:
             raise CheckpointError(f"there is no checkpoint in {path}: check the path")
         files = verify(found)["files"]
-        weights, extra = state.read_weights(found, files)
+        weights, extra = read_weights(found, files)
         if not model.partitioned:  # or the first step would find out
-            state.check_fits(found, weights | extra, model.module.state_dict())
+            check_fits(found, weights | extra, model.module.state_dict())
         name = f"{_CONTENT}.json"
-        content = state.read_tree(found, _CONTENT, files) if name in files else None
+        content = read_tree(found, _CONTENT, files) if name in files else None
         return found, content
 
     found, content = world.on_main(find) or (None, None)
@@ -215,7 +221,7 @@ def resume_from_checkpoint(
         assert model.hybrid is not None
         own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
         states = {_CONTENT: _Entry({})}
-        progress = state.restore(directory, model.hybrid, _local(own), states=states)
+        progress = restore_checkpoint(directory, model.hybrid, _local(own), states=states)
         if own is not None:
             own.load_loss_scale(progress.get("loss_scaler"))
 

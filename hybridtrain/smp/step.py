@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import UserError
-from hybridtrain.pipeline.step import HeadOutput
+from hybridtrain.pipeline import HeadOutput
 from hybridtrain.precision import ThreadState
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments

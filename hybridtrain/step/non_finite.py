@@ -13,10 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.losses import LossFn
-from hybridtrain.losses.weights import BatchWeight
+from hybridtrain.losses import BatchWeight, LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.pipeline.step import HeadOutput
+from hybridtrain.pipeline import HeadOutput
 from hybridtrain.step.buffer_snapshot import BufferSnapshot
 
 

@@ -23,12 +23,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.accelerator import HostCopy, accelerator_of
-from hybridtrain.checkpoint import saving, state
-from hybridtrain.checkpoint.manifest import MANIFEST
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import Batch
+from hybridtrain.checkpoint import MANIFEST, CheckpointStore, restore_checkpoint, save_checkpoint
+from hybridtrain.data import Batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.param_groups import CombinedOptimizer
@@ -267,12 +265,13 @@ class OptimizerStep:
             self._forget_decision()
             self._trained = Trained(self.number + 1, [], None, self.model.rng.step)
         self._updated.append(optimizer)
-        norm = self.norm()
+        norm, before = self.norm(), activity.phase
         activity.now(f"step {self._trained.number}: optimizer")
         if self._decides_on_device():  # [4]
             self._take_on_device(optimizer, norm)
         elif self._is_allowed():
             self.scaler.step(optimizer)
+        activity.phase = before
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale."""
@@ -415,7 +414,7 @@ class OptimizerStep:
         optimizer = self.optimizer
         self.finite.check_weights(self.number, optimizer)
         self.losses.gather()
-        path = saving.save(
+        path = save_checkpoint(
             CheckpointStore(Path(directory), keep),
             self.number,
             self.model,
@@ -456,7 +455,7 @@ class OptimizerStep:
         newest = find_checkpoint(path, self.model.world, missing_ok)
         if newest is None:
             return None
-        saved = state.restore(
+        saved = restore_checkpoint(
             newest,
             self.model,
             self.optimizer,

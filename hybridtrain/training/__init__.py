@@ -1,1 +1,27 @@
 """The parts of the training loop, which `hybridtrain.trainer` puts together."""
+
+from hybridtrain.training.best_checkpoint import BestCheckpoint
+from hybridtrain.training.checkpoints import RunCheckpoints
+from hybridtrain.training.checks import (
+    batch_norms_watched,
+    check_arguments,
+    check_eval_loader,
+    check_hooks,
+    check_last_batch,
+    check_state_names,
+)
+from hybridtrain.training.interruption import Interruptions
+from hybridtrain.training.run_stats import RunStats
+
+__all__ = [
+    "BestCheckpoint",
+    "Interruptions",
+    "RunCheckpoints",
+    "RunStats",
+    "batch_norms_watched",
+    "check_arguments",
+    "check_eval_loader",
+    "check_hooks",
+    "check_last_batch",
+    "check_state_names",
+]

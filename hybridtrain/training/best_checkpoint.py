@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
 from hybridtrain.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtrain.checkpoint import saving, state
+from hybridtrain.checkpoint import restore_checkpoint, save_checkpoint
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RunCheckpoints:
             None if the disk is full.
         """
         assert trainer.store is not None
-        path = saving.save(
+        path = save_checkpoint(
             trainer.store,
             trainer.step,
             trainer.model,
@@ -58,7 +58,9 @@ class RunCheckpoints:
 
     def restore(self, trainer: Trainer, path: Path) -> None:
         """Loads the checkpoint at `path`, from which the run goes on."""
-        state.restore(path, trainer.model, trainer.optimizer, {"trainer": trainer}, trainer.states)
+        restore_checkpoint(
+            path, trainer.model, trainer.optimizer, {"trainer": trainer}, trainer.states
+        )
         self.resumed_from = self.path = path
         self.step = trainer.step
         self.mark_best(trainer)  # in case the run ended between the two

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from hybridtrain.callbacks.base import Callback
-from hybridtrain.data.loader import EvalLoader, Loader, TrainLoader, share_of
+from hybridtrain.callbacks import Callback
+from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hybridtrain.model import HybridModel
-from hybridtrain.pipeline.timeline import Timeline, stage_times
+from hybridtrain.pipeline import Timeline, stage_times
 from hybridtrain.schedule import Spans, bubble_fraction, predict
 
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridtrain.checkpoint.saving import save
-from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.saving import save_checkpoint as save
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt

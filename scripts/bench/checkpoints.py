@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.checkpoint.saving import save
-from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.saving import save_checkpoint as save
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from scripts.bench.common import Job, interleave, print_footer, print_table, shown
 

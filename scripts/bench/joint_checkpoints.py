@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.checkpoint.saving import finishing, save
+from hybridtrain.checkpoint.saving import finishing_saves as finishing
+from hybridtrain.checkpoint.saving import save_checkpoint as save
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt

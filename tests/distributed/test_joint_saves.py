@@ -41,7 +41,7 @@ def test_a_process_killed_in_its_write_ends_the_run_and_costs_that_save_only(whe
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     model = HybridModel(net, World(), chunks=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    saved = state.restore(store.newest(), model, optimizer)
+    saved = state.restore_checkpoint(store.newest(), model, optimizer)
     assert saved["step"] == 2
     assert len(optimizer.state) == 4
     store.save(3, state.writers(model, optimizer, {}))

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
-from hybridtrain.checkpoint.state import restore, writers
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
+from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import Accelerator, Event
-from hybridtrain.launch.activity import Lane
+from hybridtrain.launch import Lane
 from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.step import Step

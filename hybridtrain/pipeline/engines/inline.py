@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.pipeline.engines.actions import ActionRunner, of_stages
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.links import Link, routes

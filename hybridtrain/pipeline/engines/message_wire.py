@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain.errors import SplitError
-from hybridtrain.launch.activity import Lane
+from hybridtrain.launch import Lane
 from hybridtrain.pipeline.messages import (
     MessageFormat,
     empty,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._torch_private import lowered
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.pipeline.engines.actions import ActionRunner, of_stages
 from hybridtrain.pipeline.engines.message_wire import Formats, MessageWire
 from hybridtrain.pipeline.links import Link, routes

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybridtrain.launch.activity import Lane
+from hybridtrain.launch import Lane
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engines.actions import Aborted
 from hybridtrain.pipeline.stage import Stage

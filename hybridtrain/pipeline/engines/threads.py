@@ -26,8 +26,7 @@ import torch
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import Lane, activity
-from hybridtrain.launch.signals import ends_at_once
+from hybridtrain.launch import Lane, activity, ends_at_once
 from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, of_stages
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.links import Link, Route, routes

@@ -33,8 +33,8 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, World
 from hybridtrain._torch_private import get_default_store
-from hybridtrain.checkpoint.saving import save
-from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.saving import save_checkpoint as save
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import BatchError, ConfigError, WorldError

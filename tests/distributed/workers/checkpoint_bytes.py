@@ -21,7 +21,8 @@ from torch.nn import functional as F
 import hybridtrain.smp as smp
 from hybridtrain import HybridModel, ShardedOptimizer, World
 from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.saving import finishing, save
+from hybridtrain.checkpoint.saving import finishing_saves as finishing
+from hybridtrain.checkpoint.saving import save_checkpoint as save
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.smp import runtime
 

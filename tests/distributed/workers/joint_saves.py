@@ -22,8 +22,9 @@ from hybridtrain.checkpoint import shared_files
 from hybridtrain.checkpoint import state as state_module
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.saving import finishing, save
-from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.saving import finishing_saves as finishing
+from hybridtrain.checkpoint.saving import save_checkpoint as save
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.errors import CheckpointError

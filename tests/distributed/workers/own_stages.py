@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.saving import finishing, save
+from hybridtrain.checkpoint.saving import finishing_saves as finishing
+from hybridtrain.checkpoint.saving import save_checkpoint as save
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.gpt import gpt

@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from hybridtrain import Trainer
 from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.state import restore
+from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
@@ -332,7 +332,9 @@ def _dtypes(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved, loaded = Dtypes(1), Dtypes(0)
     with tempfile.TemporaryDirectory() as folder:
-        path = saving.save(CheckpointStore(Path(folder)), 1, model, optimizer, {}, {"own": saved})
+        path = saving.save_checkpoint(
+            CheckpointStore(Path(folder)), 1, model, optimizer, {}, {"own": saved}
+        )
         restore(path, model, optimizer, states={"own": loaded})
     for name, tensor in saved.tensors.items():
         assert loaded.tensors[name].dtype == tensor.dtype
@@ -356,8 +358,8 @@ def _checkpoint(world):
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder if world.is_main else "/nowhere"), background=True)
         counts = OwnCounts(world, 10 + world.rank)
-        with saving.finishing(store, world):
-            path = saving.save(store, 1, model, optimizer, {}, {"counts": counts})
+        with saving.finishing_saves(store, world):
+            path = saving.save_checkpoint(store, 1, model, optimizer, {}, {"counts": counts})
         other, other_optimizer = made(5 + world.rank)
         counts.count = 0
         restore(path, other, other_optimizer, states={"counts": counts})

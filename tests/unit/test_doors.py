@@ -1,0 +1,102 @@
+"""The floor plan: packages import one another by their doors alone, and arrows point down."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import hybridtrain
+
+ROOT = Path(hybridtrain.__file__).parent
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+
+# From the ground up. What stands in one line may not import one another.
+FLOORS = """
+    accelerator errors files precision skip text_table
+    _torch_private machine metrics microbatch models name_patterns schedule trainer_options
+    cluster construction graph launch memory options
+    devices planning
+    world
+    pipeline
+    losses
+    model_misuse verification
+    model
+    data param_groups
+    evaluation sharded_optimizer
+    checkpoint
+    callbacks step
+    monitor smp training
+    notebook session trainer
+    app
+    __main__
+"""
+FLOOR = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+
+# What a callback, a monitor and the parts of a trainer are handed is annotated as what it is.
+KNOWN_BY_NAME = {
+    ("callbacks", "trainer"),
+    ("monitor", "trainer"),
+    ("training", "trainer"),
+    ("verification", "model"),
+}
+
+
+class Import(NamedTuple):
+    """An import of one package, or module at the top, by another one."""
+
+    file: str
+    line: int
+    package: str
+    target: str
+    module: str
+    names: tuple[str, ...]
+    of_types: bool
+
+
+def imports() -> Iterator[Import]:
+    for path in sorted(ROOT.rglob("*.py")):
+        where = path.relative_to(ROOT)
+        package = where.parts[0].removesuffix(".py")
+        tree = ast.parse(path.read_text())
+        typed = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridtrain."):
+                target = node.module.split(".")[1]
+                if target != package and package != "__init__":
+                    names = tuple(each.name for each in node.names)
+                    yield Import(
+                        str(where), node.lineno, package, target, node.module, names,
+                        id(node) in typed,
+                    )  # fmt: skip
+
+
+def test_no_import_goes_past_the_door_of_a_package():
+    past = [f"{i.file}:{i.line} {i.module}" for i in imports() if i.module.count(".") > 1]
+    assert not past
+
+
+def test_what_stands_in_a_door_is_what_others_may_use():
+    for package in sorted(PACKAGES - {"app", "models", "configs", "recipes"}):
+        tree = ast.parse((ROOT / package / "__init__.py").read_text())
+        (exported,) = (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        used = {name for i in imports() if i.target == package for name in i.names}
+        assert used <= set(exported), package
+
+
+def test_arrows_point_down():
+    up = [
+        f"{i.file}:{i.line} {i.package} -> {i.target}"
+        for i in imports()
+        if FLOOR[i.target] >= FLOOR[i.package]
+        and not (i.of_types and (i.package, i.target) in KNOWN_BY_NAME)
+    ]
+    assert not up
