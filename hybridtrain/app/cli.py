@@ -47,7 +47,7 @@ COMMANDS = (
     "measure-machine",
 )
 
-# Commands that have arguments of their own, and what is said of them with overrides.
+# Commands with their own arguments, and what is said of them with overrides.
 _WITHOUT_OVERRIDES = {
     "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
     "measure-machine": "measure-machine comes first and takes no overrides",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 WAIT_FOR_SAVE_S = 20.0
-"""How long an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
+"""The longest that an end waits for a checkpoint being written; torchrun kills after 30 s."""
 
 
 class Lane:
