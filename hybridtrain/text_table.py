@@ -18,6 +18,11 @@ def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
     ]
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Returns a number with its noun, such as `1 node` or `2 nodes`."""
+    return f"{number} {noun}{plural * (number != 1)}"
+
+
 def with_unit(nbytes: float) -> str:
     """Returns `nbytes` in GiB, MiB or KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):

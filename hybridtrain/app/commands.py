@@ -49,7 +49,7 @@ from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
 from hybridtrain.microbatch import batch_size
 from hybridtrain.planning import Plan, table
-from hybridtrain.text_table import text_table
+from hybridtrain.text_table import counted, text_table
 from hybridtrain.trainer import Trainer
 from hybridtrain.verification import verify as verify_model
 from hybridtrain.world import World
@@ -319,8 +319,8 @@ def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str
     """Returns tables of the stages, and of the hosts and devices of the processes."""
     parameters = sum(cost.parameters for cost in plan.costs)
     head = (
-        f"{_count(len(hosts), 'process', 'es')} x {_count(len(plan.stages), 'stage')}, "
-        f"{plan.schedule}, {_count(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
+        f"{counted(len(hosts), 'process', 'es')} x {counted(len(plan.stages), 'stage')}, "
+        f"{plan.schedule}, {counted(plan.chunks, 'micro-batch', 'es')}, {parameters:,} parameters, "
         f"{how}"
     )
     processes = [("rank", "host", "devices, by stage")]
@@ -328,10 +328,6 @@ def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str
         (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(hosts)
     ]
     return "\n".join([head, table(plan), *text_table(processes, 1)])
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def fit_to_devices(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from hybridtrain.app.config import AUTO, Config, SubmitConfig
 from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.devices import check_nb_part
 from hybridtrain.errors import ConfigError, Interrupted, check_choice
+from hybridtrain.text_table import counted
 from hybridtrain.trainer_options import seconds
 
 TARGETS = ("slurm", "torchrun", "kubernetes")
@@ -81,8 +82,8 @@ class JobLayout:
     def __str__(self) -> str:
         devices = "GPU" if self.gpus_per_node else "device"
         parts = [
-            f"{_count(self.nodes, 'node')} x {_count(self.processes_per_node, 'process', 'es')}",
-            f"{_count(self.replicas, 'replica')} of {_count(self.nb_part, devices)}",
+            f"{counted(self.nodes, 'node')} x {counted(self.processes_per_node, 'process', 'es')}",
+            f"{counted(self.replicas, 'replica')} of {counted(self.nb_part, devices)}",
         ]
         return ", ".join(parts)
 
@@ -132,7 +133,7 @@ def layout_of(config: Config) -> JobLayout:
     )
     if layout.processes % layout.processes_per_replica:
         raise ConfigError(
-            f"submit.nodes={submit.nodes} x {_count(processes, 'process', 'es')} are "
+            f"submit.nodes={submit.nodes} x {counted(processes, 'process', 'es')} are "
             f"{layout.processes}, which cannot be shared by pipelines of "
             f"pipeline.nb_part={nb_part} processes: set submit.nodes, "
             f"submit.processes_per_node or submit.gpus_per_node for a multiple of {nb_part}"
@@ -221,10 +222,6 @@ def _time_s(submit: SubmitConfig) -> int | None:
             f"1:30:00 are 90 minutes), or lower submit.signal_s"
         )
     return round(time_s)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
 
 
 PORT = 29500

@@ -80,7 +80,7 @@ class LayerState:
         self._norms = {
             part for part in self._parts if isinstance(part, _NormBase) and _is_of_torch(part)
         }
-        self._changed_by_forward: set[_Place] = set()  # that a forward has changed
+        self._mutated: set[_Place] = set()  # that a forward has changed
         self._is_first = True
 
     @contextmanager
@@ -135,7 +135,7 @@ class LayerState:
                         values[name] = value.detach()
                     else:
                         snapshot.versions.append((place, value, value._version))
-                        if everything or place in self._changed_by_forward:
+                        if everything or place in self._mutated:
                             if id(value) not in snapshot.copies:
                                 saved = _Copy(value, value.detach().clone())
                                 snapshot.copies[id(value)] = saved
@@ -174,7 +174,7 @@ class LayerState:
                     f"which cannot be undone for the recomputation: leave the layer out of "
                     f"checkpoint=, or change it from the first forward on, as a registered buffer"
                 )
-            self._changed_by_forward.add(place)
+            self._mutated.add(place)
 
 
 @contextmanager

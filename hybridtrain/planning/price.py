@@ -396,18 +396,13 @@ def predict_step(
         counted_on = replace(machine, flops_per_s=known)
         table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32)
         if not machine.flops_per_s:
-            return _memory_alone(table, job, layout, counts)
+            return Prediction(
+                memory_bytes=tuple(m.total for m in device_memory(table, job, layout, counts)),
+                reason="`hybridtrain measure-machine`, once, or split=time would give the times",
+            )
     found = price(table, machine, job, layout, counts)
     memory = tuple(each.total for each in found.memory)
     return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
-
-
-def _memory_alone(table: CostTable, job: Job, layout: Layout, counts: Sequence[int]) -> Prediction:
-    memory = tuple(each.total for each in device_memory(table, job, layout, counts))
-    return Prediction(
-        memory_bytes=memory,
-        reason="`hybridtrain measure-machine`, once, or split=time would give the times",
-    )
 
 
 def why_not_priced(options: PipelineOptions) -> str | None:

@@ -18,9 +18,8 @@ from cli_runs import fail
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config, PipelineConfig, SubmitConfig, WorldConfig
-from hybridtrain.app.job import JobRun, batch_script, layout_of
+from hybridtrain.app.job import JobRun, _ranges, batch_script, layout_of
 from hybridtrain.app.results import SWEEP_FILE, read_sweep, results
-from hybridtrain.app.submit import _ranges
 from hybridtrain.app.submit import submit as send
 from hybridtrain.errors import ConfigError
 
@@ -105,7 +104,7 @@ def script_of(submit: SubmitConfig, overrides: list[str], array: bool = False) -
     else:
         file = Path("sweep.txt")
         file.write_text("seed=1\n" + " ".join(map(shlex.quote, overrides)) + "\n")
-        run = JobRun("mine", Path("outputs/mine"), [], None, "1-2", file)
+        run = JobRun("mine", Path("outputs/mine"), [], None, [1, 2], file)
     return batch_script(run, submit, layout_of(config))
 
 
