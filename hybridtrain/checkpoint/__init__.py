@@ -1,4 +1,18 @@
-"""Checkpoints: the state that a resume needs, in directories that are complete or absent."""
+"""Checkpoints: the state that a resume needs, in directories that are complete or absent.
+
+model, optimizer -> state_table -> state -> saving -> store -> step_00000100/
+                                            joint_save
+
+state_table        which process has which tensor, and which one writes it
+state              the files of a checkpoint, and its restore; optimizer_state
+saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
+joint_save         each process writes its files; what fails in one is told to all
+store              publishes, keeps, writes in the background
+directory          names, renames, the best; manifest: sizes and sums of all files
+shared_files       each process reads, if all see the same files
+tensor_files       safetensors; pytree_json: everything else
+init_from          weights from elsewhere
+"""
 
 from hybridtrain.checkpoint.init_from import InitReport, check_exists, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import MANIFEST, verify

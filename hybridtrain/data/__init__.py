@@ -1,7 +1,13 @@
-"""Data sets: one function each, which returns `DataSplits`.
+"""Loaders of batches, and data sets: one function each, which returns `DataSplits`.
 
-A function is the `_target_` of a file in `configs/data/`, and its parameters are that file's
-keys. It reads from the disk (or from the package), downloads only when told to, and raises
+    loader             `Loader` and its `Position`, which alone says where a run is in its data
+    stream, own_loader iterable data sets, and loaders of the user's own
+    agreement          loaders of replicas that agree on each batch
+    fetch              batches ahead of the step, by threads or workers
+    splits             what a data set function returns; digits, mnist, imdb, python_source
+
+A data set function is the `_target_` of a file in `configs/data/`, and its parameters are that
+file's keys. It reads from the disk (or from the package), downloads only when told to, and raises
 `DataError` when the data is missing, damaged or too small. torchvision and torchtext are imported
 when a function needs them: they take seconds, and torchtext is optional.
 """

@@ -1,4 +1,12 @@
-"""Starting the processes of a run, and reading what the launcher says of them."""
+"""Starting the processes of a run, and what they tell one another: life, signals, first errors.
+
+environment        the launcher's variables; meeting: how the processes find each other
+activity           what this process does now; watchdog: who stands still
+job                what is known of all processes, in one store; processes, stacks
+failure            the first error, told in all processes
+signals            what ends a command, stops a run, or ends a blocked process
+notebook           a function in new processes
+"""
 
 from hybridtrain.launch.activity import Lane, activity, end_process, kind_of
 from hybridtrain.launch.environment import Launch, detect

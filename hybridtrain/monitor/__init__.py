@@ -1,4 +1,9 @@
-"""Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show."""
+"""Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show.
+
+base               `Monitor`, a callback that needs numbers and texts alone
+tensorboard, jsonl, progress
+timeline, pictures what stages do when, drawn; throughput
+"""
 
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
 from hybridtrain.monitor.jsonl import MetricsFile

@@ -1,4 +1,16 @@
-"""Assigns a model's layers to stages by their costs: `plan` returns a `Plan`."""
+"""Assigns a model's layers to stages by their costs, and prices a run on a machine.
+
+planner            `plan(net, options, inputs, cluster)` returns a `Plan`
+plan               the result, as data and as a YAML file
+costs              what a layer costs: measured (profiler), estimated (estimates) or given
+objective          the cost of a stage, and the exact best cut
+manual_split       cuts by counts, names and patterns; `with partition(i):`
+cost_table         the costs for any number of samples in a micro-batch
+layout             ways to spread a model over a machine; layout_search: the fastest that fit
+price              the time of a step, by simulation; stage_times: of actions and messages
+device_memory      the memory of each device
+priced             plans with their prices, as a table
+"""
 
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost

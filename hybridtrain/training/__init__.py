@@ -1,4 +1,10 @@
-"""The parts of the training loop, which `hybridtrain.trainer` puts together."""
+"""The parts of the training loop, which `hybridtrain.trainer` puts together.
+
+checkpoints, best_checkpoint   the last one, and the one of the best evaluation
+interruption                   signals, time limits, saves by the clock
+run_stats                      times and memory of the stages
+checks                         what is refused before or in the first step
+"""
 
 from hybridtrain.training.best_checkpoint import BestCheckpoint
 from hybridtrain.training.checkpoints import RunCheckpoints
