@@ -153,6 +153,12 @@ def join(config: Config) -> World:
     )
 
 
+def _set_numerics(deterministic: bool, tf32: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
+
+
 def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
     """Checks the config, joins the other processes by `world_of`, and loads the data.
 
@@ -191,9 +197,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     pipeline_options = replace(
         pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
     )
-    torch.use_deterministic_algorithms(config.trainer.deterministic)
-    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
+    _set_numerics(config.trainer.deterministic, config.trainer.tf32)
     torch.manual_seed(config.seed)
     share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
     if share < config.pipeline.chunks:

@@ -25,7 +25,6 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.compose import compose_settings, given_keys, given_recipe, parse_overrides
 from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, Config, with_auto_replaced
 from hybridtrain.app.config_text import from_environment, masked, to_config, to_tree
-from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -204,6 +203,8 @@ def settle(
         _name_run_of_checkpoint(named.config)
     run = Path(named.config.output_dir) / str(named.config.run_name)
     try:
+        from hybridtrain.checkpoint import CheckpointStore  # which imports torch
+
         begun = bool(CheckpointStore(run / "checkpoints").steps())
     except OSError as error:  # a name that is too long, say
         raise ConfigError(

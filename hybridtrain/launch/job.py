@@ -8,8 +8,10 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
-from hybridtrain._torch_private import HashStore, Store
+if TYPE_CHECKING:
+    from hybridtrain._torch_private import Store
 from hybridtrain.launch.processes import ProcessId, this_process
 
 EXIT_STALLED = 4
@@ -63,7 +65,11 @@ class Job:
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._store = HashStore() if store is None else store
+        if store is None:
+            from hybridtrain._torch_private import HashStore  # which imports torch
+
+            store = HashStore()
+        self._store = store
 
     def clone(self) -> Job:
         """Returns the same job with a connection that waits for nobody else's requests."""

@@ -25,9 +25,10 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybridtrain._torch_private import PrefixStore, Store, TCPStore
+if TYPE_CHECKING:
+    from hybridtrain._torch_private import Store
 from hybridtrain.errors import Rank0UserError, WorldError
 from hybridtrain.launch.environment import Launch
 
@@ -66,6 +67,8 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
             f"srun)"
         )
+    from hybridtrain._torch_private import PrefixStore  # which imports torch
+
     return PrefixStore(prefix, shared)
 
 
@@ -98,6 +101,8 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
     Raises:
         WorldError: there is none, or it is another run's.
     """
+    from hybridtrain._torch_private import PrefixStore, TCPStore
+
     assert launch.master is not None  # with several processes
     host, port = launch.master
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

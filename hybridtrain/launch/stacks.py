@@ -7,16 +7,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-
-import torch
 
 from hybridtrain.launch.activity import Activity
 from hybridtrain.launch.job import Report
 from hybridtrain.schedule import WORDS
 
-_TORCH = Path(torch.__file__).parent
+_TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent  # without an import
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +54,12 @@ class Import(NamedTuple):
     of_types: bool
 
 
-def imports() -> Iterator[Import]:
+@cache
+def imports() -> list[Import]:
+    return list(_imports())
+
+
+def _imports() -> Iterator[Import]:
     for path in sorted(ROOT.rglob("*.py")):
         where = path.relative_to(ROOT)
         package = where.parts[0].removesuffix(".py")
