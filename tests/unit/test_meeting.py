@@ -7,6 +7,7 @@ from socket import socket
 
 import pytest
 
+from hybridtrain import _torch_private
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
 from hybridtrain.launch import meeting
@@ -103,7 +104,7 @@ def test_an_error_of_rank_0_reaches_those_that_wait_for_it():
 def test_an_error_of_rank_0_reaches_a_process_that_looks_when_rank_0_has_ended(monkeypatch, joiner):
     ended = threading.Event()
 
-    class Slow(meeting.PrefixStore):
+    class Slow(_torch_private.PrefixStore):
         """Goes on after its last word to rank 0 when that has ended, and the store with it."""
 
         def set(self, key, value):
@@ -117,7 +118,7 @@ def test_an_error_of_rank_0_reaches_a_process_that_looks_when_rank_0_has_ended(m
         ended.set()
 
     zero, one = launches(2)
-    monkeypatch.setattr(meeting, "PrefixStore", Slow)
+    monkeypatch.setattr(_torch_private, "PrefixStore", Slow)
     _, found = together(rank_0, joiner(one))
     assert str(found) == "its disk is full"
 
