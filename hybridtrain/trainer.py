@@ -121,14 +121,11 @@ class Trainer:
         check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
-        self.optimizer = optimizer
-        self.lr_schedule = lr_schedule
-        self.scaler = scaler or GradScaler(enabled=False)
         self._step = OptimizerStep(
             model,
             optimizer,
             lr_schedule=lr_schedule,
-            scaler=self.scaler,
+            scaler=scaler or GradScaler(enabled=False),
             loss_scale=self.options.loss_scale,
             clip_norm=self.options.clip_norm,
             max_skipped=self.options.max_skipped,
@@ -482,6 +479,30 @@ class Trainer:
         }
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; may be replaced between two calls of `fit`."""
+        return self._step.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._step.optimizers.clear()
+        self._step.add(optimizer)
+
+    @property
+    def lr_schedule(self) -> LRScheduler | None:
+        """The learning rate schedule; may be replaced between two calls of `fit`."""
+        return self._step.lr_schedule
+
+    @lr_schedule.setter
+    def lr_schedule(self, lr_schedule: LRScheduler | None) -> None:
+        self._step.lr_schedule = lr_schedule
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler of the loss."""
+        return self._step.scaler
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self._step.number
@@ -538,7 +559,7 @@ class Trainer:
         Raises:
             ConfigError: `training_step` has not returned a result for each batch.
         """
-        start = self.train.position
+        start, number = self.train.position, self.step
         try:
             activity.now(f"step {self.step + 1}: data")
             batches = take(stream, self.options.accumulate)
@@ -554,7 +575,8 @@ class Trainer:
             self._stats.record(results[-1].timeline)
             norm = self._step.finish(results)
         except BaseException:
-            self.train.position = start  # what is saved, or fitted again, goes on with this step
+            if self.step == number:  # what is saved, or fitted again, goes on with this step
+                self.train.position = start
             raise
         samples = sum(batch.total for batch in batches)
         self.samples += samples

@@ -37,7 +37,7 @@ _MISSING = object()
 _CONTAINERS = (list, dict, set, bytearray, deque, OrderedDict, defaultdict)
 _IN_CONTAINER = "a tensor in its attribute"
 # of nn.Module itself: tables of hooks, parameters and the like
-_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class _Copy(NamedTuple):

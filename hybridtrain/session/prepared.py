@@ -23,6 +23,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
+    from hybridtrain.losses import StepWeights
     from hybridtrain.session.session import Session
 
 
@@ -136,7 +137,7 @@ class StepInUse:
     Attributes:
         batches: of the step, of this replica.
         index: of the batch in use.
-        begun: its first batch was trained on.
+        weights: of the batches, once one of them was trained on.
         open: gradients are there of a part of its batches.
         waits: gradients are there that no optimizer has stepped on.
         stepped: an optimizer has stepped.
@@ -145,7 +146,7 @@ class StepInUse:
 
     batches: Sequence[Batch] = ()
     index: int = 0
-    begun: bool = False
+    weights: StepWeights | None = None
     open: bool = False
     waits: bool = False
     stepped: bool = False

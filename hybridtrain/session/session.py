@@ -222,11 +222,12 @@ class Session:
         use = self.in_use
         if not use.batches:
             raise BatchError("train_step() is for a batch of a prepared loader: none is used")
-        if not use.begun:
-            self._step.begin(use.batches, loss_fn)
-            use.begun = True
+        if use.weights is None:
+            use.weights = self._step.begin(use.batches, loss_fn)
+        if use.weights is not self._step.weights:
+            raise BatchError("another loop has trained between the batches of one step")
         use.open = use.waits = True  # also if an error leaves a part of the gradients
-        result = self._step.train_step(inputs, targets)
+        result = self._step.train_step(inputs, targets, index=use.index)
         use.open = not use.at_last
         return result
 

@@ -95,6 +95,7 @@ class DistributedModel(nn.Module):
         self.module = module
         self.hybrid: HybridModel | None = None
         self.optimizer_step: OptimizerStep | None = None
+        self.gradients_are_averaged = True
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.training = module.training
         self.parameters_of_all: set[int] = set()
@@ -184,6 +185,7 @@ class DistributedModel(nn.Module):
             self.optimizer_step.open([(inputs, None)], None, are_cut=True)
             self._passes_done += 1
             sync = self._syncs and self._passes_done % self._passes == 0
+            self.gradients_are_averaged = sync or current().world.replicas == 1
         return self.partitioned_hybrid().run_microbatches(
             inputs, head, trains=trains, sync=sync, compared=list(compared)
         )
@@ -216,8 +218,10 @@ class DistributedModel(nn.Module):
         self.hybrid.train(self.training)
         for optimizer in runtime.optimizers:
             optimizer.take_own_parameters()
-        self.optimizer_step = OptimizerStep(self.hybrid, scaler=GradScaler(enabled=False))
-        for optimizer in reversed(runtime.optimizers):
+        self.optimizer_step = OptimizerStep(
+            self.hybrid, scaler=GradScaler(enabled=False), holds_all=False
+        )
+        for optimizer in runtime.optimizers:
             self.optimizer_step.add(optimizer, optimizer.loss_scaler)
         self.parameters_of_all.clear()  # the identities are free again
         if runtime.resume is not None:

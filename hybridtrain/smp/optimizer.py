@@ -137,7 +137,11 @@ class DistributedOptimizer(Optimizer):
             )
         model = current().model
         step = None if model is None else model.optimizer_step
-        if step is not None and closure is None and not self._updates:
+        # a scaler of the script decides by itself, and tells a fused optimizer so
+        decided = self._updates or hasattr(self, "found_inf")
+        if model is not None and not model.gradients_are_averaged:
+            decided = True  # replicas may differ in what is finite
+        if step is not None and closure is None and not decided:
             self._updates = True
             try:
                 step.take(self)  # which calls this method again, or not

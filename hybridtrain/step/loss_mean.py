@@ -39,18 +39,20 @@ class LossMean:
         losses = {id(result.loss) for result in results}
         self._added = [entry for entry in self._added if id(entry[0]) not in losses]
 
-    def fold(self, least: int = 0) -> None:
-        """Replaces `least` losses that were added, or more, by their sums."""
+    def fold(self, least: int = 1, but: Sequence[TrainStepResult] = ()) -> None:
+        """Replaces `least` losses that were added, or more, by their sums; those of `but` stay."""
         if len(self._added) < least:
             return
-        if not self._added:
+        waiting = {id(result.loss) for result in but}
+        folded = [entry for entry in self._added if id(entry[0]) not in waiting]
+        self._added = [entry for entry in self._added if id(entry[0]) in waiting]
+        if not folded:
             return
-        losses = torch.stack([loss for loss, _ in self._added]).double()
-        counts = [count for _, count in self._added]
+        losses = torch.stack([loss for loss, _ in folded]).double()
+        counts = [count for _, count in folded]
         weights = put(torch.tensor(counts, dtype=torch.float64), losses.device)
         self._sum = torch.dot(losses, weights) + self._sum
         self._count += sum(counts)
-        self._added = []
 
     def gather(self) -> None:
         """Adds up what all replicas have, for `state_dict`; a collective call."""
@@ -77,4 +79,5 @@ class LossMean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict` on every process; checkpoints of earlier versions have none."""
+        self._added, self._sum, self._count = [], 0.0, 0.0
         self._gathered = state.get("loss_sum", 0.0), state.get("loss_samples", 0.0)

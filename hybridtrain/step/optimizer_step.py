@@ -78,8 +78,11 @@ class OptimizerStep:
         clip_norm: largest norm of the gradients over all stages, for `run` and `finish`.
         max_skipped: consecutive steps that may be skipped; None: no limit.
         on_gradients: called when the gradients are complete: averaged, unscaled, not clipped.
+        holds_all: the optimizers hold all parameters that are trained. Gradients of others are
+            dropped, with a warning, since nobody would; False: others train them.
 
     Attributes:
+        weights: of the batches of the step in progress; None where somebody else weighs them.
         number: the steps done, taken or skipped.
         losses: the mean of the losses of the steps that were taken.
         finite: decides whether an optimizer may step, and counts those that may not.
@@ -98,6 +101,7 @@ class OptimizerStep:
         clip_norm: float | None = None,
         max_skipped: int | None = 10,
         on_gradients: Callable[[], None] = lambda: None,
+        holds_all: bool = True,
     ) -> None:
         check_lr_schedule(lr_schedule)
         self.model = model
@@ -112,8 +116,8 @@ class OptimizerStep:
         self._loss_scale = loss_scale
         self._clip_norm = clip_norm
         self._on_gradients = on_gradients
-        self._check = OptimizerCheck(model)
-        self._weights: StepWeights | None = None
+        self._check = OptimizerCheck(model) if holds_all else None
+        self.weights: StepWeights | None = None
         self._trained = Trained(1, [], None, 0)
         self._is_unscaled = False
         self._norm: Tensor | None = None
@@ -128,10 +132,10 @@ class OptimizerStep:
         return self.finite.scaler
 
     def add(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
-        """Adds an optimizer, and what scales the loss for it from now on."""
+        """Adds an optimizer; the first one that comes with a scaler gives it to all."""
         self.optimizers.append(optimizer)
         self._all_take_found_inf = None
-        if scaler is not None:
+        if scaler is not None and not self.scaler.is_enabled():
             self.finite.scaler = scaler
 
     # --- a whole step
@@ -184,7 +188,7 @@ class OptimizerStep:
             total=sum(batch.total for batch in batches),
         )
         self.open([(batch.inputs, batch.targets) for batch in batches], loss_fn)
-        self._weights = weights
+        self.weights = weights
         return weights
 
     def open(
@@ -192,9 +196,8 @@ class OptimizerStep:
     ) -> None:
         """Begins a step whose batches are weighed by somebody else; arguments: see `Trained`."""
         self._update_scale()  # of a step that was unscaled, and neither taken nor ended
-        if self._undecided is None:
-            self.losses.fold(least=1000)
-        self._weights = None
+        self.losses.fold(1000, but=self._undecided.trained.results if self._undecided else ())
+        self.weights = None
         self._forget_decision()
         # not where gradients are added to those of a step that no optimizer has taken yet
         was_taken = self.number >= self._trained.number
@@ -204,15 +207,23 @@ class OptimizerStep:
             self.number + 1, batches, loss_fn, self.model.rng.step, are_cut=are_cut
         )
 
-    def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
+    def train_step(
+        self, inputs: Any, targets: Any, *, index: int | None = None, timeline: bool = False
+    ) -> TrainStepResult:
         """Runs forward, loss and backward of the next batch; see `HybridModel.train_step`.
+
+        Args:
+            inputs, targets: of the batch.
+            index: of the batch in the step, where one before it was left out. The last one averages
+                the gradients over the replicas.
+            timeline: record it.
 
         Raises:
             BatchError: the step has no such batch.
         """
-        trained, weights = self._trained, self._weights
-        index = len(trained.results)
-        if weights is None or trained.loss_fn is None or index == len(weights):
+        trained, weights = self._trained, self.weights
+        index = len(trained.results) if index is None else index
+        if weights is None or trained.loss_fn is None or index >= len(weights):
             raise BatchError("train_step() is for a batch of begin(batches, loss_fn), each once")
         result = self.model.train_step(  # [2]
             inputs,
@@ -240,7 +251,8 @@ class OptimizerStep:
             ConfigError: the optimizer has parameters of another model.
         """
         if self._norm is None:
-            self._check.drop_gradients_left_out(self.optimizers)  # [3]
+            if self._check is not None:
+                self._check.drop_gradients_left_out(self.optimizers)  # [3]
             for optimizer in self.optimizers:
                 self.model.unscale_(self.scaler, optimizer)
             self._is_unscaled = True
@@ -253,6 +265,8 @@ class OptimizerStep:
         norm = self.norm()
         if self._decides_on_device() or self._is_allowed():
             self.model.pipeline.clip_grads_with_norm_(max_norm, norm)
+            # what it is now; it stays inf or NaN where it was
+            self._norm = norm * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def take(self, optimizer: Optimizer) -> None:
@@ -274,10 +288,11 @@ class OptimizerStep:
         activity.phase = before
 
     def end(self) -> None:
-        """Counts the step, once for several optimizers, and adapts the scale."""
+        """Counts the step, once for several optimizers, and adapts the scale after the last."""
         if self.number < self._trained.number:
             self.number += 1  # [5]
-        self._update_scale()
+        if len(self._updated) >= len(self.optimizers):
+            self._update_scale()
 
     # --- the decision
 
@@ -286,7 +301,7 @@ class OptimizerStep:
         if self._may_step is None:
             self.settle()
             trained, norm = self._trained, self.norm()
-            if self._weights is not None and not self._weights.total:
+            if self.weights is not None and not self.weights.total:
                 self.finite.skip_empty(trained.number)  # no target of any replica counts
                 self._may_step = False
             else:
@@ -299,7 +314,7 @@ class OptimizerStep:
 
     def _decides_on_device(self) -> bool:
         """Returns whether the optimizers of this step leave themselves out where they must."""
-        norm, nothing_counts = self._norm, self._weights is not None and not self._weights.total
+        norm, nothing_counts = self._norm, self.weights is not None and not self.weights.total
         if self._may_step is not None or norm is None or nothing_counts:
             return False
         if accelerator_of(norm.device) is None or self.scaler.is_enabled():
@@ -369,8 +384,11 @@ class OptimizerStep:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`."""
+        self._undecided = self.weights = None  # of a step that is given up
+        self._update_scale()
+        self._forget_decision()
         self.number = state_dict["step"]
-        self._trained = Trained(self.number + 1, [], None, self.model.rng.step)
+        self._trained = Trained(self.number, [], None, self.model.rng.step)
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
         self.losses.load_state_dict(state_dict)

@@ -222,3 +222,66 @@ def test_a_run_that_diverges_on_a_device_ends_one_step_later():
     ):
         Rounds(gpus.devices, made, gpus=gpus, max_skipped=3)
     assert "the inputs of the batch" in str(error.value)
+
+
+def test_a_gradient_that_is_clipped_twice_is_clipped_once():
+    model, step, loader = own_loop(plain_net())
+    batch = next(iter(loader.batches()))
+    step.begin([batch], cross_entropy)
+    step.train_step(batch.inputs, batch.targets)
+    step.clip(0.01)
+    once = [p.grad.clone() for p in model.parameters()]
+    assert float(step.clip(0.01)) == pytest.approx(0.01, rel=1e-3)
+    assert all(
+        torch.allclose(p.grad, g, rtol=1e-3) for p, g in zip(model.parameters(), once, strict=True)
+    )
+
+
+def test_a_session_that_leaves_a_batch_out_still_ends_its_step_with_the_last_one():
+    small = Small(accumulate=2)
+    called = []
+    model_step = small.session.model.train_step
+    small.session.model.train_step = lambda *a, **k: called.append(k["sync"]) or model_step(*a, **k)
+    for number, (inputs, targets) in enumerate(small.train):
+        if number == 1:
+            small.session.train_step(inputs, targets, cross_entropy)
+            small.optimizer.step()
+            break
+    assert called == [True]
+    assert small.session.steps == 1
+
+
+def test_a_loop_inside_of_a_step_that_trains_too_is_refused():
+    small = Small(accumulate=2)
+    session = small.session
+    (other,) = [session.prepare(Loader(data(22), 4, session.world, seed=2))]
+    batches = iter(small.train)
+    session.train_step(*next(batches), cross_entropy)
+    for inputs, targets in other:
+        session.train_step(inputs, targets, cross_entropy)
+        break
+    with pytest.raises(BatchError, match="another loop has trained"):
+        session.train_step(*next(batches), cross_entropy)
+
+
+def test_losses_do_not_pile_up_where_nothing_is_read():
+    _, step, loader = own_loop(plain_net())
+    batch = next(iter(loader.batches()))
+    (result,) = step.run([batch], cross_entropy).results
+    step.losses._added = []
+    step.losses.add([result] * 2000)
+    step.losses.fold(1000, but=[result])
+    assert len(step.losses._added) == 2000  # of the step that a device has still to tell of
+    step.losses.fold(1000)
+    assert not step.losses._added
+    assert step.mean_loss() == pytest.approx(float(result.loss))
+
+
+def test_an_optimizer_that_is_replaced_in_a_trainer_is_the_one_that_steps():
+    training = trainer(plain_net(), steps=2)
+    training.fit()
+    before = {n: v.clone() for n, v in training.model.state_dict().items()}
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.0)
+    training.total_steps = 4
+    training.fit()
+    assert_same(training.model.state_dict(), before, "weights")
