@@ -565,6 +565,29 @@ def _(world):
     assert static.loss_scale == 16.0
 
 
+@cells.add("two optimizers with fp16 have their gradients divided by the factor once")
+def _(world):
+    runtime._runtime = None
+    smp.init({**REPLICAS, "fp16": True})
+    net = build()
+    model = smp.DistributedModel(net)
+    optimizers = [
+        smp.DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), static_loss_scale=16.0)
+        for part in (net[:2], net[2:])
+    ]
+    generator = torch.Generator().manual_seed(smp.dp_rank())
+    x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    for _ in range(2):
+        train_step(model, x, y)
+        expected = {n: (p - 0.1 * p.grad / 16.0).detach() for n, p in net.named_parameters()}
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, parameter in net.named_parameters():
+            assert torch.allclose(parameter, expected[name], rtol=1e-5, atol=1e-7), name
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 def skips_and_names(config):
     script = begin(config)
     train_step(script.model, script.x, script.y)
