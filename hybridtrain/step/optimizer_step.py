@@ -213,7 +213,8 @@ class OptimizerStep:
         """Runs forward, loss and backward of the next batch; see `HybridModel.train_step`.
 
         Args:
-            inputs, targets: of the batch.
+            inputs: of the batch.
+            targets: likewise.
             index: of the batch in the step, where one before it was left out. The last one averages
                 the gradients over the replicas.
             timeline: record it.
