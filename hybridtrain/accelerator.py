@@ -171,7 +171,7 @@ def put(tensor: Tensor, device: torch.device) -> Tensor:
     return accelerator.copy(tensor, device)
 
 
-class HostCopy:
+class PendingNumbers:
     """Numbers on their way from a device: copied in its queue now, waited for when they are read.
 
     Args:

@@ -78,8 +78,7 @@ def main_output(outputs: Any) -> Tensor:
     Raises:
         ConfigError: there is no such tensor.
     """
-    fields = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
-    main = fields["logits"] if "logits" in fields else getattr(outputs, "logits", outputs)
+    main = field_of(outputs, "logits", outputs)
     if not isinstance(main, Tensor):
         raise ConfigError(
             f"the losses and metrics that are chosen by name take a tensor, or an output with "
@@ -87,6 +86,12 @@ def main_output(outputs: Any) -> Tensor:
             f"from Python with your own loss_fn="
         )
     return main
+
+
+def field_of(output: Any, name: str, default: Any = None) -> Any:
+    """Returns a field of a mapping, a dataclass, a named tuple or another object."""
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    return fields[name] if name in fields else getattr(output, name, default)
 
 
 def classes_in_dim_1(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,6 @@ from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput, call_hook
 from hybridtrain.options import check_names
-from hybridtrain.pipeline import check_replicas
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep, find_checkpoint, replay
 from hybridtrain.trainer_options import TrainerOptions
@@ -370,11 +369,8 @@ class Trainer:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
-            self._step.settle()
             activity.now(f"step {self.step}: save")
-            self._finite.check_weights(self.step, self.optimizer)
-            check_replicas(self.model.net, self.world)
-            self._step.losses.gather()
+            self._step.check_savable()
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved

@@ -7,14 +7,14 @@ a named tuple are those of auxiliary heads, whose losses are added with a smalle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.metrics import Accuracy, Metric, classes_in_dim_1, main_output
+from hybridtrain.metrics import Accuracy, Metric, classes_in_dim_1, field_of, main_output
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -49,8 +49,7 @@ def model_output(output: Any, targets: Any) -> Tensor:
     What it averages over is known for models of transformers; see
     `hybridtrain.losses.transformers_counts`.
     """
-    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    loss = fields["loss"] if "loss" in fields else getattr(output, "loss", None)
+    loss = field_of(output, "loss")
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"loss=model_output needs a model whose output has `loss`; this one gives a "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.accelerator import HostCopy, accelerator_of, put
+from hybridtrain.accelerator import PendingNumbers, accelerator_of, put
 from hybridtrain.errors import BatchError
 from hybridtrain.losses.counted import CountedLoss
 from hybridtrain.microbatch import batch_size, chunk_sizes
@@ -182,7 +182,7 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers
-    copy = HostCopy(tensors)
+    copy = PendingNumbers(tensors)
     return cache(lambda: _checked(copy.numbers()))
 
 

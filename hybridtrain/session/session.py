@@ -221,7 +221,7 @@ class Session:
         """
         use = self.in_use
         if not use.batches:
-            raise BatchError("train_step() is for a batch of a prepared loader: none is used")
+            raise BatchError("a training step is for a batch of a prepared loader: none is used")
         if use.weights is None:
             use.weights = self._step.begin(use.batches, loss_fn)
         if use.weights is not self._step.weights:

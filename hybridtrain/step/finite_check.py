@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from hybridtrain.errors import DataError, DivergedError
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.step.buffer_snapshot import BufferSnapshot
-from hybridtrain.step.non_finite import Trained, find_origin, largest_gradient, non_finite_names
+from hybridtrain.step.non_finite import StepRecord, find_origin, largest_gradient, non_finite_names
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class FiniteCheck:
         """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
         self._buffers.restore_where(~norm.isfinite())
 
-    def allows_step(self, trained: Trained, norm: float, undone: bool = False) -> bool:
+    def allows_step(self, trained: StepRecord, norm: float, undone: bool = False) -> bool:
         """Returns whether the optimizer may step; if not, the step is counted and undone.
 
         Args:
@@ -123,6 +123,7 @@ class FiniteCheck:
         overflow = finite_loss and not too_large and self.scaler.is_enabled()
         if overflow:
             self.overflows += 1
+            # a scaler of `hybridtrain.smp` says itself whether it adapts
             adapts = self._adaptive_scale and getattr(self.scaler, "adapts", True)
             if adapts and self.scaler.get_scale() > _SMALLEST_SCALE:
                 return False
@@ -147,9 +148,9 @@ class FiniteCheck:
         if self._max_skipped is not None and self._consecutive >= self._max_skipped:
             raise DivergedError(
                 f"the run has diverged: {self._consecutive} consecutive steps, up to step "
-                f"{trained.number}, "
-                f"had a loss or gradients that are not finite (max_skipped={self._max_skipped}). "
-                f"At step {self._began[0]} it began in {self._began[1]}"
+                f"{trained.number}, had a loss or gradients that are not finite "
+                f"(max_skipped={self._max_skipped}). At step {self._began[0]} it began in "
+                f"{self._began[1]}"
             )
         return False
 

@@ -20,7 +20,7 @@ from hybridtrain.step.buffer_snapshot import BufferSnapshot
 
 
 @dataclass(frozen=True)
-class Trained:
+class StepRecord:
     """A step that was trained, to look at again where it is not finite.
 
     Attributes:
@@ -29,7 +29,7 @@ class Trained:
         loss_fn: what computed their losses; None if it is not known.
         rng_step: `LayerRNG.step` before the first of them.
         results: of the batches.
-        are_cut: the inputs are those of micro-batches, and have no targets.
+        by_microbatch: `batches` have the inputs of each micro-batch, and no targets.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Trained:
     loss_fn: LossFn | None
     rng_step: int
     results: list[TrainStepResult] = field(default_factory=list)
-    are_cut: bool = False
+    by_microbatch: bool = False
 
 
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
@@ -55,7 +55,7 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def find_origin(
-    model: HybridModel, trained: Trained, loss_fn: LossFn | None, gradients: bool = True
+    model: HybridModel, trained: StepRecord, loss_fn: LossFn | None, gradients: bool = True
 ) -> str:
     """Returns where a step first met a value that is not finite, for a message.
 
@@ -130,7 +130,7 @@ class _Watch:
 
 
 def _origin_in_forward(
-    model: HybridModel, trained: Trained, loss_fn: LossFn | None
+    model: HybridModel, trained: StepRecord, loss_fn: LossFn | None
 ) -> _Origin | None:
     """Returns the first place of this process's forward; None if all of it is finite."""
     watch = _Watch(model)
@@ -164,7 +164,7 @@ def _origin_in_forward(
                 if bad := _bad(inputs):
                     text = f"the inputs of the batch, before stage 0: a tensor {bad}"
                     ends.append((-1, watch.batch, 0, text))
-                if trained.are_cut:
+                if trained.by_microbatch:
                     with torch.no_grad():
                         model.run_microbatches(inputs, lambda *_: HeadOutput(None), trains=False)
                     continue

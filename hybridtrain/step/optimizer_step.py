@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.accelerator import HostCopy, accelerator_of
+from hybridtrain.accelerator import PendingNumbers, accelerator_of
 from hybridtrain.checkpoint import MANIFEST, CheckpointStore, restore_checkpoint, save_checkpoint
 from hybridtrain.data import Batch
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError
@@ -30,9 +30,10 @@ from hybridtrain.launch import activity
 from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.param_groups import CombinedOptimizer
+from hybridtrain.pipeline import check_replicas
 from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.loss_mean import LossMean
-from hybridtrain.step.non_finite import Trained
+from hybridtrain.step.non_finite import StepRecord
 from hybridtrain.step.optimizer_check import OptimizerCheck, check_lr_schedule
 from hybridtrain.world import World
 
@@ -55,8 +56,8 @@ class StepResult(NamedTuple):
 class _Undecided(NamedTuple):
     """A step whose optimizer has decided on the device: what the host has still to be told."""
 
-    norm: HostCopy
-    trained: Trained
+    norm: PendingNumbers
+    trained: StepRecord
 
 
 class OptimizerStep:
@@ -118,7 +119,7 @@ class OptimizerStep:
         self._on_gradients = on_gradients
         self._check = OptimizerCheck(model) if holds_all else None
         self.weights: StepWeights | None = None
-        self._trained = Trained(1, [], None, 0)
+        self._trained = StepRecord(1, [], None, 0)
         self._is_unscaled = False
         self._norm: Tensor | None = None
         self._may_step: bool | None = None
@@ -161,7 +162,7 @@ class OptimizerStep:
             DivergedError: see `run`.
         """
         if results is not None:
-            self.record(results)
+            self._record(results)
         norm = self.norm()
         if self._clip_norm is not None:
             self.clip(self._clip_norm)
@@ -181,20 +182,24 @@ class OptimizerStep:
 
         All processes call it together.
         """
+        pairs = [(batch.inputs, batch.targets) for batch in batches]
         weights = self.model.step_weights(  # [1]
-            [(batch.inputs, batch.targets) for batch in batches],
+            pairs,
             loss_fn,
             samples=[batch.samples for batch in batches],
             total=sum(batch.total for batch in batches),
         )
-        self.open([(batch.inputs, batch.targets) for batch in batches], loss_fn)
+        self.open(pairs, loss_fn)
         self.weights = weights
         return weights
 
     def open(
-        self, batches: Sequence[tuple[Any, Any]], loss_fn: LossFn | None, are_cut: bool = False
+        self,
+        batches: Sequence[tuple[Any, Any]],
+        loss_fn: LossFn | None,
+        by_microbatch: bool = False,
     ) -> None:
-        """Begins a step whose batches are weighed by somebody else; arguments: see `Trained`."""
+        """Begins a step whose batches are weighed by somebody else; arguments: see `StepRecord`."""
         self._update_scale()  # of a step that was unscaled, and neither taken nor ended
         self.losses.fold(1000, but=self._undecided.trained.results if self._undecided else ())
         self.weights = None
@@ -203,8 +208,8 @@ class OptimizerStep:
         was_taken = self.number >= self._trained.number
         if was_taken or all(parameter.grad is None for parameter in self.model.parameters()):
             self.finite.begin_step()
-        self._trained = Trained(
-            self.number + 1, batches, loss_fn, self.model.rng.step, are_cut=are_cut
+        self._trained = StepRecord(
+            self.number + 1, batches, loss_fn, self.model.rng.step, by_microbatch=by_microbatch
         )
 
     def train_step(
@@ -235,10 +240,10 @@ class OptimizerStep:
             scale_loss=self.scaler.scale,
             timeline=timeline,
         )
-        self.record([result])
+        self._record([result])
         return result
 
-    def record(self, results: Sequence[TrainStepResult]) -> None:
+    def _record(self, results: Sequence[TrainStepResult]) -> None:
         """Takes the results of batches that were trained on with the weights of `begin`."""
         self._trained.results.extend(results)
         self.losses.add(results)
@@ -278,7 +283,7 @@ class OptimizerStep:
         """
         if any(optimizer is one for one in self._updated):  # again, without a `begin` in between
             self._forget_decision()
-            self._trained = Trained(self.number + 1, [], None, self.model.rng.step)
+            self._trained = StepRecord(self.number + 1, [], None, self.model.rng.step)
         self._updated.append(optimizer)
         norm, before = self.norm(), activity.phase
         activity.now(f"step {self._trained.number}: optimizer")
@@ -333,7 +338,7 @@ class OptimizerStep:
         """
         if self._undecided is None or self._undecided.trained is not self._trained:
             self.settle()  # the step before: it is done by now, and its batches can be run again
-            self._undecided = _Undecided(HostCopy([norm]), self._trained)
+            self._undecided = _Undecided(PendingNumbers([norm]), self._trained)
             self.finite.restore_where_not_finite(norm)
         # as GradScaler does for these optimizers: a fused kernel does nothing where this is 1
         optimizer.found_inf = (~norm.isfinite()).float()
@@ -389,7 +394,7 @@ class OptimizerStep:
         self._update_scale()
         self._forget_decision()
         self.number = state_dict["step"]
-        self._trained = Trained(self.number, [], None, self.model.rng.step)
+        self._trained = StepRecord(self.number, [], None, self.model.rng.step)
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
         self.losses.load_state_dict(state_dict)
@@ -407,6 +412,18 @@ class OptimizerStep:
         return (
             self.optimizers[0] if len(self.optimizers) == 1 else CombinedOptimizer(self.optimizers)
         )
+
+    def check_savable(self) -> None:
+        """Makes sure that there is something to go on from, and gathers it; a collective call.
+
+        Raises:
+            DivergedError: weights or moments are not finite.
+            UserError: the replicas' weights are apart.
+        """
+        self.settle()
+        self.finite.check_weights(self.number, self.optimizer)
+        check_replicas(self.model.net, self.model.world)
+        self.losses.gather()
 
     def save(
         self,
@@ -427,17 +444,14 @@ class OptimizerStep:
 
         Raises:
             CheckpointError: it cannot be written.
-            DivergedError: weights or moments are not finite; nothing is written.
+            DivergedError, UserError: see `check_savable`; nothing is written.
         """
-        self.settle()
-        optimizer = self.optimizer
-        self.finite.check_weights(self.number, optimizer)
-        self.losses.gather()
+        self.check_savable()
         path = save_checkpoint(
             CheckpointStore(Path(directory), keep),
             self.number,
             self.model,
-            optimizer,
+            self.optimizer,
             {"progress": progress or self},
             _by_name(loaders, states),
         )

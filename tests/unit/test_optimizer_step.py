@@ -1,5 +1,6 @@
 """One optimizer step: the same at every height, skipped and named where it is not finite."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -69,18 +70,20 @@ def test_a_directory_without_a_checkpoint_is_one_line(tmp_path):
         step.resume(tmp_path, loader)
 
 
-def test_accumulated_batches_are_those_of_one_large_step():
-    batches = list(own_loop(plain_net())[2].batches())[:4]
-    model, step, _ = own_loop(plain_net())
+def test_accumulated_batches_give_the_gradients_of_one_large_batch():
+    gradients = []
+    model, step, loader = own_loop(
+        plain_net(),
+        samples=14,
+        on_gradients=lambda: gradients.extend(p.grad.clone() for p in model.parameters()),
+    )
+    batches = list(loader.batches())  # of 4 samples, 3 of them
     step.run(batches, cross_entropy)
-    other, apart, _ = own_loop(plain_net())
-    weights = apart.begin(batches, cross_entropy)
-    for index, batch in enumerate(batches):
-        other.train_step(
-            batch.inputs, batch.targets, cross_entropy, weight=weights[index], sync=index == 3
-        )
-    apart.finish([])
-    assert_same(model.state_dict(), other.state_dict(), "weights")
+    whole = plain_net()
+    inputs, targets = (torch.cat([getattr(b, k) for b in batches]) for k in ("inputs", "targets"))
+    nn.functional.cross_entropy(whole(inputs), targets).backward()
+    for ours, parameter in zip(gradients, whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad)
 
 
 def test_a_batch_too_many_is_refused():
@@ -117,7 +120,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(height, caplog):
             small.fit(small.session.steps + 1)
             before.append(small.state())
         counts = small.session.state_dict()
-        assert all(torch.tensor(loss).isfinite() for loss in small.losses if loss == loss)
         assert sum(loss != loss for loss in small.losses) == 1  # of no step that was taken
     same = [all(map(torch.equal, a.values(), b.values())) for a, b in pairwise(before)]
     assert same.count(True) == counts["skipped_steps"] == 1
@@ -285,3 +287,38 @@ def test_an_optimizer_that_is_replaced_in_a_trainer_is_the_one_that_steps():
     training.total_steps = 4
     training.fit()
     assert_same(training.model.state_dict(), before, "weights")
+
+
+def test_a_session_that_goes_back_forgets_the_steps_that_it_gives_up(tmp_path):
+    whole = Small().fit(4)
+    small = Small().fit(2)
+    small.session.save(tmp_path)
+    small.fit(3)  # given up
+    for inputs, targets in small.train:  # and one that is trained, and not taken
+        small.session.train_step(inputs, targets, cross_entropy)
+        break
+    small.optimizer.zero_grad()
+    again = Small()
+    again.session.resume(tmp_path)
+    expected = again.fit(4).losses
+    small.schedule.scheduler.last_epoch = small.schedule.steps = 0  # which alone cannot go back
+    small.losses.clear()
+    small.session.resume(tmp_path)
+    assert math.isnan(small.session.mean_loss())  # nothing is left of them
+    small.schedule.scheduler.step(2)
+    small.fit(4)
+    assert small.losses == expected
+    assert_same(small.state(), whole.state(), "weights and buffers")
+
+
+def test_an_error_after_a_step_was_taken_does_not_train_on_its_batches_again():
+    class Ends(torch.optim.lr_scheduler.ConstantLR):
+        def step(self, epoch=None):
+            if self.last_epoch == 1:
+                raise ValueError("past its end")
+            super().step(epoch)
+
+    training = trainer(plain_net(), steps=4, lr=lambda optimizer: Ends(optimizer, 1.0))
+    with pytest.raises(ValueError, match="past its end"):
+        training.fit()
+    assert training.step == training.train.batch == 2

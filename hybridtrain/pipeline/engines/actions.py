@@ -67,7 +67,7 @@ class Wire(Protocol):
 
 
 @contextmanager
-def of_stages() -> Iterator[None]:
+def stage_thread() -> Iterator[None]:
     """Lets this thread run stages: what layers stash and draw there is theirs."""
     with skip_scope(None), ThreadDraws():
         yield
@@ -111,7 +111,7 @@ class ActionRunner:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
     def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
-        """Executes `actions`, each with its lane, in this thread, which is inside `of_stages`.
+        """Executes `actions`, each with its lane, in this thread, which is inside `stage_thread`.
 
         Raises:
             Aborted: another thread has failed.

@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from hybridtrain.launch import activity
-from hybridtrain.pipeline.engines.actions import ActionRunner, of_stages
+from hybridtrain.pipeline.engines.actions import ActionRunner, stage_thread
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.stage import Stage
@@ -36,13 +36,11 @@ class InlineEngine:
         """Executes `step`; see `Engine.run`."""
         runner = ActionRunner(step, self._of_index, self._routes, QueueWire(self._stages))
         (doing,) = activity.begin_step(1)
-        done = False
         try:
-            with of_stages():
+            with stage_thread():
                 runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
-            done = True
-        finally:
-            if not done:
-                for stage in self._stages:
-                    stage.clear()
+        except BaseException:
+            for stage in self._stages:
+                stage.clear()
+            raise
         return runner.values

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain._torch_private import lowered
 from hybridtrain.launch import activity
-from hybridtrain.pipeline.engines.actions import ActionRunner, of_stages
+from hybridtrain.pipeline.engines.actions import ActionRunner, stage_thread
 from hybridtrain.pipeline.engines.message_wire import Formats, MessageWire
 from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.stage import Stage
@@ -70,7 +70,7 @@ class ProcessEngine:
         wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            with of_stages():
+            with stage_thread():
                 runner.run_actions(self._actions(schedule, wire), doing)
         except BaseException:
             for stage in self._stages.values():

@@ -27,7 +27,7 @@ import torch
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Lane, activity, ends_at_once
-from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, of_stages
+from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, stage_thread
 from hybridtrain.pipeline.engines.queue_wire import QueueWire
 from hybridtrain.pipeline.links import Link, Route, routes
 from hybridtrain.pipeline.stage import Stage
@@ -238,7 +238,7 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
     if (accelerator := accelerator_of(device)) is not None:
         accelerator.set_device(device)
-    with of_stages():
+    with stage_thread():
         while (run_lane := inbox.get()) is not None:
             run_lane()
             del run_lane  # or this frame would keep the step's activations until the next one

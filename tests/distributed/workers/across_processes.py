@@ -42,7 +42,7 @@ from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
 from hybridtrain.pipeline import timeline
-from hybridtrain.step.non_finite import Trained, find_origin
+from hybridtrain.step.non_finite import StepRecord, find_origin
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -420,7 +420,7 @@ def _not_finite(world):
             if name == "1.linear.weight":
                 parameter[0, 0] = math.nan
     inputs, targets = tokens(4)
-    trained = Trained(1, [(inputs, targets)], token_loss, ours.rng.step)
+    trained = StepRecord(1, [(inputs, targets)], token_loss, ours.rng.step)
     ours.train_step(inputs, targets, token_loss)
     where = find_origin(ours, trained, token_loss)
     assert "stage 0, layer '1.linear': its parameter 'weight' is not finite" in where

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from support.heights import NAMES, Small, losses_of
 from support.launch import Cells
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
 from hybridtrain.callbacks import EMA, Freeze, GradientNorms
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.errors import UserError
 from hybridtrain.losses import cross_entropy
 
 cells = Cells()
@@ -67,6 +69,19 @@ def _resume(world):
     again.fit(5)
     assert_same(again.state(), whole.state(), "weights and buffers")
     assert again.losses == whole.losses[2:]
+
+
+@cells.add("a session saves no replicas that are apart")
+def _apart(world):
+    small = Small(World.from_env(nb_part=1, devices="cpu"), batch_size=8).fit(2)
+    if world.rank:
+        next(small.model.parameters()).data[0] += 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(world.broadcast(folder))
+        with pytest.raises(UserError, match=r"0\.weight of rank 1 differs from replica 0's"):
+            small.session.save(folder)
+        assert not list(folder.glob("step_*"))
+        world.gather(None)
 
 
 @cells.add("a session with stages in two processes is that of one process")

@@ -588,6 +588,65 @@ def _(world):
             optimizer.zero_grad()
 
 
+@cells.add("a scaler of the script decides by itself, also for a fused optimizer")
+def _(world):
+    script = begin(
+        REPLICAS, make=lambda parameters, lr: torch.optim.AdamW(parameters, lr, fused=True)
+    )
+    scaler = smp.amp.GradScaler("cpu", init_scale=16.0)
+
+    @smp.step
+    def scaled_step(model, x, y):
+        model.backward(scaler.scale(F.cross_entropy(model(x), y)))
+
+    plain = copy.deepcopy(script.net)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    batches = smp.allgather((script.x, script.y), smp.CommGroup.DP_GROUP)
+    for _ in range(2):
+        scaled_step(script.model, script.x, script.y)
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+        plain_step(plain, batches)
+        reference.step()
+        for ours, theirs in zip(script.net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    before = [p.detach().clone() for p in script.net.parameters()]
+    scaled_step(script.model, script.x, script.y)
+    next(script.net.parameters()).grad.fill_(float("inf"))
+    with warnings_of("hybridtrain.step") as said:
+        scaler.step(script.optimizer)  # an overflow, which is no fault
+        scaler.update()
+    assert not said
+    assert scaler.get_scale() == 8.0
+    assert all(map(torch.equal, script.net.parameters(), before))
+
+
+@cells.add("what another optimizer trains keeps its gradients")
+def _(world):
+    script = begin(REPLICAS, make=lambda parameters, lr: torch.optim.SGD(list(parameters)[:-2], lr))
+    head = torch.optim.SGD(script.net[4].parameters(), lr=0.1)
+    train_step(script.model, script.x, script.y)
+    expected = [(p - 0.1 * p.grad).detach() for p in script.net.parameters()]
+    script.optimizer.step()
+    head.step()
+    for parameter, value in zip(script.net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, value)
+
+
+@cells.add("replicas that have not averaged decide each for itself")
+def _(world):
+    script = begin(REPLICAS, make=torch.optim.SGD)
+    spoiled = script.x.clone()
+    if smp.dp_rank() == 1:
+        spoiled[0, 0] = float("nan")
+    with script.model.no_sync():
+        train_step(script.model, spoiled, script.y)
+        script.optimizer.step()  # no process waits for the other
+    finite = all(bool(p.isfinite().all()) for p in script.net.parameters())
+    assert finite == (smp.dp_rank() == 0)
+
+
 def skips_and_names(config):
     script = begin(config)
     train_step(script.model, script.x, script.y)
