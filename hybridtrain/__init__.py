@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridtrain.callbacks import Callback
-    from hybridtrain.cluster import Cluster
     from hybridtrain.data import EvalLoader, Loader
     from hybridtrain.launch import notebook_launcher
+    from hybridtrain.machine import Cluster
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning import partition, set_partition
@@ -52,7 +52,7 @@ _MODULE_OF = {
     "EvalLoader": "hybridtrain.data.loader",
     "Loader": "hybridtrain.data.loader",
     "Session": "hybridtrain.session",
-    "Cluster": "hybridtrain.cluster",
+    "Cluster": "hybridtrain.machine",
     "HybridModel": "hybridtrain.model",
     "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",

@@ -27,10 +27,9 @@ from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput, call_hook
-from hybridtrain.options import check_names
+from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep, find_checkpoint, replay
-from hybridtrain.trainer_options import TrainerOptions
 from hybridtrain.training import (
     BestCheckpoint,
     Interruptions,

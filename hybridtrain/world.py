@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain._torch_private import get_default_store
-from hybridtrain.cluster import Cluster
 from hybridtrain.devices import (
     DeviceSpec,
     check_nb_part,
@@ -58,6 +57,7 @@ from hybridtrain.launch import (
     restore_signals,
     tell_uncaught_errors,
 )
+from hybridtrain.machine import Cluster
 
 T = TypeVar("T")
 

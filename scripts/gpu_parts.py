@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import TrainLoader
-from hybridtrain.memory import resident_bytes
+from hybridtrain.devices import resident_bytes
 from hybridtrain.pipeline import boundary, transfer
 from hybridtrain.pipeline.engines import queue_wire
 from hybridtrain.pipeline.reducer import StageReducer

@@ -22,8 +22,7 @@ from typing import Any, get_type_hints
 from hybridtrain.app import config
 from hybridtrain.app.config import Config
 from hybridtrain.machine import Machine
-from hybridtrain.options import LoaderOptions, PipelineOptions
-from hybridtrain.trainer_options import TrainerOptions
+from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "configs/schema.json"

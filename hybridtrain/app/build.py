@@ -23,8 +23,14 @@ from hybridtrain.app.components import (
     load_data,
     optimizer_tensors_per_param,
 )
-from hybridtrain.app.config import AUTO, LOADER_OPTIONS, Config, check, checkpoint_options
-from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.config import (
+    AUTO,
+    LOADER_OPTIONS,
+    Config,
+    check,
+    checkpoint_options,
+    errors_with_config_keys,
+)
 from hybridtrain.app.pricing import chosen, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
 from hybridtrain.app.run_directory import LogLines, RunDirectory

@@ -27,9 +27,9 @@ from hybridtrain.app.compose import (
     register,
     register_recipe_file,
 )
-from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.config import errors_with_config_keys
+from hybridtrain.app.error_report import lasting_streams
 from hybridtrain.app.resolve import Settings, settle
-from hybridtrain.app.terminal import lasting_streams
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect, end_with_parent
 
@@ -101,11 +101,11 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "submit" and not parsed.cfg:
         return _submit(overrides, parsed, dry_run)
     if parsed.multirun:
-        from hybridtrain.app.sweep import sweep
+        from hybridtrain.app.results import sweep
 
         return sweep(command, overrides, parsed.config_dir, run)
     if parsed.cfg:
-        from hybridtrain.app.config_text import config_text
+        from hybridtrain.app.compose import config_text
 
         text = config_text(
             compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package

@@ -21,15 +21,13 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
-from hybridtrain.app.compose import given_keys, with_later
+from hybridtrain.app.compose import given_keys, to_yaml, with_later
 from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig
-from hybridtrain.app.config_text import to_yaml
+from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
 from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words
 from hybridtrain.app.resolve import Settings, in_words
-from hybridtrain.app.resume import checkpoint_to_read, checkpoint_to_resume
-from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.terminal import finite, print_result
+from hybridtrain.app.run_directory import RunDirectory, checkpoint_to_read, checkpoint_to_resume
 from hybridtrain.checkpoint import (
     CheckpointStore,
     evaluated_average,

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config
-from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config, errors_with_config_keys
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.callbacks import CALLBACKS, Callback
 from hybridtrain.data import DataSplits

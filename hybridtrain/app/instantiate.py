@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from hybridtrain.app.keys import OTHER_NAMES, errors_with_config_keys
+from hybridtrain.app.config import OTHER_NAMES, errors_with_config_keys
 from hybridtrain.errors import ConfigError, UserError, closest
 
 T = TypeVar("T")

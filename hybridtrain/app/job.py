@@ -16,12 +16,11 @@ from pathlib import Path
 
 import yaml
 
-from hybridtrain.app.config import AUTO, Config, SubmitConfig
-from hybridtrain.app.keys import errors_with_config_keys
+from hybridtrain.app.config import AUTO, Config, SubmitConfig, errors_with_config_keys
 from hybridtrain.devices import check_nb_part
 from hybridtrain.errors import ConfigError, Interrupted, check_choice
+from hybridtrain.options import seconds
 from hybridtrain.text_table import counted
-from hybridtrain.trainer_options import seconds
 
 TARGETS = ("slurm", "torchrun", "kubernetes")
 RUNTIMES = ("pyxis", "apptainer", "charliecloud")

@@ -20,11 +20,11 @@ from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.checkpoint import CheckpointStore
-from hybridtrain.cluster import Cluster
 from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
+from hybridtrain.machine import Cluster
 from hybridtrain.monitor import NodesPoint, draw_plan, in_ms
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.planning import (

@@ -22,9 +22,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtrain.app import instantiate
-from hybridtrain.app.compose import compose_settings, given_keys, given_recipe, parse_overrides
+from hybridtrain.app.compose import (
+    compose_settings,
+    from_environment,
+    given_keys,
+    given_recipe,
+    masked,
+    parse_overrides,
+    to_config,
+    to_tree,
+)
 from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, Config, with_auto_replaced
-from hybridtrain.app.config_text import from_environment, masked, to_config, to_tree
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.build import checked_options
 from hybridtrain.app.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.app.compose import given_keys
-from hybridtrain.app.config import LOADER_KEYS, SubmitConfig
+from hybridtrain.app.config import LOADER_KEYS, SubmitConfig, errors_with_config_keys
 from hybridtrain.app.job import (
     JobLayout,
     JobRun,
@@ -30,11 +30,9 @@ from hybridtrain.app.job import (
     layout_of,
     torchrun_lines,
 )
-from hybridtrain.app.keys import errors_with_config_keys
 from hybridtrain.app.resolve import Settings, leave_out_leftovers, settle
-from hybridtrain.app.results import SWEEP_FILE, read_sweep
+from hybridtrain.app.results import SWEEP_FILE, read_sweep, sweep_of
 from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.sweep import sweep_of
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically

@@ -6,10 +6,9 @@ callbacks too.
 
 from hybridtrain.callbacks.base import Callback, CallbackStates
 from hybridtrain.callbacks.best_weights import BestWeights
-from hybridtrain.callbacks.early_stopping import EarlyStopping
+from hybridtrain.callbacks.early_stopping import EarlyStopping, GradientNorms, LearningRates
 from hybridtrain.callbacks.ema import EMA
 from hybridtrain.callbacks.freeze import Freeze
-from hybridtrain.callbacks.logged_values import GradientNorms, LearningRates
 
 __all__ = [
     "CALLBACKS",

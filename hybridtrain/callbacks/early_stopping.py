@@ -1,4 +1,7 @@
-"""Early stopping."""
+"""Early stopping.
+
+Callbacks that add to the log: gradient norms of parts, and learning rates of all groups.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from hybridtrain.callbacks.base import Callback, Comparison
 from hybridtrain.errors import ConfigError
@@ -80,3 +86,67 @@ class EarlyStopping(Callback):
         """Loads a `state_dict`."""
         self._best = math.inf if state["best"] is None else state["best"]
         self._without_progress = state["without_progress"]
+
+
+class GradientNorms(Callback):
+    """Logs the L2 norm of the gradients of each part of the model, before clipping.
+
+    The tags are `grad_norm/<part>`; `train/grad_norm` is that of the whole model.
+
+    Args:
+        depth: how many components of a parameter's name make a part: with 2,
+            `layers.0.linear.weight` is of the part `layers.0`.
+
+    Raises:
+        ConfigError: `depth` is less than 1.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        if type(depth) is not int or depth < 1:
+            raise ConfigError(f"depth={depth} must be a whole number of at least 1")
+        self._depth = depth
+        self._norms: dict[str, Tensor] = {}
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Takes the norms, if this step is logged."""
+        if not trainer.logging:
+            return
+        parts: dict[str, list[Tensor]] = {}
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.grad is not None:
+                part = ".".join(name.split(".")[: self._depth])
+                parts.setdefault(part, []).append(parameter.grad.detach())
+        self._norms = {part: torch.nn.utils.get_total_norm(g) for part, g in parts.items()}
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the norms; parts that several processes share are put together."""
+        squares: dict[str, float] = {}
+        own = {part: float(norm) ** 2 for part, norm in self._norms.items()}
+        world = trainer.world
+        found = [own]
+        if world.pipeline_group is not None:
+            found = world.gather(own if world.replica == 0 else {})
+        for each in found:
+            for part, square in each.items():
+                squares[part] = squares.get(part, 0.0) + square
+        values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})
+
+
+class LearningRates(Callback):
+    """Logs the learning rate of each parameter group, as `lr/<its name or number>`.
+
+    `train/lr` is that of the first group. Each is the rate that the step was taken with.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Reads the rates, before the schedule changes them."""
+        if trainer.logging:
+            groups = enumerate(trainer.optimizer.param_groups)
+            self._rates = {f"lr/{g.get('name', i)}": float(g["lr"]) for i, g in groups}
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the rates."""
+        values.update(self._rates)

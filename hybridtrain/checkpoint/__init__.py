@@ -16,7 +16,6 @@ init_from          weights from elsewhere
 
 from hybridtrain.checkpoint.init_from import InitReport, check_exists, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import MANIFEST, verify
-from hybridtrain.checkpoint.pytree_json import broadcast_tree
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
     check_fits,
@@ -28,7 +27,7 @@ from hybridtrain.checkpoint.state import (
     with_average,
 )
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
-from hybridtrain.checkpoint.tensor_files import write_weights
+from hybridtrain.checkpoint.tensor_files import broadcast_tree, write_weights
 
 __all__ = [
     "MANIFEST",

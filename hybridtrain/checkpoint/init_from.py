@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtrain.checkpoint.joint_save import Source, same_files
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
-from hybridtrain.checkpoint.shared_files import Source, same_files
 from hybridtrain.checkpoint.state import EXTRA_STATE, load_weights, read_weights, split_state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases

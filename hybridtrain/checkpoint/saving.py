@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.joint_save import JointSave
-from hybridtrain.checkpoint.shared_files import hosts_without
+from hybridtrain.checkpoint.joint_save import JointSave, hosts_without
 from hybridtrain.checkpoint.state_table import Form, HostCopies, StateTable
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import CheckpointError, Interrupted

@@ -29,17 +29,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.joint_save import on_each
+from hybridtrain.checkpoint.joint_save import Source, on_each, same_files
 from hybridtrain.checkpoint.manifest import MANIFEST, Writer, read_manifest, verify
-from hybridtrain.checkpoint.optimizer_state import check_groups, load_optimizer_by_name
-from hybridtrain.checkpoint.pytree_json import pack, unpack
-from hybridtrain.checkpoint.shared_files import Source, same_files
-from hybridtrain.checkpoint.state_table import HostCopies, Key, StateTable
+from hybridtrain.checkpoint.state_table import (
+    HostCopies,
+    Key,
+    StateTable,
+    check_groups,
+    load_optimizer_by_name,
+)
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
     TensorInfo,
+    pack,
     read_tensors,
     share_writers,
+    unpack,
     without_aliases,
 )
 from hybridtrain.errors import CheckpointError

@@ -39,28 +39,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from hybridtrain.checkpoint.directory import (
+from hybridtrain.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
     TEMPORARY,
     Best,
+    Writer,
+    check_file_name,
     generations,
     path_of,
     prune,
     publish,
     published,
     read_best,
-    remove,
-    settle,
-    write_best,
-)
-from hybridtrain.checkpoint.manifest import (
-    FORMAT,
-    MANIFEST,
-    Writer,
-    check_file_name,
     read_manifest,
+    remove,
     render_manifest,
+    settle,
     step_of,
     verify,
+    write_best,
     write_file,
 )
 from hybridtrain.errors import CheckpointError, check_choice

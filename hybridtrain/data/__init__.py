@@ -12,6 +12,7 @@ file's keys. It reads from the disk (or from the package), downloads only when t
 when a function needs them: they take seconds, and torchtext is optional.
 """
 
+from hybridtrain.data.agreement import OwnLoader, as_loader
 from hybridtrain.data.digits import digits
 from hybridtrain.data.fetch import name_of
 from hybridtrain.data.imdb import imdb
@@ -26,7 +27,6 @@ from hybridtrain.data.loader import (
     take,
 )
 from hybridtrain.data.mnist import mnist
-from hybridtrain.data.own_loader import OwnLoader, as_loader
 from hybridtrain.data.python_source import python_source
 from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
 from hybridtrain.data.stream import StreamLoader, example_batch

@@ -9,9 +9,8 @@ frozen             what changes from call to call, and must not be frozen
 
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
-from hybridtrain.graph.layer import Layer, is_chain, layers_of, works_in_place
 from hybridtrain.graph.mode_graphs import TraceGuards
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph.segment import Layer, Segment, is_chain, layers_of, works_in_place
 
 __all__ = [
     "CallSignature",

@@ -23,9 +23,8 @@ from hybridtrain._torch_private import compiled_module, has_hooks
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.exporter import export_tracer
-from hybridtrain.graph.layer import Layer, is_chain, layers_of
 from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards, trace_both_modes
-from hybridtrain.graph.segment import SingleLayer
+from hybridtrain.graph.segment import Layer, SingleLayer, is_chain, layers_of
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
 from hybridtrain.skip import popped_by, stashed_by

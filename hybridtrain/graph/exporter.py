@@ -32,17 +32,19 @@ from torch.utils._pytree import tree_map, tree_map_only
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards, has_hooks
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.frozen import Generators, refused_calls, unchanged_containers
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
+    Generators,
     ShouldExpand,
     TracedGraph,
     Tracer,
     Untraceable,
     current_user_line,
     is_user_code,
+    refused_calls,
     replaced,
+    unchanged_containers,
 )
 
 # The submodule of an exported module that checks the sizes of its inputs.

@@ -15,10 +15,15 @@ from torch import fx, nn
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.frozen import globals_read
-from hybridtrain.graph.layer import Layer
-from hybridtrain.graph.segment import Segment, assign_segments, cut, segments_without_cut
-from hybridtrain.graph.traced_graph import Call, ShouldExpand, TracedGraph, Tracer, operations
+from hybridtrain.graph.segment import Layer, Segment, assign_segments, cut, segments_without_cut
+from hybridtrain.graph.traced_graph import (
+    Call,
+    ShouldExpand,
+    TracedGraph,
+    Tracer,
+    globals_read,
+    operations,
+)
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,20 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.frozen import Generators, refused_calls, unchanged_containers
 from hybridtrain.graph.segment import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
+    Generators,
     ShouldExpand,
     TracedGraph,
     Untraceable,
     current_user_line,
     first_difference,
     is_user_code,
+    refused_calls,
     replaced,
+    unchanged_containers,
     user_line,
 )
 

@@ -8,9 +8,8 @@ timeline, pictures what stages do when, drawn; throughput
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
 from hybridtrain.monitor.jsonl import MetricsFile
 from hybridtrain.monitor.pictures import Curve, NodesPoint, draw_curves, draw_plan, in_ms
-from hybridtrain.monitor.progress import Progress
+from hybridtrain.monitor.progress import Progress, Throughput
 from hybridtrain.monitor.tensorboard import TensorBoard
-from hybridtrain.monitor.throughput import Throughput
 from hybridtrain.monitor.timeline import TimelineFiles
 
 __all__ = [

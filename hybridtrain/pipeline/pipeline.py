@@ -18,24 +18,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import accelerator_of, put
+from hybridtrain.devices import optimizer_bytes, resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment
 from hybridtrain.launch import activity, second_signal_ends
-from hybridtrain.memory import optimizer_bytes, resident_bytes
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
-from hybridtrain.pipeline.compilation import LayerSettings, compile_layers
 from hybridtrain.pipeline.engines import ENGINES, make_engine
-from hybridtrain.pipeline.gradients import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
-from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.layer_runner import LayerSettings, compile_layers
+from hybridtrain.pipeline.links import Head, Source, Step, links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
-from hybridtrain.pipeline.own_stages import drop_other_stages
+from hybridtrain.pipeline.own_stages import check_frozen_alike, drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
-from hybridtrain.pipeline.process_checks import check_frozen_alike
+from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Head, Source, Step
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.planning import Plan, PlannedLayers

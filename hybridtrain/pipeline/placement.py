@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import Parameter
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.graph import Layer, Segment, works_in_place
+from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG

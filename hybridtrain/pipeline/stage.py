@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.accelerator import accelerator_of
+from hybridtrain.devices import count_saved
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, works_in_place
-from hybridtrain.memory import count_saved
 from hybridtrain.pipeline.boundary import (
     Gradients,
     InputBoundary,
@@ -36,10 +36,9 @@ from hybridtrain.pipeline.boundary import (
 )
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
-from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Head, Link
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
-from hybridtrain.pipeline.step import Head
 from hybridtrain.pipeline.ties import Alias
 
 # The context of a backward without other replicas.

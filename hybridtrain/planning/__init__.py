@@ -16,7 +16,6 @@ from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.device_memory import DeviceMemory
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
-from hybridtrain.planning.layout_search import fastest_layout, find_layouts
 from hybridtrain.planning.manual_split import partition, set_partition
 from hybridtrain.planning.objective import needs_costs
 from hybridtrain.planning.plan import Plan, StagePlan, table
@@ -27,7 +26,14 @@ from hybridtrain.planning.planner import (
     balance_by_time,
     plan,
 )
-from hybridtrain.planning.price import Prediction, Price, predict_step, why_not_priced
+from hybridtrain.planning.price import (
+    Prediction,
+    Price,
+    fastest_layout,
+    find_layouts,
+    predict_step,
+    why_not_priced,
+)
 from hybridtrain.planning.priced import PricedPlans, find_plans, in_words, model_costs
 
 __all__ = [

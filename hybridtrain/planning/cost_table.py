@@ -19,9 +19,8 @@ from hybridtrain.graph import Chain, Layer
 from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch
-from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.costs import LayerCost, LayerProfiler
 from hybridtrain.planning.estimates import CountedLayer, Rates, Work, count_chain
-from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)

@@ -1,4 +1,7 @@
-"""The memory of each device at its peak, for a layout that is priced."""
+"""The memory of each device at its peak, for a layout that is priced.
+
+The times of the stages of a layout: their actions, and the messages between them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
+from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable, LayerSize
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.schedule import make_schedule, peak_in_flight, peak_waiting
+from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
 
 # What a micro-batch holds in addition between the two parts of its backward, over its activations:
 # gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
@@ -141,3 +146,134 @@ def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> Devic
         gradients=trained,
         state=state if layout.shard == "none" else -(-state // layout.replicas),
     )
+
+
+# What the operators of both parts of a backward take on a CPU, over those of a whole one: what both
+# read has left the caches. From 1.0 (an encoder layer of width 1024) to 1.3 (width 256, with the
+# calls) were measured.
+SPLIT_OPERATORS = 1.1
+
+# The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
+# and each node with weights is called by itself.
+SPLIT_HOST = 2.5
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of each stage for one micro-batch, and of each border between two stages.
+
+    Attributes:
+        forward: of each stage.
+        backward: a whole one.
+        in_parts: a backward in two parts, both together.
+        weight: the second part, which a schedule may put off.
+        transfer: of each border.
+        host: the host's time for a forward and a whole backward.
+        host_in_parts: what it takes in addition for a backward in two parts.
+        recompute: the part of `backward` that computes a forward again.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    in_parts: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+    host: tuple[float, ...]
+    host_in_parts: tuple[float, ...]
+    recompute: tuple[float, ...]
+
+    @property
+    def durations(self) -> Durations:
+        """The times that a schedule is simulated with."""
+        return Durations(
+            self.forward, self.backward, self.weight, self.transfer, in_parts=self.in_parts
+        )
+
+
+def stage_times(
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+) -> StageTimes:
+    """Returns how long the actions of each stage take, and the messages between stages."""
+    costs = table.costs_at(layout.samples(job))
+    stages = [
+        _stage_ms(machine, layout, stage, costs[start:end], table.host_ms[start:end])
+        for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0)))
+    ]
+    transfer = [
+        _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
+        for border, cut in enumerate(list(accumulate(counts))[:-1])
+    ]
+    by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
+    return StageTimes(**dict(by_name), transfer=tuple(transfer))
+
+
+class _OneStage(NamedTuple):
+    """The times of one stage; see `StageTimes`."""
+
+    forward: float
+    backward: float
+    in_parts: float
+    weight: float
+    host: float
+    host_in_parts: float
+    recompute: float
+
+
+def _stage_ms(
+    machine: Machine,
+    layout: Layout,
+    stage: int,
+    costs: Sequence[LayerCost],
+    calls: Sequence[tuple[float, float]],
+) -> _OneStage:
+    """Returns the times of a stage, for its layers and the host's times to call them."""
+    again = layout.recomputed
+    f, b = sum([c.forward_ms for c in costs]), sum([c.backward_ms for c in costs])
+    call_f, call_b = sum([f for f, _ in calls]), sum([b for _, b in calls])
+    action = _action_ms(machine, layout, stage)
+    # a GPU computes meanwhile; a CPU does not
+    before = action if machine.device == "cpu" else 0.0
+    forward = max(f + before, call_f + action)
+    backward = max(b + again * f + before, call_b + action + again * call_f)
+    in_parts, more = backward, 0.0
+    # the first stage's input needs no gradient: its backward is to the weights alone
+    if layout.splits_backwards and stage > 0:
+        more = (SPLIT_HOST - 1) * call_b + action
+        on_cpu = SPLIT_OPERATORS * b + before + more
+        in_parts = on_cpu if machine.device == "cpu" else max(b, call_b + action + more)
+    # what is recomputed is not divided
+    weight = (0.5 if stage else 1.0) * in_parts if layout.splits_backwards else 0.0
+    host = (1 + again) * call_f + call_b + 2 * action
+    return _OneStage(forward, backward, in_parts, weight, host, more, again * f)
+
+
+def planned_costs(
+    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+) -> list[LayerCost]:
+    """Returns the costs that the plan of this layout has, with the times of its messages."""
+    costs = list(table.costs_at(layout.samples(job)))
+    for border, cut in enumerate(list(accumulate(counts))[:-1]):
+        ms = _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
+        costs[cut - 1] = replace(costs[cut - 1], crossing_ms=ms)
+    return costs
+
+
+def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
+    """Returns the host's time for a forward or backward of `stage`, beside its operators.
+
+    With a process for each device, what comes from another stage is received and what goes to
+    another is sent.
+    """
+    messages = (stage > 0) + (stage < layout.stages - 1)
+    if layout.engine == "local" or layout.nb_part == 1:
+        messages = 0
+    return (machine.action_s + messages * machine.message_s) * 1e3
+
+
+def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
+    """Returns the time of a message from stage `border` to the next one."""
+    device, to = layout.devices[border : border + 2]
+    in_node = machine.devices_per_node
+    if device == to or (layout.engine == "local" and machine.device == "cpu"):
+        return 0.0
+    return machine.transfer_s(nbytes, device // in_node != to // in_node) * 1e3

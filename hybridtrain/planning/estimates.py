@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
+from hybridtrain.devices import count_saved, storage_id
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.machine import Machine
-from hybridtrain.memory import count_saved, storage_id
 from hybridtrain.planning.costs import (
     Given,
     LayerCost,

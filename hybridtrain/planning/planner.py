@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean
 from hybridtrain.graph import Chain, ChainBuilder, Layer, TraceGuards, can_expand, is_chain
+from hybridtrain.machine import Cluster
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning.costs import LayerCost, count
+from hybridtrain.planning.costs import LayerCost, LayerProfiler, count
 from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.planning.manual_split import (
     counts_by_marks,
@@ -34,7 +34,6 @@ from hybridtrain.planning.manual_split import (
 )
 from hybridtrain.planning.objective import MEASURED_SPLITS, Objective, cut_by_costs, stage_tables
 from hybridtrain.planning.plan import Plan, StagePlan, counts_for
-from hybridtrain.planning.profiler import LayerProfiler
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import make_schedule, peak_in_flight
 

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
-from hybridtrain.machine import Machine
+from hybridtrain.machine import Cluster, Machine
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
+from hybridtrain.planning.device_memory import planned_costs, stage_times
 from hybridtrain.planning.layout import Choices, Job
-from hybridtrain.planning.layout_search import find_layouts
 from hybridtrain.planning.plan import Plan, StagePlan
-from hybridtrain.planning.price import Price
-from hybridtrain.planning.stage_times import planned_costs, stage_times
+from hybridtrain.planning.price import Price, find_layouts
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 from hybridtrain.text_table import text_table
 

@@ -20,13 +20,6 @@ from hybridtrain.schedule.named import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from hybridtrain.schedule.placement import (
-    STAGES_PER_DEVICE,
-    Placement,
-    place_of,
-    placement_of,
-    stages_at,
-)
 from hybridtrain.schedule.simulation import (
     Durations,
     bubble_fraction,
@@ -36,14 +29,19 @@ from hybridtrain.schedule.simulation import (
     simulate,
 )
 from hybridtrain.schedule.table import (
+    STAGES_PER_DEVICE,
     WORDS,
     Action,
+    Placement,
     Schedule,
     Span,
     Spans,
     divided_backwards,
     peak_in_flight,
     peak_waiting,
+    place_of,
+    placement_of,
+    stages_at,
     validate,
 )
 

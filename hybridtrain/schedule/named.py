@@ -24,9 +24,17 @@ from functools import lru_cache
 from itertools import count, pairwise
 
 from hybridtrain.errors import ScheduleError, did_you_mean
-from hybridtrain.schedule.placement import STAGES_PER_DEVICE, Placement, stages_at
 from hybridtrain.schedule.simulation import Durations
-from hybridtrain.schedule.table import Action, ActionKind, Schedule, peak_in_flight, validate
+from hybridtrain.schedule.table import (
+    STAGES_PER_DEVICE,
+    Action,
+    ActionKind,
+    Placement,
+    Schedule,
+    peak_in_flight,
+    stages_at,
+    validate,
+)
 
 Builder = Callable[[int, int, int], Schedule]
 

@@ -13,22 +13,9 @@ from hybridtrain.smp.activation_checkpointing import (
     checkpoint_sequential,
     set_activation_checkpointing,
 )
-from hybridtrain.smp.communication import (
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    mp_barrier,
-    pp_barrier,
-    rdp_barrier,
-    recv_from,
-    reduce_scatter,
-    send,
-    tp_barrier,
-)
-from hybridtrain.smp.data import SplitDataset
-from hybridtrain.smp.launch import config_from_distribution
-from hybridtrain.smp.model import DistributedModel
+from hybridtrain.smp.config import config_from_distribution
+from hybridtrain.smp.microbatches import SplitDataset
+from hybridtrain.smp.model import NAMES, DistributedModel, refuse
 from hybridtrain.smp.optimizer import DistributedOptimizer
 from hybridtrain.smp.partition import (
     default_partition,
@@ -41,7 +28,11 @@ from hybridtrain.smp.partition import (
 from hybridtrain.smp.ranks import (
     CommGroup,
     RankType,
+    allgather,
+    barrier,
+    broadcast,
     device,
+    dp_barrier,
     dp_rank,
     dp_size,
     get_dp_group,
@@ -57,22 +48,27 @@ from hybridtrain.smp.ranks import (
     get_world_process_group,
     local_rank,
     local_size,
+    mp_barrier,
     mp_rank,
     mp_size,
+    pp_barrier,
     pp_rank,
     pp_size,
     rank,
+    rdp_barrier,
     rdp_rank,
     rdp_size,
+    recv_from,
+    reduce_scatter,
+    send,
     size,
+    tp_barrier,
     tp_rank,
     tp_size,
 )
-from hybridtrain.smp.refused import NAMES, refuse
 from hybridtrain.smp.runtime import init, is_initialized, is_tracing, shutdown
 from hybridtrain.smp.saving import load, resume_from_checkpoint, save, save_checkpoint
-from hybridtrain.smp.step import step
-from hybridtrain.smp.step_output import StepOutput
+from hybridtrain.smp.step import StepOutput, step
 
 __all__ = [
     "DP_GROUP",

@@ -1,7 +1,13 @@
-"""The model of a script: divided into stages when the first step calls it."""
+"""The model of a script: divided into stages when the first step calls it.
+
+The names of smp 1.x that are not here: each gives one error that says so.
+
+The arguments of a call of the model as the inputs of a batch.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,20 +18,90 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hybridtrain.errors import ConfigError, UserError, check_choice
+from hybridtrain.graph import is_chain
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
-from hybridtrain.smp.model_inputs import inputs_of
 from hybridtrain.smp.partition import partitioned_model
-from hybridtrain.smp.refused import refuse_optimizer_steps_in_bodies
+from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.states import PARTIAL, whole
 from hybridtrain.step import OptimizerStep
+
+
+def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments of a call of `net` as the inputs of a batch.
+
+    Raises:
+        UserError: `net` cannot be called with them.
+    """
+    if len(args) == 1 and not kwargs and (isinstance(args[0], Tensor) or is_chain(net)):
+        return args[0]
+    try:
+        signature = inspect.signature(net.forward)
+    except ValueError:  # of TorchScript
+        return kwargs or args
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(f"{type(net).__name__}.forward{signature}: {error}") from None
+    by_name: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            if kwargs:
+                raise UserError(
+                    f"{type(net).__name__}.forward{signature}: pass its arguments all by position"
+                )
+            return args
+        by_name |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return by_name
+
+
+_TENSOR = "tensor parallelism is not supported: leave it out, or write the layer in plain PyTorch"
+_APEX = "the optimizers of apex are not there: use torch.optim, with fused=True on GPUs"
+
+NAMES = {
+    "tensor_parallelism": _TENSOR,
+    "set_tensor_parallelism": _TENSOR,
+    "tp_register": _TENSOR,
+    "tp_register_with_module": _TENSOR,
+    "nn": f"smp.nn is for tensor parallelism, and apex's layer norm: {_TENSOR}; torch.nn.LayerNorm",
+    "optimizers": _APEX,
+    "fp16": "FP16_Module and FP16_Optimizer are made by fp16=true in the configuration",
+    "sharded_data_parallel": "sharded data parallelism is not supported",
+}
+"""The refused names of `smp`, each with what to do."""
+
+_refuses = False
+
+
+def refuse(name: str) -> NoReturn:
+    """Raises the error of a refused name."""
+    raise ConfigError(f"smp.{name}: {NAMES[name]}")
+
+
+def refuse_optimizer_steps_in_bodies() -> None:
+    """Has `optimizer.step()` raise a UserError in a step, where it would run per micro-batch."""
+    global _refuses
+    if not _refuses:
+        _refuses = True
+        register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if current_body() is not None:
+        raise UserError(
+            "optimizer.step() in a step would run for every micro-batch, before its backward: call "
+            "it after the step, when the gradients of all micro-batches are there"
+        )
+
 
 _MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it there"
 

@@ -17,10 +17,8 @@ from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.sharded_optimizer import ReplicaShares
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
-from hybridtrain.smp.communication import allgather
-from hybridtrain.smp.ranks import CommGroup
+from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.states import PARTIAL, whole
 
 _SCALE_ARGUMENTS = {
     "init_scale": 2.0**32,

@@ -5,16 +5,27 @@
     tp        this process alone
 
 With all stages in one process (`engine="local"`), pp and mp are this process alone too.
+
+Messages between processes: any picklable object, and tensors on any device.
+
+States of the whole model and of one process's part: smp 1.x's `state_dict` and its local kin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import cast
+from functools import partial, reduce
+from operator import add
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
+from hybridtrain.errors import UserError
 from hybridtrain.smp.runtime import current
 
 
@@ -168,3 +179,128 @@ get_pp_process_group, get_rdp_process_group = get_mp_process_group, get_dp_proce
 def get_tp_process_group() -> dist.ProcessGroup:
     """Returns the `ProcessGroup` of this process alone: there is no tensor parallelism."""
     return current().own_group()
+
+
+@dataclass(frozen=True)
+class _OnGPU:
+    """A tensor that was on a GPU, and is to be on the receiver's."""
+
+    tensor: Tensor
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
+    """Sends `obj` to a process, which calls `recv_from`.
+
+    Args:
+        obj: a picklable object; the tensors in it arrive on the receiver's device.
+        dest_rank: the receiver's rank.
+        rank_type: what `dest_rank` is a rank of.
+    """
+    group = current().object_group
+    dist.send_object_list([_packed(obj)], dst=_rank(dest_rank, rank_type), group=group)
+
+
+def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
+    """Waits for what a process sends to this one, with `send` or `broadcast`, and returns it."""
+    received: list[Any] = [None]
+    group = current().object_group
+    dist.recv_object_list(received, src=_rank(src_rank, rank_type), group=group)
+    return _unpacked(received[0])
+
+
+def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
+    """Sends `obj` to all other processes of `group`, which call `recv_from`."""
+    for other in members(group):
+        if other != current().world.rank:
+            send(obj, other)
+
+
+def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
+    """Returns what each process of `group` has given, in the order of their ranks in it."""
+    processes = object_group(group)
+    if processes is None:
+        return [obj]
+    found: list[Any] = [None] * len(members(group))
+    dist.all_gather_object(found, _packed(obj), group=processes)
+    return [_unpacked(one) for one in found]
+
+
+def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> Any:
+    """Returns the sum, over the processes of `group`, of the part with this process's rank in it.
+
+    Args:
+        parts: tensors or other values with a `+`, one for each process of `group`.
+        group: the processes.
+
+    Raises:
+        UserError: there are not as many parts as processes.
+    """
+    ranks = members(group)
+    if len(parts) != len(ranks):
+        raise UserError(f"reduce_scatter needs {len(ranks)} parts, one per process: {len(parts)}")
+    own = ranks.index(current().world.rank)
+    return reduce(add, [given[own] for given in allgather(list(parts), group)])
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Returns when all processes of `group` have called it."""
+    processes = object_group(group)
+    if processes is not None:
+        dist.barrier(group=processes)
+
+
+mp_barrier = partial(barrier, CommGroup.MP_GROUP)
+pp_barrier = partial(barrier, CommGroup.PP_GROUP)
+dp_barrier = partial(barrier, CommGroup.DP_GROUP)
+rdp_barrier = partial(barrier, CommGroup.RDP_GROUP)
+tp_barrier = partial(barrier, CommGroup.TP_GROUP)
+
+
+def _rank(rank: int, rank_type: RankType) -> int:
+    ranks = members(rank_type)
+    if not 0 <= rank < len(ranks):
+        raise UserError(f"there is no {rank_type.name} {rank}: they are 0 to {len(ranks) - 1}")
+    if ranks[rank] == current().world.rank:
+        raise UserError(f"{rank_type.name} {rank} is this process itself: it has the object")
+    return ranks[rank]
+
+
+def _packed(obj: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: _OnGPU(t.detach().cpu()) if t.is_cuda else t, obj)
+
+
+def _unpacked(obj: Any) -> Any:
+    def own(leaf: Any) -> Any:
+        return leaf.tensor.to(device()) if isinstance(leaf, _OnGPU) else leaf
+
+    return tree_map(own, obj)
+
+
+PARTIAL = "_smp_is_partial"
+"""The key that says that a state is of one process's stages."""
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of the whole model, or of its optimizer, that `state` is, or is a part of.
+
+    With this process's part it is a collective call of the pipeline.
+    """
+    if not state.get(PARTIAL, False):
+        return {name: value for name, value in state.items() if name != PARTIAL}
+    return dict(joined(allgather(dict(state), CommGroup.MP_GROUP)))
+
+
+def joined(parts: list[Any]) -> Any:
+    """Returns one object of those that the processes of a pipeline have saved.
+
+    Partial states in it become whole; of anything else the first one counts.
+    """
+    first = parts[0]
+    if not isinstance(first, Mapping):
+        return first
+    if not first.get(PARTIAL, False):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if "param_groups" in first:  # an optimizer's: its groups are of the whole model
+        rest = {name: value for name, value in first.items() if name != PARTIAL}
+        return {**rest, "state": {n: entry for part in parts for n, entry in part["state"].items()}}
+    return {name: value for part in parts for name, value in part.items() if name != PARTIAL}

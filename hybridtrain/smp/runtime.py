@@ -1,31 +1,156 @@
-"""The library's state in this process: what `init` has set up."""
+"""The library's state in this process: what `init` has set up.
+
+The agreement of all replicas that they train on: one that has ended leaves the others waiting.
+
+Every training step begins with an agreement of all processes, and so does the end of every script.
+A process in a step that meets one at its end knows that this replica has no further batch.
+
+A machine without GPUs: `cuda` means the CPU there, so that scripts need no change.
+
+Scripts of smp 1.x name the device: `torch.cuda.set_device(smp.local_rank())`, `data.to("cuda")`.
+`smp.init()` replaces these few functions where PyTorch sees no GPU, and nowhere else. Tensors that
+are made on a device, `torch.zeros(3, device="cuda")`, still fail: use `smp.device()`.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hybridtrain._torch_private import HashStore
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config
-from hybridtrain.smp.attendance import Attendance
 from hybridtrain.smp.config import SmpConfig, parameters_of, parse
-from hybridtrain.smp.no_gpu import let_cuda_mean_cpu
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from hybridtrain.smp.model import DistributedModel
     from hybridtrain.smp.optimizer import DistributedOptimizer
+
+_CPU = torch.device("cpu")
+_replaced = False
+
+
+def let_cuda_mean_cpu() -> None:
+    """Lets `.to("cuda")`, `.cuda()` and `torch.cuda.set_device` work without a GPU."""
+    global _replaced
+    if _replaced:
+        return
+    _replaced = True
+    log.info("there is no GPU here: cuda means the CPU in this script")
+    owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
+    for owner in owners:
+        owner.to = _on_cpu(owner.to)
+        owner.cuda = _answering(owner.cuda, lambda self, *args, **kwargs: self)
+    cuda: Any = torch.cuda
+    # one function for each, since torch.compile has a table of them
+    cuda.set_device = _answering(cuda.set_device, lambda *args, **kwargs: None)
+    cuda.synchronize = _answering(cuda.synchronize, lambda *args, **kwargs: None)
+    cuda.current_device = _answering(cuda.current_device, lambda: _CPU)
+
+
+def _answering(function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(answer)
+
+
+def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_device(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _device(kwargs["device"])
+        return method(self, *args, **kwargs)
+
+    return to
+
+
+def _device(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        return _CPU
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return _CPU
+    return _CPU if type(value) is int else value
+
+
+class Attendance:
+    """Agrees with the other processes, in `group`, that all of them train on.
+
+    Args:
+        group: all processes; None where there is one replica.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._steps = 0
+        self._failed = False
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def begin(self) -> None:
+        """Begins the agreement of a training step."""
+        if self._group is not None:
+            self._begin(leaves=False)
+
+    def finish(self) -> None:
+        """Waits for the agreement.
+
+        Raises:
+            BatchError: a process has left, so that nobody would answer this step.
+        """
+        if self._pending is None:
+            return
+        least, most, left = self._agreed()
+        if left:
+            self._failed = True
+            raise BatchError(
+                f"a replica has ended after {-least} training steps, and this one is in its step "
+                f"{most}: every replica needs the same number of batches. Give each of them as "
+                f"many samples, and set drop_last=True in the DataLoader"
+            )
+
+    def leave(self) -> None:
+        """Says that this process has no further batch, at the end of its script."""
+        group, self._group = self._group, None
+        failed = self._failed or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if group is None or failed or self._pending is not None:
+            return
+        self._group = group
+        with suppress(RuntimeError):  # the others are gone
+            self._begin(leaves=True)
+            self._agreed()
+        self._group = None
+
+    def _begin(self, leaves: bool) -> None:
+        assert self._group is not None
+        self._steps += not leaves
+        values = torch.tensor([-self._steps, self._steps, int(leaves)])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        # not dist.all_reduce, whose checks and logging take longer
+        self._pending = values, self._group.allreduce([values], options)
+
+    def _agreed(self) -> list[int]:
+        assert self._pending is not None
+        values, work = self._pending
+        work.wait()
+        self._pending = None
+        found: list[int] = values.tolist()
+        return found
+
 
 log = logging.getLogger("hybridtrain")
 

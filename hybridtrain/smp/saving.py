@@ -32,9 +32,8 @@ from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
-from hybridtrain.smp.ranks import pp_rank, pp_size
+from hybridtrain.smp.ranks import joined, pp_rank, pp_size
 from hybridtrain.smp.runtime import Runtime, current
-from hybridtrain.smp.states import joined
 
 _CONTENT = "user_content"
 

@@ -1,33 +1,326 @@
-"""The decorator of a training or evaluation step: its function runs once for each micro-batch."""
+"""The decorator of a training or evaluation step: its function runs once for each micro-batch.
+
+Flags and generators that PyTorch keeps for a whole process, and a step's body may change.
+
+Facts of a step's function that its code shows before it runs.
+
+The result of a step: each tensor as a `StepOutput`, with the value of every micro-batch.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import pickle
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.backends import cuda
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hybridtrain.errors import UserError
+from hybridtrain.errors import BatchError, UserError
 from hybridtrain.pipeline import HeadOutput
 from hybridtrain.precision import ThreadState
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
-from hybridtrain.smp.model import DistributedModel
-from hybridtrain.smp.model_inputs import inputs_of
-from hybridtrain.smp.process_state import flags, random_states, set_flags
+from hybridtrain.smp.model import DistributedModel, inputs_of
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.step_function import (
-    check_attributes,
-    check_globals,
-    names_backward,
-    plain_attributes,
-)
-from hybridtrain.smp.step_output import collected, shared
+from hybridtrain.world import World
+
+_SMALL = 1 << 16  # bytes of a CPU tensor that travels with the structure around it
+
+
+class StepOutput:
+    """The values of one tensor, by micro-batch.
+
+    Args:
+        outputs: the tensors.
+        samples: of each micro-batch.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], samples: Sequence[int] | None = None) -> None:
+        self._outputs = list(outputs)
+        self._samples = list(samples) if samples else [1] * len(self._outputs)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The tensors, by micro-batch."""
+        return self._outputs
+
+    def reduce_mean(self) -> Tensor:
+        """Returns the mean over the micro-batches; each counts by its samples if they differ."""
+        if len(set(self._samples)) == 1:
+            return _floating(torch.stack(self._outputs)).mean(dim=0)
+        total = sum(self._samples)
+        parts = zip(self._outputs, self._samples, strict=True)
+        return torch.stack([_floating(t) * (n / total) for t, n in parts]).sum(dim=0)
+
+    def reduce_sum(self) -> Tensor:
+        """Returns the sum over the micro-batches."""
+        return torch.stack(self._outputs).sum(dim=0)
+
+    def concat(self) -> Tensor:
+        """Returns the tensors joined along dim 0; 0-dim tensors are stacked."""
+        return torch.cat(self._outputs) if self._outputs[0].dim() else self.stack()
+
+    def stack(self) -> Tensor:
+        """Returns the tensors stacked along a new dim 0."""
+        return torch.stack(self._outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self._outputs})"
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()
+
+
+def collected(values: Sequence[Any], samples: Sequence[int]) -> Any:
+    """Returns the values of the micro-batches in one structure.
+
+    Each tensor in it becomes a `StepOutput`, and any other value a list; None stays None.
+
+    Raises:
+        BatchError: the values differ in structure.
+    """
+    first, spec = tree_flatten(values[0])
+    columns = [first]
+    for value in values[1:]:
+        leaves, other = tree_flatten(value)
+        if other != spec:
+            raise BatchError(
+                f"a step must return the same structure for each micro-batch: {spec}, {other}"
+            )
+        columns.append(leaves)
+
+    def gathered(column: tuple[Any, ...]) -> Any:
+        if all(isinstance(leaf, Tensor) for leaf in column):
+            return StepOutput(column, samples)
+        return None if all(leaf is None for leaf in column) else list(column)
+
+    return tree_unflatten([gathered(column) for column in zip(*columns, strict=True)], spec)
+
+
+def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> list[Any]:
+    """Returns the last stage's `values` in all processes of the pipeline; a collective call.
+
+    It also sets their random generators to those of the last stage, if the step has drawn there, so
+    that what the script draws next is the same in all of them.
+
+    Args:
+        values: by micro-batch; ignored in a process without the last stage.
+        world: the processes.
+        drawn_from: `random_states` from before the forward.
+
+    Raises:
+        UserError: a value cannot be pickled.
+    """
+    group = world.pipeline_group
+    if group is None:
+        return values
+    last = world.processes_per_replica - 1
+    here = world.pipeline_rank == last
+    large: list[Tensor] = []
+
+    def described(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
+            return tensor.clone() if tensor.untyped_storage().nbytes() > _SMALL else tensor
+        large.append(tensor.contiguous())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    message: list[Any] = [None]
+    if here:
+        states = random_states(world)
+        has_drawn = not all(map(torch.equal, states, drawn_from))
+        described_values = tree_map_only(Tensor, described, values)
+        message = [_pickled((described_values, states if has_drawn else None))]
+    # the group for objects, since reading what is pickled must not wait for a GPU
+    dist.broadcast_object_list(message, group=world.pipeline_object_group, group_src=last)
+
+    if isinstance(message[0], str):
+        raise UserError(message[0])
+    structure, drawn = pickle.loads(message[0])
+    if drawn is not None and not here:
+        set_random_states(world, drawn)
+
+    def received(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        own = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
+        sent = own.to(world.wire_device)
+        dist.broadcast(sent.view(torch.uint8) if sent.dim() else sent, group=group, group_src=last)
+        return sent.to(world.devices[0])
+
+    found: list[Any] = tree_map_only(Tensor, received, structure)
+    return values if here else found
+
+
+def _pickled(content: Any) -> bytes | str:
+    """Returns `content` as bytes, or the text of the error that all processes are to raise."""
+    try:
+        return pickle.dumps(content)
+    except Exception as error:
+        return (
+            f"the step returns a value that cannot be sent to the other processes of the pipeline "
+            f"({error}): return tensors, numbers, texts, and lists and dictionaries of them"
+        )
+
+
+def names_backward(function: Callable[..., Any]) -> bool:
+    """Returns whether `function`, or one that it calls, names an attribute `backward`.
+
+    Functions are found by their global or enclosed names, and in modules with such a name.
+    """
+    return any("backward" in code.co_names for code in _codes(function, set()))
+
+
+def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
+    """Refuses a step that sets a global variable which a module's forward reads.
+
+    The first halves of all micro-batches run before the first forward, and stages may be in other
+    processes: they would not see the value of their micro-batch.
+
+    Raises:
+        UserError: names the variable and the module.
+    """
+    stored = {
+        instruction.argval
+        for code in _codes(function, set(), depth=0)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    own = getattr(function, "__globals__", None)
+    for module in net.modules() if stored else ():
+        forward = type(module).forward
+        if getattr(forward, "__globals__", None) is not own:
+            continue
+        if read := stored & {name for code in _codes(forward, set()) for name in code.co_names}:
+            raise UserError(
+                f"{function.__name__} sets the global variable {min(read)}, which "
+                f"{type(module).__name__}.forward reads: stages run several micro-batches at a "
+                f"time, also in other processes. Set it outside of the step, or pass it to the "
+                f"model as an argument"
+            )
+
+
+def plain_attributes(net: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the numbers, flags and texts that the modules of `net` have as attributes."""
+    return {
+        (name, key): value
+        for name, module in net.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (bool, int, float, str)
+    }
+
+
+def check_attributes(name: str, before: dict[tuple[str, str], Any], net: nn.Module) -> None:
+    """Refuses a step that has changed an attribute of a module.
+
+    Raises:
+        UserError: names it.
+    """
+    for place, value in plain_attributes(net).items():
+        if before.get(place) != value:
+            attribute = ".".join(filter(None, place))
+            raise UserError(
+                f"{name} changes {attribute} of the model from {before.get(place)!r} to {value!r}: "
+                f"stages run several micro-batches at a time, also in other processes. Change it "
+                f"outside of the step, or pass it to the model as an argument"
+            )
+
+
+def _codes(function: Any, seen: set[int], depth: int = 4) -> Iterator[types.CodeType]:
+    function = getattr(function, "__wrapped__", function)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    names: set[str] = set()
+    for code in _nested(function.__code__):
+        names |= set(code.co_names)
+        yield code
+    if not depth:
+        return
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    known = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in cells:
+        try:
+            known[name] = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    for value in known.values():
+        yield from _codes(value, seen, depth - 1)
+        if isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__"):
+            owner = value if isinstance(value, types.ModuleType | type) else type(value)
+            if getattr(owner, "__name__", "").partition(".")[0] in ("torch", "numpy"):
+                continue
+            for name in names:
+                yield from _codes(getattr(owner, name, None), seen, depth - 1)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+_FLAGS: dict[str, tuple[Any, Any]] = {
+    "anomaly detection": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.set_anomaly_enabled(*value),
+    ),
+    "deterministic algorithms": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "cudnn.enabled": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    "cudnn.benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    "cudnn.deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    "sdpa_kernel (flash)": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "sdpa_kernel (efficient)": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "sdpa_kernel (math)": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "sdpa_kernel (cudnn)": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}
+
+
+def flags() -> dict[str, Any]:
+    """Returns the flags that context managers of PyTorch change for all threads, by name."""
+    return {name: get() for name, (get, _) in _FLAGS.items()}
+
+
+def set_flags(values: dict[str, Any]) -> None:
+    """Sets the flags that are not as in `values`."""
+    for name, value in values.items():
+        get, put = _FLAGS[name]
+        if get() != value:
+            put(value)
+
+
+def random_states(world: World) -> list[Tensor]:
+    """Returns the states of the generators that a script draws from: the CPU's, and its GPU's."""
+    states = [torch.get_rng_state()]
+    if world.devices[0].type == "cuda":
+        states.append(torch.cuda.get_rng_state(world.devices[0]))
+    return states
+
+
+def set_random_states(world: World, states: Sequence[Tensor]) -> None:
+    """Sets the generators to what `random_states` has returned in any process."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, world.devices[0])
 
 
 def step(

@@ -8,8 +8,13 @@ optimizer_check    does the optimizer train the whole model?
 """
 
 from hybridtrain.step.finite_check import FiniteCheck
-from hybridtrain.step.optimizer_check import check_lr_schedule
-from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, find_checkpoint, replay
+from hybridtrain.step.optimizer_step import (
+    OptimizerStep,
+    StepResult,
+    check_lr_schedule,
+    find_checkpoint,
+    replay,
+)
 
 __all__ = [
     "FiniteCheck",

@@ -24,8 +24,13 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import DataError, DivergedError
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.step.buffer_snapshot import BufferSnapshot
-from hybridtrain.step.non_finite import StepRecord, find_origin, largest_gradient, non_finite_names
+from hybridtrain.step.non_finite import (
+    BufferSnapshot,
+    StepRecord,
+    find_origin,
+    largest_gradient,
+    non_finite_names,
+)
 
 _log = logging.getLogger(__name__)
 

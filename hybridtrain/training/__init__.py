@@ -6,8 +6,7 @@ run_stats                      times and memory of the stages
 checks                         what is refused before or in the first step
 """
 
-from hybridtrain.training.best_checkpoint import BestCheckpoint
-from hybridtrain.training.checkpoints import RunCheckpoints
+from hybridtrain.training.checkpoints import BestCheckpoint, RunCheckpoints
 from hybridtrain.training.checks import (
     batch_norms_watched,
     check_arguments,

@@ -1,15 +1,117 @@
-"""The checkpoints of a run: the last one, and the one of the best evaluation."""
+"""The checkpoints of a run: the last one, and the one of the best evaluation.
+
+The best evaluation of a run by one of its values, whose checkpoint is kept.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hybridtrain.checkpoint import restore_checkpoint, save_checkpoint
-from hybridtrain.training.best_checkpoint import BestCheckpoint
+from hybridtrain.checkpoint import CheckpointStore, restore_checkpoint, save_checkpoint
+from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
+from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class BestCheckpoint:
+    """Remembers the best evaluation so far.
+
+    Args:
+        name: the value to compare; None: none is best.
+        mode: `min` or `max`.
+        values: the values that an evaluation has; None: the run has no evaluation.
+
+    Attributes:
+        step: the step of the best evaluation; None before the first.
+        value: what it gave.
+
+    Raises:
+        ConfigError: there is no such value.
+    """
+
+    def __init__(self, name: str | None, mode: str, values: Collection[str] | None) -> None:
+        self.step: int | None = None
+        self.value: float | None = None
+        self._name = name
+        self._smallest = mode == "min"
+        self._criterion = None if name is None else f"{mode} {name}"
+        self._unsure: int | None = None  # the best step, until its save is known to have ended well
+        if name is None:
+            return
+        if values is None:
+            raise ConfigError(f"best={name} needs an evaluation, and this run has none")
+        if name not in values:
+            raise ConfigError(
+                f"best={name} is not a value of the evaluation: {did_you_mean(name, values)}"
+            )
+
+    def improves(self, step: int, result: Mapping[str, float]) -> bool:
+        """Returns whether `result`, the evaluation of `step`, is the best; remembers it then."""
+        if self._name is None or not math.isfinite(value := result[self._name]):
+            return False
+        if self.value is not None and not (
+            value < self.value if self._smallest else value > self.value
+        ):
+            return False
+        self.step, self.value = step, value
+        return True
+
+    def mark(self, step: int, store: CheckpointStore, world: World, saved: bool = True) -> None:
+        """Marks the checkpoint of `step`, if it is the best, after its save; a collective call.
+
+        If the best one was not saved, the one before is the best again. In the background that is
+        known at the next save.
+        """
+        if self.step is None or self.value is None:
+            return
+        if self.step == step and saved:
+            value = self.value
+            world.on_main(lambda: store.mark_best(step, value, self._criterion))
+            self._unsure = step
+        elif self.step in (step, self._unsure):
+            self._fall_back_if_not_saved(store, world)
+            self._unsure = None
+
+    def _fall_back_if_not_saved(self, store: CheckpointStore, world: World) -> None:
+        def marked() -> tuple[int | None, float | None]:
+            try:
+                mark = store.best_mark()
+            except CheckpointError as error:
+                _log.warning("%s", error)
+                return self.step, self.value
+            if mark is None or mark.criterion not in (None, self._criterion):
+                return None, None
+            return mark.step, mark.value
+
+        self.step, self.value = world.broadcast(world.on_main(marked)) or (None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best step and value, and what is compared, in JSON's types."""
+        return {
+            "best_step": self.step,
+            "best_value": self.value,
+            "best_criterion": self._criterion,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`, unless it is of another value; earlier versions have none."""
+        self.step, self.value = state.get("best_step"), state.get("best_value")
+        criterion = state.get("best_criterion")
+        if self._criterion is None or self.step is None or criterion in (None, self._criterion):
+            return
+        _log.warning(
+            "the best step so far, %s, is the best by %s: by %s the run begins anew",
+            self.step, criterion, self._criterion,
+        )  # fmt: skip
+        self.step = self.value = None
 
 
 class RunCheckpoints:

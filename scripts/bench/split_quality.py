@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.losses import cross_entropy
+from hybridtrain.machine import Cluster
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions

@@ -19,8 +19,8 @@ from hybridtrain.app import instantiate
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config, compose_settings, sweep_choices
 from hybridtrain.app.config import Config
-from hybridtrain.app.sweep import _names
-from hybridtrain.app.terminal import LastingStream
+from hybridtrain.app.error_report import LastingStream
+from hybridtrain.app.results import _names
 from hybridtrain.errors import ConfigError
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]

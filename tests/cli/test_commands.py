@@ -16,7 +16,7 @@ from support.launch import SMALL
 import hybridtrain.data
 from hybridtrain import World, models
 from hybridtrain.app.cli import main
-from hybridtrain.app.sweep import sweep
+from hybridtrain.app.results import sweep
 from hybridtrain.checkpoint.manifest import read_manifest
 from hybridtrain.checkpoint.state import read_tree
 from hybridtrain.checkpoint.tensor_files import read_tensors

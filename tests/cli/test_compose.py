@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 from support.launch import single
 
 from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
+from hybridtrain.app.compose import compose_config, to_yaml
 from hybridtrain.app.config import ClusterConfig, Config
-from hybridtrain.app.config_text import to_yaml
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.app.compose import compose_settings
-from hybridtrain.app.config import LOADER_KEYS, Config, flat_keys
-from hybridtrain.app.keys import KEYS, OTHER_NAMES, errors_with_config_keys, with_config_keys
+from hybridtrain.app.config import (
+    KEYS,
+    LOADER_KEYS,
+    OTHER_NAMES,
+    Config,
+    errors_with_config_keys,
+    flat_keys,
+    with_config_keys,
+)
 from hybridtrain.app.run_directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError

@@ -21,7 +21,7 @@ from support.nets import WIDTH, floats, regression
 from torch import nn
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.layer import layers_of
+from hybridtrain.graph.segment import layers_of
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.graph.layer import works_in_place
+from hybridtrain.graph.segment import works_in_place
 
 
 @pytest.fixture(autouse=True)

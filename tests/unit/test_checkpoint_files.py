@@ -18,11 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint.manifest import MANIFEST, render_manifest
-from hybridtrain.checkpoint.pytree_json import pack, unpack
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import read_tensors, tensor_writers
+from hybridtrain.checkpoint.tensor_files import pack, read_tensors, tensor_writers, unpack
 from hybridtrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

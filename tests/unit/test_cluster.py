@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError
+from hybridtrain.machine import Cluster
 from hybridtrain.world import World
 
 

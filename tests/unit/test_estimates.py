@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from hybridtrain._torch_private import TorchDispatchMode
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.graph.layer import layers_of
+from hybridtrain.graph.segment import layers_of
+from hybridtrain.machine import Cluster
 from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, plan
+from hybridtrain.planning.costs import LayerProfiler
 from hybridtrain.planning.estimates import Hardware, count_chain, estimate_costs
-from hybridtrain.planning.profiler import LayerProfiler
 
 CPU = torch.device("cpu")
 ARITHMETIC = Hardware(flops_per_s=1e9, bytes_per_s=float("inf"))

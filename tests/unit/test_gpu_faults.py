@@ -23,11 +23,11 @@ from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
-from hybridtrain.graph.layer import layers_of
+from hybridtrain.graph.segment import layers_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline import layer_rng, pipeline
-from hybridtrain.pipeline.gradients import norm_over_devices, norm_over_processes
-from hybridtrain.planning.profiler import LayerProfiler
+from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
+from hybridtrain.planning.costs import LayerProfiler
 
 
 class GPUGenerator:

@@ -14,7 +14,7 @@ from torch import nn
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.losses import MeanLoss, SumLoss, resolve
-from hybridtrain.model_misuse import check_loss_function
+from hybridtrain.model import check_loss_function
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.graph.segment import Layer, layers_of
 from hybridtrain.planning.manual_split import (
     counts_by_marks,
     has_marks,

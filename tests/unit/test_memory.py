@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridtrain import HybridModel, World
-from hybridtrain.memory import count_saved, storage_id
+from hybridtrain.devices import count_saved, storage_id
 from hybridtrain.schedule import peak_in_flight
 
 CHUNKS = [4, 8, 16, 32]

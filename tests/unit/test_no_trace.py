@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError
+from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import planner, profiler
 from hybridtrain.planning.planner import plan

@@ -8,7 +8,7 @@ from support.training import plain_net, trainer
 from torch import nn
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.step.optimizer_check import check_optimizers
+from hybridtrain.step.optimizer_step import check_optimizers
 
 
 def test_a_head_that_is_replaced_during_training_is_one_line():

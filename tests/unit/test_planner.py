@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain import HybridModel, World, partition, set_partition
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import (
     LayerCost,
@@ -24,8 +24,8 @@ from hybridtrain.planning import (
     balance_by_time,
     plan,
 )
+from hybridtrain.planning.costs import LayerProfiler
 from hybridtrain.planning.plan import table
-from hybridtrain.planning.profiler import LayerProfiler
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -50,7 +50,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def _fake_clock(monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.profiler.perf_counter", CLOCK)
+    monkeypatch.setattr("hybridtrain.planning.costs.perf_counter", CLOCK)
 
 
 class Slow(nn.Linear):

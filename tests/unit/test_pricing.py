@@ -11,21 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridtrain.app.config import ClusterConfig
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.machine import Machine
+from hybridtrain.machine import Cluster, Machine
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, Plan, plan
 from hybridtrain.planning.cost_table import LayerSize, counted_costs, given_costs
-from hybridtrain.planning.device_memory import device_memory, most_in_flight
+from hybridtrain.planning.device_memory import device_memory, most_in_flight, stage_times
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
-from hybridtrain.planning.layout_search import _Search, find_layouts
-from hybridtrain.planning.price import least_step_ms, price, spread_of
+from hybridtrain.planning.price import _Search, find_layouts, least_step_ms, price, spread_of
 from hybridtrain.planning.priced import find_plans
-from hybridtrain.planning.stage_times import stage_times
 from hybridtrain.schedule import (
     Durations,
     divided_backwards,

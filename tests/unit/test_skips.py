@@ -18,7 +18,7 @@ from support.nets import Pop, Stash, TanhLinear, regression, skip_chain
 from torch import nn
 
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import layers_of
+from hybridtrain.graph.segment import layers_of
 from hybridtrain.pipeline.engines import inline
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
 from hybridtrain.skip import pop, stash

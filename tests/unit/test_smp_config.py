@@ -9,12 +9,10 @@ from torch import nn
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.smp.config import parse, read
-from hybridtrain.smp.data import SplitDataset
-from hybridtrain.smp.launch import config_from_distribution
-from hybridtrain.smp.model_inputs import inputs_of
-from hybridtrain.smp.step_function import names_backward
-from hybridtrain.smp.step_output import StepOutput, collected
+from hybridtrain.smp.config import config_from_distribution, parse, read
+from hybridtrain.smp.microbatches import SplitDataset
+from hybridtrain.smp.model import inputs_of
+from hybridtrain.smp.step import StepOutput, collected, names_backward
 
 PARAMETERS = {
     "partitions": 4,

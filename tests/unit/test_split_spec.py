@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.cluster import Cluster
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.layer import Layer, layers_of
+from hybridtrain.graph.segment import Layer, layers_of
+from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import plan
 from hybridtrain.planning.manual_split import counts_by_patterns, split_layers

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from support.loaders import Replicas, world_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from hybridtrain.data.agreement import digest_of
+from hybridtrain.data.agreement import OwnLoader, digest_of
 from hybridtrain.data.loader import EvalLoader, TrainLoader
-from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.options import LoaderOptions
-from hybridtrain.trainer_options import TrainerOptions
+from hybridtrain.options import LoaderOptions, TrainerOptions
 
 
 class Numbers(IterableDataset):

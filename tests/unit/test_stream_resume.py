@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hybridtrain import HybridModel, Loader, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.data.agreement import OwnLoader
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.own_loader import OwnLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.launch.activity import activity

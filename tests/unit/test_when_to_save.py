@@ -25,9 +25,9 @@ from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.job import Job
-from hybridtrain.trainer_options import TrainerOptions, seconds
+from hybridtrain.options import TrainerOptions, seconds
 from hybridtrain.training import interruption
-from hybridtrain.training.best_checkpoint import BestCheckpoint
+from hybridtrain.training.checkpoints import BestCheckpoint
 from hybridtrain.training.interruption import Interruptions
 from hybridtrain.world import World
 

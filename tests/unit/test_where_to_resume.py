@@ -9,7 +9,7 @@ import pytest
 from hybridtrain.app import resume
 from hybridtrain.app.components import load_data
 from hybridtrain.app.config import Config
-from hybridtrain.app.resume import checkpoint_to_resume
+from hybridtrain.app.run_directory import checkpoint_to_resume
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError, ConfigError, DataError
 from hybridtrain.world import World

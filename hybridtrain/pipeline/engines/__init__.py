@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from hybridtrain.pipeline.engines.inline import InlineEngine
 from hybridtrain.pipeline.engines.processes import ProcessEngine
-from hybridtrain.pipeline.engines.threads import ThreadEngine
-from hybridtrain.pipeline.links import Link
+from hybridtrain.pipeline.engines.threads import InlineEngine, ThreadEngine
+from hybridtrain.pipeline.links import Engine, Link
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Engine
 from hybridtrain.world import World
 
 __all__ = ["ENGINES", "InlineEngine", "ProcessEngine", "ThreadEngine", "make_engine"]

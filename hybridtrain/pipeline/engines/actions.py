@@ -28,9 +28,8 @@ from typing import Any, Protocol
 from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
-from hybridtrain.pipeline.links import Route
+from hybridtrain.pipeline.links import Route, Step
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Step
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Inputs
 from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight

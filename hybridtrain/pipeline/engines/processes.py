@@ -9,25 +9,204 @@ circle:
 
 A send comes right after its action there, so that the wire begins it when it is given the message;
 a receive is begun in its place, which may be long before the action that waits for it.
+
+The wire between stages of several processes: messages, and the formats that both sides know.
+
+The sizes of a message must be known before it is received. They follow from the inputs, which all
+processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
+its messages along (`messages`), and later steps need none.
+
+    process of stage s       [1] send: pack, format if new, numbers
+    process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._torch_private import lowered
-from hybridtrain.launch import activity
+from hybridtrain.errors import SplitError
+from hybridtrain.launch import Lane, activity
 from hybridtrain.pipeline.engines.actions import ActionRunner, stage_thread
-from hybridtrain.pipeline.engines.message_wire import Formats, MessageWire
-from hybridtrain.pipeline.links import Link, routes
+from hybridtrain.pipeline.links import Link, Step, routes
+from hybridtrain.pipeline.messages import (
+    MessageFormat,
+    empty,
+    flat,
+    from_bytes,
+    pack,
+    to_bytes,
+    unpack,
+    wire_device,
+)
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Step
 from hybridtrain.schedule import WORDS, Action, Schedule
 from hybridtrain.world import World
+
+Formats = dict[Action, MessageFormat]
+"""The formats of the messages to each action of a step."""
+
+
+class _Coming(NamedTuple):
+    """A message on its way here; the tensors are there when the works are done.
+
+    Attributes:
+        form: of the message.
+        tensors: in the message.
+        parts: the memory of these, which must live until the works are done.
+        works: the receives.
+    """
+
+    form: MessageFormat
+    tensors: list[Tensor]
+    parts: list[Tensor]
+    works: list[dist.Work]
+
+
+class MessageWire:
+    """Sends values to other processes; see `Wire`. It is one step's.
+
+    Args:
+        stages: of this process.
+        peers: for each stage of the pipeline its process.
+        world: the processes.
+        formats: what is known of the messages; the first step that sends them fills it.
+        doing: notes that a send waits for earlier ones.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        peers: Sequence[int],
+        world: World,
+        formats: Formats,
+        doing: Lane,
+    ) -> None:
+        self._stages = stages
+        self._peers = peers
+        self._formats = formats
+        self._doing = doing
+        self._group = world.pipeline_group
+        self._device = world.devices[0]
+        self._wire_device = world.wire_device
+        self._batches = world.backend == "nccl"  # on one communicator, not one for each pair
+        self._here: dict[Action, list[Any]] = {}
+        self._coming: dict[Action, _Coming] = {}
+        # what is being sent must live until it is
+        self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        # what a forward alone has sent would otherwise stay until the end of a long batch
+        self._most_sent = 4 * len(peers)
+
+    def send(self, to: Action, message: list[Any]) -> None:
+        """Begins to send the message, or keeps it for a stage of this process."""
+        if to.stage in self._stages:
+            self._here[to] = message
+            return
+        stage = self._stages[to.stage - 1 if to.kind == "F" else to.stage + 1]
+        if to.kind == "F":
+            # a tensor, since it may change from step to step
+            draws = torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64)
+            message = [*message, draws]
+        known = self._formats.get(to)
+        form, tensors = pack(message, to.kind == "F", known)  # 1
+        works: list[Any] = []
+        held: list[Tensor] = []
+        if known is None:
+            self._formats[to] = form
+            data = to_bytes(form)
+            held += [torch.tensor([data.numel()]), data]
+            peer = self._peers[to.stage]
+            works += [dist.isend(part, group=self._group, group_dst=peer) for part in held]
+        elif known is not form:
+            raise SplitError(
+                f"{stage} sends values of other shapes or types than before, or other numbers "
+                f"that are not tensors, for inputs of the same shapes. With engine=distributed "
+                f"they must follow from the shapes of the inputs: use engine=local for this model"
+            )
+        parts = [
+            flat(t, one).to(wire_device(one, self._wire_device))
+            for t, one in zip(tensors, form.tensors, strict=True)
+        ]
+        works += self._begin(dist.isend, parts, to.stage)
+        if len(self._sent) >= self._most_sent:
+            self._doing.wait(True)
+            self._wait_for_oldest()
+            self._doing.wait(False)
+        self._sent.append((works, held + parts))
+
+    def begin_receive(self, action: Action) -> None:
+        """Begins to receive the message to `action`, before it is needed."""
+        sender = action.stage - 1 if action.kind == "F" else action.stage + 1
+        if action not in self._formats:
+            self._formats[action] = self._receive_format(sender)
+        form = self._formats[action]
+        tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
+        parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
+        works = self._begin(dist.irecv, parts, sender)
+        self._coming[action] = _Coming(form, tensors, parts, works)
+
+    def receive(self, action: Action, doing: Lane) -> list[Any]:
+        """Waits for the message if it is on its way."""
+        if action.kind == "I":  # the sender does not ask which part of a backward waits
+            action = action._replace(kind="B")
+        if action in self._here:
+            return self._here.pop(action)
+        form, tensors, _, works = self._coming.pop(action)
+        doing.wait(True)
+        for work in works:
+            work.wait()
+        doing.wait(False)
+        draws: Tensor | None = tensors[-1] if action.kind == "F" else None
+        message: list[Any] = unpack(form, tensors, self._device)  # 3
+        if draws is not None:
+            message.pop()
+            if draws.numel():
+                stage = self._stages[action.stage]
+                stage.continue_draws(action.microbatch, draws.tolist())
+        return message
+
+    def finish(self) -> None:
+        """Waits until all is sent."""
+        self._doing.wait(True)
+        while self._sent:
+            self._wait_for_oldest()
+        self._doing.wait(False)
+
+    def _wait_for_oldest(self) -> None:
+        works, _held = self._sent.popleft()
+        for work in works:
+            work.wait()
+
+    def _receive_format(self, sender: int) -> MessageFormat:
+        self._doing.wait(True)
+        peer = self._peers[sender]
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group=self._group, group_src=peer)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, group=self._group, group_src=peer)
+        self._doing.wait(False)
+        return from_bytes(data)
+
+    def _begin(self, operation: Any, parts: Sequence[Tensor], stage: int) -> list[Any]:
+        """Begins to send `parts` to the process of `stage`, or to receive them from it."""
+        peer, group = self._peers[stage], self._group
+        parts = [part for part in parts if part.numel()]
+        batch = [part for part in parts if self._batches and part.device.type != "cpu"]
+        operations = [dist.P2POp(operation, part, group=group, group_peer=peer) for part in batch]
+        works = dist.batch_isend_irecv(operations) if batch else []
+        # of the CPU's with gloo, in whatever order NCCL's are done
+        rest = [part for part in parts if not self._batches or part.device.type == "cpu"]
+        if operation is dist.isend:
+            return works + [dist.isend(part, group=group, group_dst=peer) for part in rest]
+        return works + [dist.irecv(part, group=group, group_src=peer) for part in rest]
+
 
 # Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
 _KINDS = 64

@@ -6,6 +6,15 @@ evaluation, where no backward holds the first stage back, it waits while the pip
 `_MOST_INSIDE` micro-batches for each stage, since what waits before a slow stage is memory. PyTorch
 releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
 CPU a backward runs in the thread that calls it.
+
+The engine for stages that are all on one device: they run in the caller's thread.
+
+The wire between stages of one process: two queues for each border, and copies between devices.
+
+    lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
+    lane 1      F0 B0 F1 ..                <---gradients---
+
+A thread whose message is not there yet waits in the queue; there is no barrier and no clock.
 """
 
 from __future__ import annotations
@@ -18,23 +27,81 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Lane, activity, ends_at_once
+from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, stage_thread
-from hybridtrain.pipeline.engines.queue_wire import QueueWire
-from hybridtrain.pipeline.links import Link, Route, routes
+from hybridtrain.pipeline.links import Link, Route, Step, routes
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.step import Step
 from hybridtrain.pipeline.transfer import sync_streams
 from hybridtrain.schedule import Action, Schedule
 from hybridtrain.world import World
+
+
+class _Line(NamedTuple):
+    """One direction of a border.
+
+    Attributes:
+        queue: the messages that nobody has taken yet; None ends a wait.
+        between: the devices on its two sides, and its name; None: they are one.
+    """
+
+    queue: SimpleQueue[Any]
+    between: tuple[torch.device, torch.device, str] | None
+
+
+class QueueWire:
+    """Hands on values in memory; see `Wire`. It is one step's."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._aborted = False
+        self._lines: dict[tuple[str, int], _Line] = {}
+        for before, after in pairwise(stages):
+            apart = before.device != after.device
+            forth = (before.device, after.device, "F") if apart else None
+            back = (after.device, before.device, "B") if apart else None
+            self._lines["F", after.index] = _Line(SimpleQueue(), forth)
+            # which part of a backward takes the gradients is the same to the line
+            line = _Line(SimpleQueue(), back)
+            self._lines["B", before.index] = self._lines["I", before.index] = line
+
+    def send(self, to: Action, message: list[Any]) -> None:
+        """Puts the message into a queue; begins the copy if it goes to another device."""
+        queue, between = self._lines[to.kind, to.stage]
+        queue.put(message if between is None else transfer.send(message, *between))
+
+    def receive(self, action: Action, doing: Lane) -> list[Any]:
+        """Takes the next message out of a queue.
+
+        Raises:
+            Aborted: there is none, and none will come.
+        """
+        queue, between = self._lines[action.kind, action.stage]
+        if queue.empty():
+            doing.wait(True)
+            message = queue.get()
+            doing.wait(False)
+        else:
+            message = queue.get()
+        if message is None or self._aborted:
+            raise Aborted
+        if between is not None:
+            message = transfer.receive(message, between[1])
+        return message  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        """Ends the waits in `receive`, and those to come."""
+        self._aborted = True
+        for queue, _ in self._lines.values():
+            queue.put(None)
+
 
 _log = logging.getLogger(__name__)
 
@@ -317,3 +384,34 @@ class ThreadTrial:
                 "step takes %.0f%% of the time",
                 100 * all_in_one / each,
             )
+
+
+class InlineEngine:
+    """Executes steps on `stages`, all of a pipeline: nobody waits for another.
+
+    A model that is not cut is a single stage, with nothing to send.
+    """
+
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
+        self._stages = stages
+        self._of_index = {stage.index: stage for stage in stages}
+        self._routes = routes(links)
+        # in the caller's thread `cuda` must mean this GPU
+        if (accelerator := stages[0].accelerator) is not None:
+            accelerator.set_device(stages[0].device)
+
+    def forget(self) -> None:
+        """Nothing to forget; see `Engine.forget`."""
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes `step`; see `Engine.run`."""
+        runner = ActionRunner(step, self._of_index, self._routes, QueueWire(self._stages))
+        (doing,) = activity.begin_step(1)
+        try:
+            with stage_thread():
+                runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
+        except BaseException:
+            for stage in self._stages:
+                stage.clear()
+            raise
+        return runner.values

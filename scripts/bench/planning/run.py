@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybridtrain.app.measure_machine import measured as measured_rates
+from hybridtrain.app.pricing import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import hybridtrain.smp as smp
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
 from hybridtrain.smp import runtime
-from hybridtrain.smp.process_state import flags
+from hybridtrain.smp.step import flags
 
 cells = Cells()
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
