@@ -24,7 +24,7 @@ from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import TrainLoader
 from hybridtrain.devices import resident_bytes
 from hybridtrain.pipeline import boundary, transfer
-from hybridtrain.pipeline.engines import queue_wire
+from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.reducer import StageReducer
 from scripts.bench.common import mean_loss
 from tests.support.matrix import Cell, compared, difference
@@ -50,7 +50,7 @@ def _batch(device: str, samples: int = 32) -> Tensor:
 @contextmanager
 def side_streams() -> Iterator[None]:
     """Has stages of one GPU send to each other as stages of two do, with copies that are clones."""
-    begin, hold = queue_wire.QueueWire.__init__, boundary.OutputBoundary.__init__
+    begin, hold = threads.QueueWire.__init__, boundary.OutputBoundary.__init__
 
     def with_copies(self: Any, stages: Any) -> None:
         begin(self, stages)
@@ -65,7 +65,7 @@ def side_streams() -> Iterator[None]:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     with (
-        mock.patch.object(queue_wire.QueueWire, "__init__", with_copies),
+        mock.patch.object(threads.QueueWire, "__init__", with_copies),
         mock.patch.object(boundary.OutputBoundary, "__init__", with_edges),
         mock.patch.object(transfer, "move", clone),
     ):

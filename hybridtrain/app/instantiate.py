@@ -51,7 +51,7 @@ TARGETS: dict[str, Targets] = {
         ("torch.nn", "torchvision.models", "hybridtrain.models"),
         "torch.nn:Module",
     ),
-    "data": Targets("a data set of hybridtrain.data", ("hybridtrain.data",)),
+    "data": Targets("a data set of hybridtrain.datasets", ("hybridtrain.datasets",)),
     "optim": Targets("an optimizer of torch.optim", ("torch.optim",), "torch.optim:Optimizer"),
     "lr_schedule": Targets(
         "a schedule of torch.optim.lr_scheduler",
@@ -80,7 +80,7 @@ TARGETS: dict[str, Targets] = {
 _FUNCTIONS: dict[str, Callable[[Any], Iterable[object]]] = {
     "torchvision.models": lambda module: map(module.get_model_builder, module.list_models()),
     "hybridtrain.models": lambda module: (getattr(module, name) for name in module.__all__),
-    "hybridtrain.data": lambda data: (data.digits, data.imdb, data.mnist, data.python_source),
+    "hybridtrain.datasets": lambda module: (getattr(module, name) for name in module.__all__),
     "hybridtrain.losses": lambda losses: losses.LOSSES.values(),
     "torch.nn.functional": lambda module: (
         value

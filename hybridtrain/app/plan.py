@@ -17,8 +17,7 @@ from hybridtrain.app.compose import given_keys
 from hybridtrain.app.config import AUTO, Config
 from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, without_auto
 from hybridtrain.app.resolve import Settings
-from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_directory import RunDirectory, RunLock
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.devices import check_nb_part, choose_devices
 from hybridtrain.errors import ConfigError

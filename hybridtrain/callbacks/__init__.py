@@ -5,10 +5,14 @@ callbacks too.
 """
 
 from hybridtrain.callbacks.base import Callback, CallbackStates
-from hybridtrain.callbacks.best_weights import BestWeights
-from hybridtrain.callbacks.early_stopping import EarlyStopping, GradientNorms, LearningRates
-from hybridtrain.callbacks.ema import EMA
-from hybridtrain.callbacks.freeze import Freeze
+from hybridtrain.callbacks.ready_made import (
+    EMA,
+    BestWeights,
+    EarlyStopping,
+    Freeze,
+    GradientNorms,
+    LearningRates,
+)
 
 __all__ = [
     "CALLBACKS",

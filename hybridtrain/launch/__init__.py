@@ -18,10 +18,9 @@ from hybridtrain.launch.failure import (
     tell_uncaught_errors,
     write_error_file,
 )
-from hybridtrain.launch.job import Failure, Job
+from hybridtrain.launch.job import Failure, Job, end_with_parent, process_namespace, process_state
 from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
 from hybridtrain.launch.notebook import notebook_launcher
-from hybridtrain.launch.processes import end_with_parent, process_namespace, process_state
 from hybridtrain.launch.signals import (
     ends_at_once,
     ignore_signals,

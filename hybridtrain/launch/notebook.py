@@ -23,7 +23,7 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError, ProcessFailedError
 from hybridtrain.files import write_atomically
-from hybridtrain.launch.processes import end_with_parent
+from hybridtrain.launch.job import end_with_parent
 
 # How long the other processes have to end by themselves when one has failed, and after a signal.
 _GRACE_S = 15.0

@@ -8,21 +8,19 @@ Scripts run under torchrun, on CPUs and GPUs. docs/smp.md has every name and par
 from typing import Any
 
 from hybridtrain.smp import amp
-from hybridtrain.smp.activation_checkpointing import (
-    checkpoint,
-    checkpoint_sequential,
-    set_activation_checkpointing,
-)
 from hybridtrain.smp.config import config_from_distribution
 from hybridtrain.smp.microbatches import SplitDataset
 from hybridtrain.smp.model import NAMES, DistributedModel, refuse
 from hybridtrain.smp.optimizer import DistributedOptimizer
 from hybridtrain.smp.partition import (
+    checkpoint,
+    checkpoint_sequential,
     default_partition,
     delay_param_initialization,
     get_partition,
     model_creation,
     partition,
+    set_activation_checkpointing,
     set_partition,
 )
 from hybridtrain.smp.ranks import (

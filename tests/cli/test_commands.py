@@ -144,7 +144,7 @@ def test_predictions_are_in_the_order_of_the_samples(
     found = np.load("there/predictions.npy")
     read = np.array([json.loads(line) for line in lines.read_text().splitlines()], np.float32)
     assert np.array_equal(found, read)
-    data = hybridtrain.data.digits().eval
+    data = hybridtrain.datasets.digits().eval
     net = models.basicnet(num_classes=10, image_size=8, channels=1).eval()
     net.load_state_dict(load_file(copied / "checkpoints" / LAST / "model.safetensors"))
     inputs, targets = data.__getitems__(range(len(data)))

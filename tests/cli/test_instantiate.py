@@ -76,7 +76,7 @@ def refusal(call: Callable[[], object]) -> str:
         ("model", "torch.optim.AdamW"),
         ("model", "hybridtrain.app.cli.main"),
         ("model", "hybridtrain.models.basicnet.__globals__"),
-        ("data", "hybridtrain.data.digits.__builtins__"),
+        ("data", "hybridtrain.datasets.digits.__builtins__"),
         ("data", "pathlib.Path"),
         ("lr_schedule", "torch.optim.AdamW"),
         ("lr_schedule", "torch.optim.lr_scheduler.types.FunctionType"),

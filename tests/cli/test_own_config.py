@@ -12,8 +12,7 @@ from support.launch import SMALL
 
 from hybridtrain.app.cli import main
 from hybridtrain.app.resolve import settle
-from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_directory import RunDirectory, RunLock
 from hybridtrain.errors import ConfigError
 
 
@@ -90,7 +89,7 @@ def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
         ("data.max_len=32", "data.max_len=64, not 32"),
         ("seed=3", "seed=0, not 3"),
         ("+model.bias=true", "model.bias=(not set), not true"),
-        ("data=digits", "data._target_=hybridtrain.data.imdb, not hybridtrain.data.digits"),
+        ("data=digits", "data._target_=hybridtrain.datasets.imdb, not hybridtrain.datasets.digits"),
     ],
 )
 def test_another_model_other_data_or_another_seed_is_refused(

@@ -43,7 +43,7 @@ def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried:
             *("torchvision.models.resnet18", "torchvision.models.segmentation.fcn_resnet50"),
             *("torchvision.models.VisionTransformer", "hybridtrain.models.gpt"),
         ],
-        "data": ["hybridtrain.data.digits", "hybridtrain.data.imdb"],
+        "data": ["hybridtrain.datasets.digits", "hybridtrain.datasets.imdb"],
         "optim": ["torch.optim.AdamW", "torch.optim.Adafactor"],
         "lr_schedule": ["torch.optim.lr_scheduler.OneCycleLR"],
         "trainer.metrics": ["torchmetrics.F1Score", "torchmetrics.Perplexity"],

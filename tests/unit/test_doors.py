@@ -14,15 +14,17 @@ PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 # From the ground up. What stands in one line may not import one another.
 FLOORS = """
     accelerator errors files precision skip text_table
-    _torch_private machine metrics microbatch models name_patterns schedule trainer_options
-    cluster construction graph launch memory options
-    devices planning
+    _torch_private metrics microbatch models schedule
+    construction graph launch machine options
+    devices
+    planning
     world
     pipeline
     losses
-    model_misuse verification
+    verification
     model
     data param_groups
+    datasets
     evaluation sharded_optimizer
     checkpoint
     callbacks step

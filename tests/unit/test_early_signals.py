@@ -11,8 +11,7 @@ import pytest
 from hybridtrain._torch_private import HashStore
 from hybridtrain.app import error_report
 from hybridtrain.launch import signals
-from hybridtrain.launch.job import Job
-from hybridtrain.launch.processes import this_process
+from hybridtrain.launch.job import Job, this_process
 from hybridtrain.launch.watchdog import Watchdog
 
 

@@ -12,13 +12,13 @@ import torch
 from support.small_data import write_imdb
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.data import imdb
+from hybridtrain.datasets import imdb
 from hybridtrain.errors import DataError
 
 torchtext = pytest.importorskip("torchtext")
 
 # As an attribute of the package, `imdb` is the function.
-imdb_module = importlib.import_module("hybridtrain.data.imdb")
+imdb_module = importlib.import_module("hybridtrain.datasets.imdb")
 
 
 def same(one, other):

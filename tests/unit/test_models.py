@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from support.small_data import write_imdb
 from torch import nn
 
-from hybridtrain import data, models
+from hybridtrain import datasets, models
 from hybridtrain.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -164,7 +164,7 @@ def test_basicnet_fits_other_images(size, channels):
 
 def test_basicnet_learns_the_digits():
     torch.manual_seed(0)
-    splits = data.digits()
+    splits = datasets.digits()
     model = models.basicnet(image_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(5):
@@ -257,7 +257,7 @@ def test_transformer_learns_reviews(tmp_path):
     pytest.importorskip("torchtext")
     torch.manual_seed(0)
     write_imdb(tmp_path, 120)
-    splits = data.imdb(tmp_path, max_len=32, min_freq=1)
+    splits = datasets.imdb(tmp_path, max_len=32, min_freq=1)
     model = models.transformer(**splits.metadata, d_model=32, d_hid=64, nlayers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(12):
@@ -327,7 +327,7 @@ def test_gpt_dropout_acts_in_training_only():
 
 def test_gpt_learns_python():
     torch.manual_seed(0)
-    splits = data.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)
+    splits = datasets.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)
     model = models.gpt(**splits.metadata, n_layer=2, d_model=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # twice, since other versions of Python have other files

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.app import run_lock
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_directory import RunLock
 from hybridtrain.errors import UserError
 
 HOLD = """
 import sys
 from pathlib import Path
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.run_directory import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()

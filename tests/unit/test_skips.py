@@ -19,7 +19,7 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.pipeline.engines import inline
+from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
 from hybridtrain.skip import pop, stash
 
@@ -394,7 +394,7 @@ def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch):
     models = []
     for wire in (None, Shelf):
         if wire is not None:
-            monkeypatch.setattr(inline, "QueueWire", wire)
+            monkeypatch.setattr(threads, "QueueWire", wire)
         torch.manual_seed(0)
         models.append(
             hybrid(skip_chain(0, 6), 1, 4 if schedule != "zb-v" else 2, schedule=schedule)

@@ -11,10 +11,17 @@ from hybridtrain._torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import processes, watchdog
 from hybridtrain.launch.activity import Activity, activity, end_process
-from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report
-from hybridtrain.launch.processes import has_ended, is_stopped, kill, this_process
-from hybridtrain.launch.stacks import summary, write_stacks
-from hybridtrain.launch.watchdog import Watchdog
+from hybridtrain.launch.job import (
+    EXIT_STALLED,
+    Failure,
+    Job,
+    Report,
+    has_ended,
+    is_stopped,
+    kill,
+    this_process,
+)
+from hybridtrain.launch.watchdog import Watchdog, summary, write_stacks
 from hybridtrain.schedule import Action
 
 

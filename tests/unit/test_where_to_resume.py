@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridtrain.app import resume
+from hybridtrain.app import run_directory
 from hybridtrain.app.components import load_data
 from hybridtrain.app.config import Config
 from hybridtrain.app.run_directory import checkpoint_to_resume
@@ -43,7 +43,7 @@ def save(folder, step):
 
 @pytest.fixture(autouse=True)
 def no_restart(monkeypatch):
-    for name in resume._RESTARTS:
+    for name in run_directory._RESTARTS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -81,7 +81,7 @@ def test_a_job_that_is_started_again_without_a_checkpoint_says_so(tmp_path, capl
 
 
 def test_a_data_set_that_one_process_cannot_load_is_an_error_with_its_host_on_all():
-    config = Config(data={"_target_": "hybridtrain.data.digits"}, model={}, optim={})
+    config = Config(data={"_target_": "hybridtrain.datasets.digits"}, model={}, optim={})
     world = Others()
     world.others = [lambda own: None, lambda own: "rank 2 on n3: no files in data"]
     with pytest.raises(DataError, match="rank 2 on n3: no files in data"):

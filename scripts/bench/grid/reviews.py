@@ -6,8 +6,8 @@ import torch
 
 from hybridtrain.app.components import load_data
 from hybridtrain.app.config import Config
-from hybridtrain.data.imdb import with_mask
 from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.datasets.imdb import with_mask
 from hybridtrain.errors import UserError
 from hybridtrain.world import World
 from scripts.bench.grid.results import EPOCH

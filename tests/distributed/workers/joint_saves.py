@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint import init_from as init_from_module
-from hybridtrain.checkpoint import shared_files
+from hybridtrain.checkpoint import joint_save
 from hybridtrain.checkpoint import state as state_module
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.init_from import init_from
@@ -145,7 +145,7 @@ def assert_restores(path, made, expected):
 @contextmanager
 def forced(same_files):
     """Lets processes find that they see the same files, or not."""
-    real = shared_files.same_files
+    real = joint_save.same_files
     for module in (state_module, init_from_module):
         module.same_files = lambda world, paths: real(world, paths) and same_files
     yield
@@ -278,7 +278,7 @@ def _private(world):
     model, optimizer = across()
     train(model, optimizer)
     with shared_folder(world) as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_files, "_APPEARS_S", 0.1)
+        patch.setattr(joint_save, "_APPEARS_S", 0.1)
         own = folder / f"of_rank_{world.rank}"
         store = CheckpointStore(own, writers="all")
         missing = pytest.raises(CheckpointError, match=r"not seen by rank 1 on .*writers=rank0")

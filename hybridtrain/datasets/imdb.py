@@ -35,7 +35,7 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 from hybridtrain.files import atomic_file
 

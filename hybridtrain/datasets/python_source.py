@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}

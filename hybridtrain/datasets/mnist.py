@@ -5,7 +5,7 @@ from urllib.error import URLError
 
 from torch import Tensor
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
 _SIDE = 28

@@ -6,7 +6,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from hybridtrain.data.splits import DataSplits, InMemoryDataset
+from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
 
 _FILE = "digits.csv.gz"
