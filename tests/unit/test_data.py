@@ -15,7 +15,8 @@ from support.small_data import write_imdb, write_mnist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from hybridtrain.data import InMemoryDataset, already_batched, digits, imdb, mnist, python_source
+from hybridtrain.data import InMemoryDataset, already_batched
+from hybridtrain.datasets import digits, imdb, mnist, python_source
 from hybridtrain.errors import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
