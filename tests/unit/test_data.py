@@ -151,7 +151,7 @@ def test_the_held_out_fifth_of_digits_has_every_class_in_proportion():
 
 
 def test_the_digits_file_is_the_one_that_its_attribution_describes():
-    folder = Path(importlib.import_module("hybridtrain.data").__file__).parent
+    folder = Path(importlib.import_module("hybridtrain.datasets").__file__).parent
     digest = hashlib.sha256((folder / "digits.csv.gz").read_bytes()).hexdigest()
     assert digest in (folder / "digits.md").read_text()
 
