@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ from hybridtrain.app.config import (
     AUTO,
     LOADER_OPTIONS,
     Config,
+    arguments_of,
     check,
-    checkpoint_options,
     errors_with_config_keys,
 )
 from hybridtrain.app.pricing import chosen, without_auto
@@ -55,8 +55,6 @@ from hybridtrain.trainer import TrainerOptions
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
-
-Options = TypeVar("Options", PipelineOptions, TrainerOptions)
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,
-        getattr(config.checkpoint, "async"),  # a keyword of Python
+        config.checkpoint.background,
         config.checkpoint.writers,
     )
     if writes:
@@ -245,17 +243,14 @@ def checked_options(
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
-    pipeline_options = _options(
-        PipelineOptions,
-        {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},
+    pipeline_options = PipelineOptions(
+        **arguments_of(config, PipelineOptions),
         seed=config.seed,
         optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
     )
-    trainer_options = _options(
-        TrainerOptions,
-        {**vars(config.monitor), **vars(config.trainer)},
-        **checkpoint_options(config.checkpoint),
-    )
+    arguments = arguments_of(config, TrainerOptions)
+    arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
+    trainer_options = TrainerOptions(**arguments)
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
@@ -281,12 +276,6 @@ def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
             *([Progress()] if config.monitor.progress else []),
         ]
     )
-
-
-def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) -> Options:
-    """Returns options whose fields are found by name in `settings`, beside `others`."""
-    names = {field.name for field in fields(kind)} & set(settings)
-    return kind(**{name: settings[name] for name in names}, **others)
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

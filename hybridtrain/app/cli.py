@@ -27,7 +27,7 @@ from hybridtrain.app.compose import (
     register,
     register_recipe_file,
 )
-from hybridtrain.app.config import errors_with_config_keys
+from hybridtrain.app.config import errors_with_config_keys, with_new_keys
 from hybridtrain.app.error_report import lasting_streams
 from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.errors import ConfigError
@@ -128,7 +128,8 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
             )
     if len(commands) > 1:
         raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
-    return (commands or ["train"])[0], [word for word in words if word not in commands]
+    overrides = with_new_keys([word for word in words if word not in commands])
+    return (commands or ["train"])[0], overrides
 
 
 def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:

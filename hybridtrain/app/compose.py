@@ -31,7 +31,14 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from hybridtrain.app.config import OPEN_GROUPS, RARE, ClusterConfig, Config, flat_keys
+from hybridtrain.app.config import (
+    OPEN_GROUPS,
+    RARE,
+    ClusterConfig,
+    Config,
+    flat_keys,
+    rename_old_keys,
+)
 from hybridtrain.app.instantiate import unknown_key
 from hybridtrain.errors import ConfigError, closest, did_you_mean
 
@@ -473,6 +480,7 @@ def _store_recipe(name: str, text: str) -> None:
         raise ConfigError(f"recipe {name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"recipe {name} must be a mapping of keys to values")
+    rename_old_keys(node)
     ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
 
 

@@ -149,7 +149,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
         ("++trainer.step=3", "trainer.step: .* did you mean trainer.steps?"),
         (
             "+trainer.foo=3",
-            "trainer.foo: unknown key; the choices are: trainer.steps, .*trainer.log_every",
+            "trainer.foo: unknown key; the choices are: .*trainer.steps, .*trainer.log_every",
         ),
         ("~optim.lrr", "optim.lrr: .* did you mean optim.lr?"),
         ("trainer.gradient_accumulation_steps=4", ".* did you mean trainer.accumulate?"),
