@@ -20,7 +20,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -95,8 +95,8 @@ def takes(
 ) -> Callable[[Class], Class]:
     """Decorates a group that takes keys from a dataclass of options: their types and defaults.
 
-    A key of which the group itself has a docstring, since it means more there, is left as it is. A
-    type that OmegaConf does not know becomes `Any`, and the options check the value.
+    A key that the group has itself, since it means more there, keeps that meaning. A type that
+    OmegaConf does not know becomes `Any`, and the options check the value.
 
     Args:
         options: the dataclass.
@@ -106,18 +106,17 @@ def takes(
     """
 
     def decorate(group: Class) -> Class:
-        hints = get_type_hints(options)
-        taken = [each for each in fields(options) if each.name not in but]
-        taken = [each for each in taken if not names or each.name in names]
-        keys = {each.name: each.name.removeprefix(prefix) for each in taken}
-        group.taken = {**group.taken, options: keys}
-        for each in taken:
-            key = keys[each.name]
+        hints, keys = get_type_hints(options), {}
+        for each in fields(options):
+            if each.name in but or (names and each.name not in names):
+                continue
+            key = keys[each.name] = each.name.removeprefix(prefix)
             if key not in group.__annotations__:
                 group.__annotations__[key] = _known_type(hints[each.name])
-                has_factory = callable(each.default_factory)
-                default = field(default_factory=each.default_factory)
-                setattr(group, key, default if has_factory else each.default)
+                factory: Any = each.default_factory
+                made_anew = factory is not MISSING
+                setattr(group, key, field(default_factory=factory) if made_anew else each.default)
+        group.taken = {**group.taken, options: keys}
         return group
 
     return decorate

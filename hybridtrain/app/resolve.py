@@ -30,6 +30,7 @@ from hybridtrain.app.compose import (
     given_recipe,
     masked,
     parse_overrides,
+    read_overrides,
     to_config,
     to_tree,
 )
@@ -420,12 +421,7 @@ def _recipe_of_run(saved: Mapping[str, Any], run: Path) -> str | None:
     if "recipe" in saved:
         recipe = saved["recipe"]
         return None if recipe is None else str(recipe)
-    overrides = run / "overrides.yaml"  # a run of version 0.1
-    if not overrides.exists():
-        return None
-    listed = OmegaConf.to_container(OmegaConf.load(overrides))
-    words = [str(word) for word in listed] if isinstance(listed, list) else []
-    return given_recipe(words)
+    return given_recipe(read_overrides(run))  # a run of version 0.1
 
 
 def _check_recipe(given: str | None, of_run: str | None, run: Path) -> None:
