@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     net = basicnet(num_classes=10, image_size=8, channels=1)
     model = HybridModel(net, world, chunks=4)
-    options = TrainerOptions(epochs=2, clip_norm=1.0, log_every=20, checkpoint_every=20)
+    options = TrainerOptions(epochs=2, clip_norm=1.0, log_every=20, checkpoint_every_steps=20)
     trainer = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=3e-3),

@@ -1,10 +1,8 @@
-"""The settings of a pipeline and of a loader, each in one frozen object.
+"""The settings of a pipeline, a loader and a `Trainer`, each in one frozen object.
 
 `HybridModel(net, world, PipelineOptions(chunks=8))` and its short form `HybridModel(net, world,
-chunks=8)` are the same. The command line fills both from its config groups, and takes their
-defaults for its own. Nothing here imports torch.
-
-The settings of a `Trainer`: how long it trains, and when it logs, evaluates, saves and stops.
+chunks=8)` are the same. The fields are the config keys of the command line, which takes their
+names, types, defaults and docstrings from here. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -43,7 +42,7 @@ OTHER_NAMES = {
     **dict.fromkeys(["eval_steps", "val_check_interval"], "eval_every"),
     **dict.fromkeys(["eval_on_start", "num_sanity_val_steps"], "eval_first"),
     **dict.fromkeys(["bf16", "fp16", "mixed_precision"], "precision"),
-    **dict.fromkeys(["save_steps", "save_every"], "checkpoint_every"),
+    **dict.fromkeys(["save_steps", "save_every"], "checkpoint_every_steps"),
     **dict.fromkeys(["save_total_limit", "max_to_keep"], "keep"),
     "gradient_checkpointing": "checkpoint",
     **dict.fromkeys(["microbatches", "num_microbatches"], "chunks"),
@@ -262,6 +261,35 @@ def _check_checkpoint(spec: Any) -> None:
         raise ConfigError(f"checkpoint={spec!r}: use a mode, {{every: k}} or a list of layer names")
 
 
+# Arguments by the names that they had until 0.1; these go with 0.3.
+_OLD_NAMES = {"checkpoint_every": "checkpoint_every_steps"}
+
+
+def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `settings` with the present names of arguments that have had others.
+
+    Warns where the function was called that calls this.
+    """
+    new = dict(settings)
+    for name in _OLD_NAMES.keys() & new:
+        known = _OLD_NAMES[name]
+        warnings.warn(f"{name}= is called {known}= now", DeprecationWarning, stacklevel=3)
+        new[known] = new.pop(name)
+    return new
+
+
+def _takes_old_names(kind: type[Options]) -> type[Options]:
+    """Decorates a dataclass: it takes arguments by their old names too."""
+    init = kind.__init__
+
+    @wraps(init)
+    def renaming(self: Any, *args: Any, **settings: Any) -> None:
+        init(self, *args, **with_new_names(settings))
+
+    kind.__init__ = renaming
+    return kind
+
+
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WHOLE = (
     "steps",
@@ -271,13 +299,14 @@ _WHOLE = (
     "log_every",
     "eval_every",
     "eval_every_epochs",
-    "checkpoint_every",
+    "checkpoint_every_steps",
     "checkpoint_every_epochs",
     "timeline_every",
 )
 _POSITIVE = ("clip_norm", "loss_scale", "checkpoint_every_minutes")
 
 
+@_takes_old_names
 @dataclass(frozen=True)
 class TrainerOptions:
     """The length of a training run, and when to log, evaluate, save and stop.
@@ -315,7 +344,7 @@ class TrainerOptions:
     eval_first: bool = False
     """Evaluate before the first step too, at step 0. Otherwise one batch of the evaluation runs
     there, which counts for nothing, so that an error in a metric is found."""
-    checkpoint_every: int | None = None
+    checkpoint_every_steps: int | None = None
     """Steps between two checkpoints; None: only at the end."""
     checkpoint_every_epochs: int | None = None
     """Epochs between two checkpoints."""
@@ -327,7 +356,7 @@ class TrainerOptions:
     best_mode: str = "min"
     """`min` if the smallest value is best, `max` if the largest is."""
     timeline_every: int | None = None
-    """Steps between two timelines; None: only at the end."""
+    """Steps between two timelines of the stages; None: only at the end."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -349,6 +378,11 @@ class TrainerOptions:
             raise ConfigError(f"eval_first={self.eval_first} must be true or false")
         check_choice("best_mode", self.best_mode, ("min", "max"))
         seconds(self.max_time)
+
+    @property
+    def checkpoint_every(self) -> int | None:
+        """`checkpoint_every_steps` by its old name."""
+        return self.checkpoint_every_steps
 
     @property
     def max_seconds(self) -> float | None:

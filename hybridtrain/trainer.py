@@ -27,7 +27,7 @@ from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput, call_hook
-from hybridtrain.options import TrainerOptions, check_names
+from hybridtrain.options import TrainerOptions, check_names, with_new_names
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep, find_checkpoint, replay
 from hybridtrain.training import (
@@ -112,6 +112,7 @@ class Trainer:
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
+        settings = with_new_names(settings)
         check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
@@ -604,7 +605,7 @@ class Trainer:
         A run that is resumed there does the evaluation that the checkpoint does not know of.
         """
         if self.step > 0:
-            save |= self._is_due(self.options.checkpoint_every, self.step)
+            save |= self._is_due(self.options.checkpoint_every_steps, self.step)
             save |= self._ended_epoch(self.options.checkpoint_every_epochs)
         evaluates = self._evaluation_is_due()
         if save or evaluates or self._ended:

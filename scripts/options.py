@@ -1,9 +1,9 @@
 """Writes what keys mean wherever it is told, from one text: `python scripts/options.py [--check]`.
 
-The text is the docstring of the field: in `hybridtrain/app/config.py`, or in the options that the
-field is handed to. From it come the comments in `configs/`, the tables of docs/configuration.md and
-a JSON schema for editors and for `--cfg job`, configs/schema.json. `--check` writes nothing and
-fails where a file is not what it should be.
+The text is the docstring of the field, in the option class that the key is taken from; a key of the
+command line alone has it in `hybridtrain/app/config.py`. From it come the comments in `configs/`,
+the tables of docs/configuration.md and a JSON schema for editors and for `--cfg job`,
+configs/schema.json. `--check` writes nothing and fails where a file is not what it should be.
 """
 
 from __future__ import annotations
@@ -15,28 +15,15 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hybridtrain.app import config
-from hybridtrain.app.config import Config
-from hybridtrain.machine import Machine
-from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
+from hybridtrain.app.config import LOADER_OPTIONS, Config, groups
+from hybridtrain.options import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "configs/schema.json"
-
-# Where a field of a group gets its text if it has none of its own.
-SOURCES: dict[str, list[type]] = {
-    "pipeline": [PipelineOptions],
-    "world": [PipelineOptions],
-    "trainer": [TrainerOptions, PipelineOptions],
-    "checkpoint": [TrainerOptions],
-    "monitor": [TrainerOptions],
-    "cluster": [Machine],
-    "data": [LoaderOptions],
-}
 
 # Pages that say more.
 MORE = {
@@ -61,8 +48,6 @@ def texts_of(kind: type) -> dict[str, str]:
     for statement in body:
         if isinstance(statement, ast.AnnAssign):
             name = ast.unparse(statement.target)
-        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
-            name = ast.literal_eval(statement.targets[0].slice)  # `async`, a keyword of Python
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             text = " ".join(str(statement.value.value).split()).rstrip(".")
             for word, of_yaml in (("None", "null"), ("True", "true"), ("False", "false")):
@@ -74,19 +59,20 @@ def texts_of(kind: type) -> dict[str, str]:
 def keys() -> Iterator[tuple[str, str, Any, str]]:
     """Yields group, name, type and text of every key; the group is "" for keys of the run."""
     own = texts_of(Config)
-    for group, kind in get_type_hints(Config).items():
-        schema = next((k for k in (kind, *getattr(kind, "__args__", ())) if is_dataclass(k)), None)
-        if schema is None:
-            yield "", group, kind, own.get(group, "")
-            continue
-        known: dict[str, str] = {}
-        for source in reversed([schema, *SOURCES.get(group, [])]):
-            known |= texts_of(source)  # type: ignore[arg-type]
+    for name, kind in get_type_hints(Config).items():
+        if name not in groups():
+            yield "", name, kind, own.get(name, "")
+    for group, schema in groups().items():
+        texts: dict[str, str] = {}
+        for options, taken in schema.taken.items():
+            found = texts_of(options)
+            texts |= {key: found[name] for name, key in taken.items()}
+        texts |= texts_of(schema)
         hints = get_type_hints(schema)
-        for each in fields(schema):
-            yield group, each.name, hints[each.name], known.get(each.name, "")
+        for each in fields(schema):  # type: ignore[arg-type]
+            yield group, each.name, hints[each.name], texts.get(each.name, "")
     for name, text in texts_of(LoaderOptions).items():
-        if name in config.LOADER_OPTIONS:
+        if name in LOADER_OPTIONS:
             yield "data", name, get_type_hints(LoaderOptions)[name], text
 
 

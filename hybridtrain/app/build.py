@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ from hybridtrain.app.config import (
     AUTO,
     LOADER_OPTIONS,
     Config,
+    arguments_of,
     check,
-    checkpoint_options,
     errors_with_config_keys,
 )
 from hybridtrain.app.pricing import chosen, without_auto
@@ -56,7 +56,16 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-Options = TypeVar("Options", PipelineOptions, TrainerOptions)
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The settings of a run that need neither processes nor data."""
+
+    pipeline: PipelineOptions
+    trainer: TrainerOptions
+    loader: LoaderOptions
+    loss_fn: LossFn
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,7 @@ class Setup:
     data: DataSplits
     build: Callable[[], nn.Module]
     example_inputs: Any
-    pipeline_options: PipelineOptions
-    trainer_options: TrainerOptions
-    loader_options: LoaderOptions
-    loss_fn: LossFn
-    metrics: dict[str, Any]
+    options: RunOptions
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class RunContext(Setup):
 
     def train_loader(self) -> TrainLoader | StreamLoader:
         """Returns the loader of the training split."""
-        size, seed, options = self.config.data["batch_size"], self.config.seed, self.loader_options
+        size, seed, options = self.config.data["batch_size"], self.config.seed, self.options.loader
         kind = StreamLoader if is_stream(self.data.train) else TrainLoader
         return kind(self.data.train, size, self.world, seed=seed, options=options)
 
@@ -95,7 +100,7 @@ class RunContext(Setup):
         if self.data.eval is None:
             return None
         batch_size = self.config.data["batch_size"]
-        return EvalLoader(self.data.eval, batch_size, self.world, options=self.loader_options)
+        return EvalLoader(self.data.eval, batch_size, self.world, options=self.options.loader)
 
 
 @contextmanager
@@ -129,12 +134,12 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     setup = set_up(settings, join, writes)
-    world, options = setup.world, setup.pipeline_options
+    world, options = setup.world, setup.options.pipeline
     if reuse_plan:
         split: Any = world.on_main(lambda: _split_or_plan(settings, setup.directory, setup.store))
         options = replace(options, split=world.broadcast(split))
     model = HybridModel.construct(setup.build, world, options, example_inputs=setup.example_inputs)
-    loss_fn = setup.loss_fn
+    loss_fn = setup.options.loss_fn
     with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
         model.resolve_loss(loss_fn)  # refuses what cannot be weighted
     if isinstance(loss_fn, nn.Module):
@@ -177,14 +182,13 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     if (of_rank_0 := agreed(config, world)) != config:
         config = of_rank_0
         options = checked_options(config)
-    pipeline_options, trainer_options, loader_options, loss_fn, metrics = options
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
     raise_on_signals()
     store = CheckpointStore(
         directory.checkpoints,
         config.checkpoint.keep,
-        getattr(config.checkpoint, "async"),  # a keyword of Python
+        config.checkpoint.background,
         config.checkpoint.writers,
     )
     if writes:
@@ -196,11 +200,15 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     for note in settings.notes:
         _log.info("%s", note)
     data = load_data(config, world)
-    config = chosen(settings, config, data, world, pipeline_options.optimizer_tensors_per_param)
+    config = chosen(settings, config, data, world, options.pipeline.optimizer_tensors_per_param)
     if settings.config.pipeline.nb_part == AUTO:
         world = world.divided(config.pipeline.nb_part, config.world.devices)
-    pipeline_options = replace(
-        pipeline_options, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
+    options = replace(
+        options,
+        pipeline=replace(
+            options.pipeline, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
+        ),
+        loader=replace(options.loader, collate=data.collate),
     )
     _set_numerics(config.trainer.deterministic, config.trainer.tf32)
     torch.manual_seed(config.seed)
@@ -226,17 +234,11 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         data,
         partial(build_model, config, data),
         example[0],
-        pipeline_options,
-        trainer_options,
-        replace(loader_options, collate=data.collate),
-        loss_fn,
-        metrics,
+        options,
     )
 
 
-def checked_options(
-    config: Config,
-) -> tuple[PipelineOptions, TrainerOptions, LoaderOptions, LossFn, dict[str, Any]]:
+def checked_options(config: Config) -> RunOptions:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
     check(config)
     parse_init_from(config.init_from)
@@ -245,21 +247,18 @@ def checked_options(
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
-    pipeline_options = _options(
-        PipelineOptions,
-        {**vars(config.world), **vars(config.trainer), **vars(config.pipeline)},
+    pipeline_options = PipelineOptions(
+        **arguments_of(config, PipelineOptions),
         seed=config.seed,
         optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
     )
-    trainer_options = _options(
-        TrainerOptions,
-        {**vars(config.monitor), **vars(config.trainer)},
-        **checkpoint_options(config.checkpoint),
-    )
+    arguments = arguments_of(config, TrainerOptions)
+    arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
+    trainer_options = TrainerOptions(**arguments)
     with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
-    return pipeline_options, trainer_options, loader_options, loss_fn, metrics
+    return RunOptions(pipeline_options, trainer_options, loader_options, loss_fn, metrics)
 
 
 def build_scaler(config: Config, world: World) -> GradScaler | None:
@@ -281,12 +280,6 @@ def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
             *([Progress()] if config.monitor.progress else []),
         ]
     )
-
-
-def _options(kind: type[Options], settings: Mapping[str, Any], **others: Any) -> Options:
-    """Returns options whose fields are found by name in `settings`, beside `others`."""
-    names = {field.name for field in fields(kind)} & set(settings)
-    return kind(**{name: settings[name] for name in names}, **others)
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

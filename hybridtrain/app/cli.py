@@ -14,7 +14,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
     compose_settings,
+    config_text,
     given_keys,
     register,
-    register_recipe_file,
+    register_file,
 )
-from hybridtrain.app.config import errors_with_config_keys
-from hybridtrain.app.error_report import lasting_streams
+from hybridtrain.app.config import errors_with_config_keys, with_new_keys
+from hybridtrain.app.error_report import lasting_streams, report
 from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect, end_with_parent
@@ -62,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_with_parent()
             return _dispatch(arguments)
         except (Exception, KeyboardInterrupt) as error:
-            from hybridtrain.app.error_report import report  # not needed for --help
-
             return report(error)
 
 
@@ -105,11 +104,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return sweep(command, overrides, parsed.config_dir, run)
     if parsed.cfg:
-        from hybridtrain.app.compose import config_text
-
-        text = config_text(
-            compose_settings(overrides, parsed.config_dir), parsed.resolve, parsed.package
-        )
+        composed = compose_settings(overrides, parsed.config_dir)
+        text = config_text(composed, parsed.resolve, parsed.package)
         if detect(os.environ).rank == 0:
             print(text)
         return 0
@@ -128,7 +124,8 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
             )
     if len(commands) > 1:
         raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
-    return (commands or ["train"])[0], [word for word in words if word not in commands]
+    overrides = with_new_keys([word for word in words if word not in commands])
+    return (commands or ["train"])[0], overrides
 
 
 def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -185,7 +182,7 @@ def _show(arguments: Sequence[str]) -> int:
         import hydra
 
         register()
-        sys.argv[1:] = [register_recipe_file(word) for word in arguments]
+        sys.argv[1:] = [register_file(word) for word in arguments]
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
@@ -246,12 +243,5 @@ def _allowed(path: Path) -> list[str]:
 def _versions() -> str:
     """Returns the versions that a report of a problem needs, on one line."""
     python = ".".join(map(str, sys.version_info[:3]))
-    torch, hydra = _version("torch"), _version("hydra-core")
+    torch, hydra = version("torch"), version("hydra-core")
     return f"hybridtrain {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
-from hybridtrain.app.compose import given_keys, to_yaml, with_later
+from hybridtrain.app.compose import given_keys, read_overrides, to_yaml, with_later
 from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
@@ -72,8 +72,8 @@ def train(settings: Settings) -> Result:
         )
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
-    loader, options = context.train_loader(), context.trainer_options
-    total_steps = options.total_steps(loader.batches_per_epoch)
+    loader, options = context.train_loader(), context.options
+    total_steps = options.trainer.total_steps(loader.batches_per_epoch)
     optimizer = build_model_optimizer(config.optim, model, config.allow_targets)
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets
@@ -81,11 +81,11 @@ def train(settings: Settings) -> Result:
     trainer = Trainer(
         model,
         optimizer,
-        context.loss_fn,
+        options.loss_fn,
         loader,
-        options,
+        options.trainer,
         evaluation=context.eval_loader(),
-        metrics=context.metrics,
+        metrics=options.metrics,
         lr_schedule=lr_schedule,
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
@@ -152,20 +152,19 @@ def plan(settings: Settings) -> Result:
         setup, plan, devices = plan_alone(settings)
         processes = [("not started", [device]) for device in devices]
         _log.info("%s", _layout(plan, processes, "planned by one process"))
-        _write_plan(plan, setup.directory, setup.store, setup.world)
+        _write_plan(plan, setup.directory, setup.world)
         return {}
     context = setup_run(settings, writes=True, reuse_plan=False)
     _log.info("%s", _placement(context.model.plan, context.world))
-    _write_plan(context.model.plan, context.directory, context.store, context.world)
+    _write_plan(context.model.plan, context.directory, context.world)
     context.world.close()
     return {}
 
 
-def _write_plan(plan: Plan, directory: RunDirectory, store: CheckpointStore, world: World) -> None:
+def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
     with writing(directory, world):
         if world.is_main:
-            # A run that has begun keeps the plan that it is cut by.
-            path = directory.plan.with_stem("plan.new" if store.steps() else "plan")
+            path = directory.plan_to_write()
             plan.write(path)
             _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
 
@@ -177,7 +176,8 @@ def evaluate(settings: Settings) -> Result:
     """
     context, loader, checkpoint, step = _trained(settings)
     directory = context.directory
-    values = evaluate_model(context.model, loader, context.loss_fn, context.metrics)
+    options = context.options
+    values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
     if context.world.is_main:
         result = {"checkpoint": str(checkpoint), "step": step, **values}
@@ -207,7 +207,7 @@ def verify(settings: Settings) -> Result:
     found = verify_model(
         context.model,
         [(batch.inputs, batch.targets) for batch in batches],
-        context.loss_fn,
+        context.options.loss_fn,
         reference,
     )
     if not found.exact:
@@ -297,7 +297,7 @@ def _write_config(context: RunContext) -> None:
         config.init_from = settings.of_run.init_from
     overrides = settings.overrides
     if settings.of_run is not None:
-        overrides = with_later(context.directory.overrides(), overrides)
+        overrides = with_later(read_overrides(context.directory.path), overrides)
     context.directory.write_config(config, overrides, settings.texts)
 
 

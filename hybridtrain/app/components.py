@@ -121,16 +121,10 @@ def build_loss(config: Config) -> LossFn:
         return target  # a loss that counts, not what makes one
     positional = [] if isinstance(target, type) else _output_and_targets(target, settings)
     if positional:
-        del settings["_target_"]
-        known = list(inspect.signature(target).parameters)
-        for key in settings:
-            if key not in known:
-                raise ConfigError(
-                    instantiate.unknown_key(
-                        f"trainer.loss.{key}", [f"trainer.loss.{name}" for name in known]
-                    )
-                )
-        return partial(target, **settings) if settings else target
+        _, arguments = instantiate.check(
+            "trainer.loss", settings, object, config.allow_targets, positional=positional
+        )
+        return partial(target, **arguments) if arguments else target
     made: Any = instantiate.build("trainer.loss", settings, object, config.allow_targets)
     if not callable(made):
         raise ConfigError(
@@ -167,11 +161,7 @@ def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
         chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
-    if "_target_" in chosen:
-        raise ConfigError(
-            f"trainer.metrics._target_={chosen['_target_']}: give the metric a name, such as "
-            f"trainer.metrics={{mine: {{_target_: {chosen['_target_']}}}}}"
-        )
+    _refuse_nameless("trainer.metrics", "metric", chosen)
     for name, metric in chosen.items():
         if isinstance(metric, Mapping):
             continue
@@ -373,12 +363,17 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
                 f"callbacks={{ema: {{decay: 0.999}}}}"
             )
         chosen = dict.fromkeys(chosen)
-    if "_target_" in chosen:
-        raise ConfigError(
-            f"callbacks._target_={chosen['_target_']}: give the callback a name, such as "
-            f"callbacks={{mine: {{_target_: {chosen['_target_']}}}}}"
-        )
+    _refuse_nameless("callbacks", "callback", chosen)
     return [_build(name, settings, config, directory) for name, settings in chosen.items()]
+
+
+def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
+    """Refuses a `_target_` in the place where a mapping has names."""
+    if (target := chosen.get("_target_")) is not None:
+        raise ConfigError(
+            f"{key}._target_={target}: give the {what} a name, such as "
+            f"{key}={{mine: {{_target_: {target}}}}}"
+        )
 
 
 def _build(name: str, settings: Any, config: Config, directory: RunDirectory) -> Callback:

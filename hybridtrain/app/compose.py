@@ -1,6 +1,8 @@
-"""Composes the command line's overrides, with Hydra, to a `Config`.
+"""A `Config` from the command line's overrides, by Hydra, and back to YAML.
 
-A config as YAML: written to a run directory, and shown with the comments of its files.
+`compose_settings` composes; a mistake in an override or a file is one line that says what was
+probably meant (`explain`). `to_yaml` writes a config to a run directory, and `config_text` shows it
+with the comments of its files.
 
 Secrets are neither written nor shown. A key such as `token: ${oc.env:MY_TOKEN}` has its value while
 a run lives; `config.yaml` has the text between the quotes, which is resolved again when it is read.
@@ -31,7 +33,14 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from hybridtrain.app.config import OPEN_GROUPS, RARE, ClusterConfig, Config, flat_keys
+from hybridtrain.app.config import (
+    OPEN_GROUPS,
+    RARE,
+    ClusterConfig,
+    Config,
+    flat_keys,
+    rename_old_keys,
+)
 from hybridtrain.app.instantiate import unknown_key
 from hybridtrain.errors import ConfigError, closest, did_you_mean
 
@@ -217,44 +226,6 @@ def measured_file() -> Path:
     return Path(cache) / "hybridtrain" / f"{THIS_MACHINE}.yaml"
 
 
-def register_cluster_file(override: str) -> str:
-    """Registers the file of `cluster=path/to/file.yaml` and returns the override for it.
-
-    Any other override is returned unchanged.
-
-    Raises:
-        ConfigError: it is a list or a mapping, the file cannot be read, or this machine has not
-            been measured.
-    """
-    key, _, value = override.partition("=")
-    if key.lstrip("+") != "cluster":
-        return override
-    if value.startswith(("[", "{")):
-        raise ConfigError(
-            f"cluster={value} must be the name of a machine, or the path of a YAML file with its "
-            f"keys; single ones are set as cluster.nodes=2"
-        )
-    path = measured_file() if value == THIS_MACHINE else Path(value)
-    if value == THIS_MACHINE and not path.exists():
-        raise ConfigError(
-            "cluster=this-machine: this machine has not been measured yet; "
-            "`hybridtrain measure-machine` does it in a minute"
-        )
-    if path.suffix not in (".yaml", ".yml"):
-        return override
-    try:
-        node = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cluster={value}: {error.strerror}") from error
-    except (UnicodeDecodeError, YAMLError) as error:
-        raise ConfigError(f"cluster={value} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(node, DictConfig):
-        raise ConfigError(f"cluster={value} must be a mapping of keys to values")
-    name = f"{path.stem}-file"  # a preset of the same name would win
-    ConfigStore.instance().store(group="cluster", name=name, package="cluster", node=node)
-    return f"{key}={name}"
-
-
 CONFIG_MODULE = "hybridtrain.configs"
 
 # The name of a run's config among the recipes.
@@ -293,7 +264,7 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for recipe in files("hybridtrain.recipes").iterdir():
         if recipe.name.endswith(".yaml"):
-            _store_recipe(Path(recipe.name).stem, recipe.read_text())
+            _store("recipe", Path(recipe.name).stem, recipe.read_text())
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
@@ -318,11 +289,11 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_cluster_file(register_recipe_file(override)) for override in overrides]
+    wanted = [register_file(override) for override in overrides]
     if base is not None:
         # an option that is chosen replaces the group as a whole
         kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
-        _store_recipe(_BASE, OmegaConf.to_yaml(OmegaConf.create(kept)))
+        _store("recipe", _BASE, OmegaConf.to_yaml(OmegaConf.create(kept)))
         # the command that began the run may be called again, with what it added and removed
         again = [f"+{o}" if re.match(r"\+[\w]+\.", o) else o for o in wanted]
         known = set(flat_keys(kept))
@@ -397,6 +368,15 @@ def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     return [*compress(earlier, kept), *later]
 
 
+def read_overrides(run: Path) -> list[str]:
+    """Returns what the `overrides.yaml` of a run has; nothing if it cannot be read."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(run / "overrides.yaml"))
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return []
+    return [str(each) for each in found] if isinstance(found, list) else []
+
+
 def given_recipe(overrides: Sequence[str]) -> str | None:
     """Returns the recipe that `overrides` name, as it is written there."""
     for override in overrides:
@@ -445,35 +425,55 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
             raise ConfigError(" ".join(str(error).split())) from error
 
 
-def register_recipe_file(override: str) -> str:
-    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`.
+def register_file(override: str) -> str:
+    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`; or of `cluster`.
 
     Any other override is returned unchanged.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML.
+        ConfigError: the file cannot be read or is not YAML, a cluster is a list or mapping, or this
+            machine has not been measured.
     """
     key, _, value = override.partition("=")
-    if key.lstrip("+") != "recipe" or not value.endswith((".yaml", ".yml")):
-        return override
+    group = key.lstrip("+")
+    if group == "cluster" and value.startswith(("[", "{")):
+        raise ConfigError(
+            f"cluster={value} must be the name of a machine, or the path of a YAML file with its "
+            f"keys; single ones are set as cluster.nodes=2"
+        )
     path = Path(value)
+    if group == "cluster" and value == THIS_MACHINE:
+        path = measured_file()
+        if not path.exists():
+            raise ConfigError(
+                "cluster=this-machine: this machine has not been measured yet; "
+                "`hybridtrain measure-machine` does it in a minute"
+            )
+    if group not in ("recipe", "cluster") or path.suffix not in (".yaml", ".yml"):
+        return override
     try:
-        _store_recipe(path.stem, path.read_text())
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"recipe={value}: {error.strerror}") from error
+        raise ConfigError(f"{override}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"recipe={value}: it is not UTF-8 text") from error
-    return f"{key}={path.stem}"
+        raise ConfigError(f"{override}: it is not UTF-8 text") from error
+    # a preset of the same name would win
+    name = path.stem if group == "recipe" else f"{path.stem}-file"
+    _store(group, name, text, override)
+    return f"{key}={name}"
 
 
-def _store_recipe(name: str, text: str) -> None:
+def _store(group: str, name: str, text: str, override: str = "") -> None:
+    """Stores YAML as an option of a group with Hydra; a recipe is one of the root."""
     try:
         node = OmegaConf.create(text)
     except YAMLError as error:
-        raise ConfigError(f"recipe {name} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{override} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
-        raise ConfigError(f"recipe {name} must be a mapping of keys to values")
-    ConfigStore.instance().store(group="recipe", name=name, package="_global_", node=node)
+        raise ConfigError(f"{override} must be a mapping of keys to values")
+    rename_old_keys(node)
+    package = "_global_" if group == "recipe" else group
+    ConfigStore.instance().store(group=group, name=name, package=package, node=node)
 
 
 def _with_search_path(overrides: Sequence[str], config_dir: str) -> list[str]:

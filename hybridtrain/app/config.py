@@ -1,31 +1,41 @@
-"""The schema of a config: one dataclass per group, a docstring per field.
+"""The keys of a config: one dataclass per group, and the names of keys in messages.
 
-Hydra composes YAML files and overrides, and the result is merged into this schema, so that a typo
+Most keys are settings of the library: a group takes them from the option classes (`takes`), where
+each has its name, type, default and text. Beside these stand the keys that only the command line
+has, each with a docstring.
+
+Hydra composes YAML files and overrides, and the result is merged into these classes, so that a typo
 or a wrong type is an error, whichever file or override it comes from. `model`, `data`, `optim` and
 `lr_schedule` name a `_target_`; their other keys are its arguments and are checked against its
 signature (see `hybridtrain.app.instantiate`). This module imports neither torch nor Hydra, so that
 a config is shown quickly.
 
-Config keys in the place of argument names, in the messages of errors.
-
-The library speaks of its arguments (`chunks=3`); who runs the command line has set a key
-(`pipeline.chunks=3`).
+The library's messages name its arguments (`chunks=3`); who runs the command line has set a key
+(`pipeline.chunks=3`), and reads that (`errors_with_config_keys`).
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from hybridtrain.errors import ConfigError, DataError, UserError
 from hybridtrain.machine import Machine
 from hybridtrain.options import OTHER_NAMES as ARGUMENTS
-from hybridtrain.options import LoaderOptions, PipelineOptions, check_batch_size
+from hybridtrain.options import (
+    LoaderOptions,
+    PipelineOptions,
+    TrainerOptions,
+    check_batch_size,
+)
 
-LOADER_OPTIONS = ("workers", "drop_last", "timeout_s", "divided")
+LOADER_OPTIONS = tuple(each.name for each in fields(LoaderOptions) if each.name != "collate")
 """The keys of `data` that are fields of `LoaderOptions`."""
 
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
@@ -62,9 +72,76 @@ RARE = {
 """Keys by group that `--cfg job` shows only where they are set."""
 
 
+class Group:
+    """A group of keys, with those that it takes from classes of options.
+
+    Attributes:
+        taken: by option class that keys are taken from (`takes`), the keys by the fields' names.
+    """
+
+    taken: ClassVar[dict[type, dict[str, str]]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+Class = TypeVar("Class", bound=type[Group])
+
+
+def takes(
+    options: type, *names: str, but: tuple[str, ...] = (), prefix: str = ""
+) -> Callable[[Class], Class]:
+    """Decorates a group that takes keys from a dataclass of options: their types and defaults.
+
+    A key that the group has itself, since it means more there, keeps that meaning. A type that
+    OmegaConf does not know becomes `Any`, and the options check the value.
+
+    Args:
+        options: the dataclass.
+        names: of the fields; none: all of them.
+        but: fields that are left out.
+        prefix: of the fields' names, which the keys do not have.
+    """
+
+    def decorate(group: Class) -> Class:
+        hints, keys = get_type_hints(options), {}
+        for each in fields(options):
+            if each.name in but or (names and each.name not in names):
+                continue
+            key = keys[each.name] = each.name.removeprefix(prefix)
+            if key not in group.__annotations__:
+                group.__annotations__[key] = _known_type(hints[each.name])
+                factory: Any = each.default_factory
+                made_anew = factory is not MISSING
+                setattr(group, key, field(default_factory=factory) if made_anew else each.default)
+        group.taken = {**group.taken, options: keys}
+        return group
+
+    return decorate
+
+
+def _known_type(hint: Any) -> Any:
+    """Returns the type as OmegaConf takes it."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    if hint == Mapping[str, float]:
+        return dict[str, float]
+    return hint if len(kinds) == 1 and kinds[0] in (bool, int, float, str) else Any
+
+
+_OF_WORLD = ("broadcast_buffers", "find_unused_parameters", "shard")
+_OF_TRAINER = ("precision", "compile")
+_OF_RUN = ("seed", "optimizer_tensors_per_param")  # a key of the run; what its optimizer keeps
+_OF_CHECKPOINT = tuple(
+    each.name for each in fields(TrainerOptions) if each.name.startswith(("checkpoint_", "best"))
+)
+
+
 @dataclass
-class PipelineConfig:
-    """One replica's pipeline. See `PipelineOptions` for keys not described here."""
+@takes(PipelineOptions, but=(*_OF_WORLD, *_OF_TRAINER, *_OF_RUN))
+class PipelineConfig(Group):
+    """One replica's pipeline."""
 
     nb_part: Any = 1
     """Devices of a pipeline, each with `stages_per_device` stages: of one process, or with
@@ -76,20 +153,12 @@ class PipelineConfig:
     schedule: str = PipelineOptions.schedule
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest, by the price of a step."""
-    stages_per_device: int = PipelineOptions.stages_per_device
-    max_inflight: int | None = PipelineOptions.max_inflight
-    split: Any = PipelineOptions.split
-    memory_weight: float = PipelineOptions.memory_weight
-    memory_limit_gib: float | None = PipelineOptions.memory_limit_gib
-    default_partition: int | None = PipelineOptions.default_partition
-    checkpoint: Any = PipelineOptions.checkpoint
-    batch_norm: str = PipelineOptions.batch_norm
-    sync_batch_norm: bool = PipelineOptions.sync_batch_norm
 
 
 @dataclass
-class WorldConfig:
-    """The processes and their devices. See `PipelineOptions` for the last three keys."""
+@takes(PipelineOptions, *_OF_WORLD)
+class WorldConfig(Group):
+    """The processes and their devices."""
 
     engine: str = "local"
     """Home of the stages of a replica: `local`, in one process, a thread per device;
@@ -108,28 +177,14 @@ class WorldConfig:
     stall_s: float | None = 300.0
     """Seconds without progress after which the run is ended, with the name of the process that the
     others wait for; null: never. The first steps may take four times as long, a save ten times."""
-    broadcast_buffers: bool = PipelineOptions.broadcast_buffers
-    find_unused_parameters: bool = PipelineOptions.find_unused_parameters
-    shard: str = PipelineOptions.shard
 
 
 @dataclass
-class TrainerConfig:
-    """The training loop. See `TrainerOptions` and `PipelineOptions` for keys not described here."""
+@takes(PipelineOptions, *_OF_TRAINER)
+@takes(TrainerOptions, but=(*_OF_CHECKPOINT, "timeline_every"))
+class TrainerConfig(Group):
+    """The training loop."""
 
-    steps: int | None = None
-    epochs: int | None = None
-    max_time: Any = None
-    accumulate: int = 1
-    clip_norm: float | None = None
-    precision: str = PipelineOptions.precision
-    loss_scale: float | None = None
-    max_skipped: int | None = 10
-    compile: bool = PipelineOptions.compile
-    log_every: int = 10
-    eval_every: int | None = None
-    eval_every_epochs: int | None = None
-    eval_first: bool = False
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one is an error. Sets
     `CUBLAS_WORKSPACE_CONFIG` if it is not set."""
@@ -144,55 +199,35 @@ class TrainerConfig:
     are classes."""
 
 
-# The functions that `dataclass` would write have the fields' names as parameters, and `async` is a
-# keyword of Python.
-@dataclass(init=False, repr=False, eq=False)
-class CheckpointConfig:
-    """The checkpoints of a run. See `TrainerOptions` for the keys `best` and `best_mode`."""
+@dataclass
+@takes(TrainerOptions, *_OF_CHECKPOINT, prefix="checkpoint_")
+class CheckpointConfig(Group):
+    """The checkpoints of a run."""
 
     every_steps: int | None = None
     """Steps between two checkpoints; null: only at the end; 0: none at all."""
-    every_minutes: float | None = None
-    """Minutes between two checkpoints."""
-    every_epochs: int | None = None
-    """Epochs between two checkpoints."""
-    best: str | None = None
-    best_mode: str = "min"
     keep: int | None = 3
     """The newest checkpoints to keep; null: all."""
-    __annotations__["async"] = "bool"
-    vars()["async"] = False
+    background: bool = False
     """Write checkpoints in the background; a step waits for the copy to host memory only."""
     writers: str = "auto"
     """`all`: each process writes its share, into a directory that all see; `rank0`: rank 0 gathers
     and writes everything; `auto`: rank 0 if it has everything, else all if they see it."""
 
-    def __init__(self, **values: Any) -> None:
-        for each in fields(self):
-            setattr(self, each.name, values.pop(each.name, each.default))
-        if values:
-            raise TypeError(f"CheckpointConfig has no {', '.join(values)}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CheckpointConfig) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of any dataclass that can be changed
-
 
 @dataclass
-class MonitorConfig:
+@takes(TrainerOptions, "timeline_every")
+class MonitorConfig(Group):
     """The reports of a run while it trains."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard to `tensorboard/` in the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
-    timeline_every: int | None = None
-    """Steps between two timelines of the stages; null: only at the end."""
 
 
 @dataclass
-class SubmitConfig:
+class SubmitConfig(Group):
     """The job that `hybridtrain submit` sends; without effect on the other commands."""
 
     to: str = "slurm"
@@ -237,29 +272,13 @@ class SubmitConfig:
 
 
 @dataclass
-class ClusterConfig:
-    """The machine that `plan` prices a run for. See `Machine` for every key but the first."""
+@takes(Machine)
+class ClusterConfig(Group):
+    """The machine that `plan` prices a run for."""
 
     costs: str = "estimated"
     """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
     they run on this machine's first device."""
-    device: str = Machine.device
-    nodes: int = Machine.nodes
-    devices_per_node: int = Machine.devices_per_node
-    memory_gib: float = Machine.memory_gib
-    reserved_gib: float = Machine.reserved_gib
-    flops_per_s: dict[str, float] = field(default_factory=dict)
-    flops_reached: float = Machine.flops_reached
-    memory_bytes_per_s: float = Machine.memory_bytes_per_s
-    bandwidth_reached: float = Machine.bandwidth_reached
-    node_bytes_per_s: float = Machine.node_bytes_per_s
-    node_latency_s: float = Machine.node_latency_s
-    network_bytes_per_s: float = Machine.network_bytes_per_s
-    network_latency_s: float = Machine.network_latency_s
-    network_cards: int = Machine.network_cards
-    operator_s: float = Machine.operator_s
-    action_s: float = Machine.action_s
-    message_s: float = Machine.message_s
 
 
 @dataclass
@@ -358,15 +377,23 @@ def check(config: Config) -> None:
         )
 
 
-def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
-    """Returns what `config` says as the arguments of `TrainerOptions`."""
-    return {
-        "checkpoint_every": config.every_steps or None,
-        "checkpoint_every_minutes": config.every_minutes,
-        "checkpoint_every_epochs": config.every_epochs,
-        "best": config.best,
-        "best_mode": config.best_mode,
-    }
+_OLD_KEYS = {"checkpoint.async": "checkpoint.background"}
+"""Keys by the names that they had until 0.1; these go with 0.3."""
+
+
+def with_new_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides with the present names of keys that have had others."""
+    for old, new in _OLD_KEYS.items():
+        overrides = [re.sub(rf"^([+~]*){re.escape(old)}\b", rf"\1{new}", o) for o in overrides]
+    return list(overrides)
+
+
+def rename_old_keys(tree: Any) -> None:
+    """Gives keys of a recipe, or of the config of a run, their present names."""
+    for old, new in _OLD_KEYS.items():
+        group, _, key = old.partition(".")
+        if isinstance(tree.get(group), MutableMapping) and key in tree[group]:
+            tree[group][new.partition(".")[2]] = tree[group].pop(key)
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -377,16 +404,35 @@ def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from flat_keys(value, f"{prefix}{key}.")
 
 
+@cache
+def groups() -> dict[str, type[Group]]:
+    """Returns the classes of the groups, by the groups' names."""
+    first = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(Config).items()}
+    return {
+        n: kind for n, kind in first.items() if inspect.isclass(kind) and issubclass(kind, Group)
+    }
+
+
+def _taken(options: type) -> Iterator[tuple[str, str, str]]:
+    """Yields argument, group and key of what the groups take from `options`."""
+    for group, kind in groups().items():
+        for argument, key in kind.taken.get(options, {}).items():
+            yield argument, group, key
+
+
+def arguments_of(config: Config, options: type) -> dict[str, Any]:
+    """Returns what `config` says for the fields of a dataclass of options."""
+    return {name: getattr(getattr(config, group), key) for name, group, key in _taken(options)}
+
+
 KEYS: dict[str, str] = {
     **{name: f"data.{name}" for name in LOADER_KEYS},
-    "checkpoint_every": "checkpoint.every_steps",
-    "checkpoint_every_minutes": "checkpoint.every_minutes",
-    "checkpoint_every_epochs": "checkpoint.every_epochs",
+    **{argument: f"{group}.{key}" for argument, group, key in _taken(TrainerOptions)},
     **{
         setting.name: f"{group}.{setting.name}"
-        for group, schema in get_type_hints(Config).items()
-        if is_dataclass(schema) and group != "submit"  # no arguments of the library
-        for setting in fields(schema)
+        for group, schema in groups().items()
+        if group not in ("submit", "cluster")  # no arguments of the library
+        for setting in fields(schema)  # type: ignore[arg-type]
     },
 }
 """The config key of every argument. `timeout_s` is the world's."""

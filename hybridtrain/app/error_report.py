@@ -1,10 +1,12 @@
-"""The report of the error that ends a command: once for all ranks, short, with what the user needs.
+"""The words of a command on stdout and stderr: its result, and the error that ends it.
 
-The first process that fails reports it; the others, which fail of the same mistake or of a broken
-connection, are quiet. A mistake of the user's is one line. Any other exception is shown with the
-frames of the user's files alone; the log of the rank has all of them.
+An error is reported once for all ranks, short, with what the user needs: the first process that
+fails reports it; the others, which fail of the same mistake or of a broken connection, are quiet. A
+mistake of the user's is one line. Any other exception is shown with the frames of the user's files
+alone; the log of the rank has all of them.
 
-Streams to the terminal, or to whatever stdout and stderr lead to.
+A result is one line of JSON. Where nobody reads the two streams any more, a run goes on
+(`lasting_streams`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from hybridtrain.errors import (
     DataError,
@@ -32,7 +34,9 @@ from hybridtrain.errors import (
     WorldError,
 )
 from hybridtrain.launch import (
+    Failure,
     Launch,
+    current,
     detect,
     end_process,
     exit_code,
@@ -41,11 +45,9 @@ from hybridtrain.launch import (
     in_one_line,
     restore_signals,
     store_gone,
+    tell_failure,
     write_error_file,
 )
-
-if TYPE_CHECKING:
-    from hybridtrain.launch import Watchdog
 
 # Before the processes have met, rank 0 speaks at once and the others after this time, if the
 # launcher has not ended them by then: the mistake is theirs alone.
@@ -68,7 +70,7 @@ def report(error: BaseException) -> int:
     text, line, code = describe(error)
     launch = _launch()
     rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
-    watchdog = running_watchdog()
+    watchdog = current()
     if watchdog is None or watchdog.job.size == 1:
         if size > 1:
             _keep_code(code)
@@ -87,8 +89,6 @@ def report(error: BaseException) -> int:
                 end_process(code)
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
-    from hybridtrain.launch import Failure
-
     if threading.current_thread() is threading.main_thread():
         # the launcher's, as another process has ended: that is about to be said
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -127,19 +127,24 @@ def report(error: BaseException) -> int:
     return code
 
 
+def report_and_go_on(error: BaseException) -> int:
+    """Prints the error of one run of several; returns the exit code that it has."""
+    text, _, code = describe(error)
+    _write_to_log(error)
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
 def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> None:
     """Prints an error that this process found before it met the others, unless rank 0 does.
 
     torchrun ends all processes when one has failed. Slurm does so only when it is told to, so there
     the others are told.
     """
-    tells = launch.launcher == "slurm" and launch.problem is None
     if launch.rank == 0:
         _say(text, line, at)
     said = None
-    if tells:
-        from hybridtrain.launch import tell_failure
-
+    if launch.launcher == "slurm" and launch.problem is None:
         said = tell_failure(launch, os.environ, line, _WAIT_FOR_RANK_0_S)
     elif launch.rank != 0:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -188,12 +193,6 @@ def _is_the_users(path: str) -> bool:
         package = parts[parts.index("site-packages") + 1]
         return package not in (*_FOLDED, _PACKAGE.name)
     return True
-
-
-def running_watchdog() -> Watchdog | None:
-    """Returns this process's watchdog, once the processes have met."""
-    module = sys.modules.get("hybridtrain.launch.watchdog")
-    return None if module is None else module.current()
 
 
 def _say(text: str, line: str, at: float, on: str = "") -> None:

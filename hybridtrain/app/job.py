@@ -1,7 +1,8 @@
-"""A job of a cluster: its processes, nodes and GPUs, and the script or manifest that starts them.
+"""A job of a cluster: its processes, nodes and GPUs, and the text that starts them.
 
-The templates are meant to be read, and so are their results: whoever needs more takes the script as
-a beginning.
+`layout_of` finds out of a config how many processes there are and where; `batch_script`,
+`torchrun_lines` and `kubernetes_manifest` say how they are started. The templates are meant to be
+read, and so are their results: whoever needs more takes the script as a beginning.
 """
 
 from __future__ import annotations

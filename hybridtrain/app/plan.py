@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from hybridtrain.app.build import Setup, checked_options, set_up
+from hybridtrain.app.build import Setup, checked_options, set_up, writing
 from hybridtrain.app.components import load_data
 from hybridtrain.app.compose import given_keys
 from hybridtrain.app.config import AUTO, Config
 from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, without_auto
 from hybridtrain.app.resolve import Settings
-from hybridtrain.app.run_directory import RunDirectory, RunLock
-from hybridtrain.checkpoint import CheckpointStore
-from hybridtrain.devices import check_nb_part, choose_devices
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.devices import choose_devices
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
@@ -59,13 +58,13 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
     assert config.cluster is not None
-    pipeline_options = checked_options(config)[0]
+    options = checked_options(config)
     machine = with_limit(machine_of(config.cluster), config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)
     data = load_data(config, World())
-    tensors = pipeline_options.optimizer_tensors_per_param
+    tensors = options.pipeline.optimizer_tensors_per_param
     run, choices = model_of_run(config, data), _fixed(settings)
     plans = find_plans(
         run.net,
@@ -88,17 +87,11 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         plans,
     )
     _log.info("the best: %s", in_words(best))
-    directory.create()
-    lock = RunLock(directory.path)
-    lock.acquire()
-    try:
-        begun = CheckpointStore(directory.checkpoints).steps()
-        path = directory.plan.with_stem("plan.new" if begun else "plan")
+    with writing(directory, World()):
+        path = directory.plan_to_write()
         plans.plan().write(path)
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
-    finally:
-        lock.release()
     keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
     picture = path.with_suffix(".png").name
     _log.info("wrote %s, and %s beside it; to train with it: %s", path, picture, keys)
@@ -198,14 +191,13 @@ def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
     cluster = Cluster((str(setup.world.devices[0]),) * nb_part, nb_part)
     plan = plan_without_values(
         setup.build,
-        setup.pipeline_options,
-        lambda net: Planner(net, setup.pipeline_options, setup.example_inputs, cluster),
+        setup.options.pipeline,
+        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, cluster),
     )
     return setup, plan, cluster.devices
 
 
 def _this_process(config: Config) -> World:
-    check_nb_part(config.pipeline.nb_part)
     devices = config.world.devices
     if isinstance(devices, list):  # of the processes of a node, one after the other
         devices = devices[:1]

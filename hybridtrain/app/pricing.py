@@ -4,7 +4,8 @@
 start of a run, by the predicted time of a step. A run that goes on keeps what was chosen when it
 began, so that its steps stay the same: its config has these values.
 
-The command `measure-machine`: the rates of this machine, for `cluster=this-machine`.
+A price needs the rates of a machine (`machine_of_run`): those of the key `cluster`, or those that
+the command `measure-machine` has found here.
 """
 
 from __future__ import annotations

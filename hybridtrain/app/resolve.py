@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -30,10 +30,19 @@ from hybridtrain.app.compose import (
     given_recipe,
     masked,
     parse_overrides,
+    read_overrides,
     to_config,
     to_tree,
 )
-from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, Config, with_auto_replaced
+from hybridtrain.app.config import (
+    GROUP_KEYS,
+    LOADER_KEYS,
+    OPEN_GROUPS,
+    Config,
+    groups,
+    rename_old_keys,
+    with_auto_replaced,
+)
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -376,6 +385,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")
+    rename_old_keys(tree)
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("_target_"), str):
         data["_target_"] = _OLD_DATA.sub("hybridtrain.datasets.", data["_target_"])
@@ -392,9 +402,9 @@ def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
             f"set another run_name="
         )
     known = dict(saved)
-    for name, schema in get_type_hints(Config).items():
-        if is_dataclass(schema) and isinstance(known.get(name), dict):
-            names = {setting.name for setting in fields(schema)}
+    for name, group in groups().items():
+        if isinstance(known.get(name), dict):
+            names = {key.name for key in fields(group)}  # type: ignore[arg-type]
             known[name] = {key: value for key, value in known[name].items() if key in names}
     known = {key: value for key, value in known.items() if key in get_type_hints(Config)}
     try:
@@ -411,12 +421,7 @@ def _recipe_of_run(saved: Mapping[str, Any], run: Path) -> str | None:
     if "recipe" in saved:
         recipe = saved["recipe"]
         return None if recipe is None else str(recipe)
-    overrides = run / "overrides.yaml"  # a run of version 0.1
-    if not overrides.exists():
-        return None
-    listed = OmegaConf.to_container(OmegaConf.load(overrides))
-    words = [str(word) for word in listed] if isinstance(listed, list) else []
-    return given_recipe(words)
+    return given_recipe(read_overrides(run))  # a run of version 0.1
 
 
 def _check_recipe(given: str | None, of_run: str | None, run: Path) -> None:

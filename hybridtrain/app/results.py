@@ -1,6 +1,6 @@
-"""Tables of the results of several runs: at the end of a sweep, and of the command `results`.
+"""Several runs: the sweep of `--multirun`, one after the other, and the table of their results.
 
-A sweep: the same command for every combination of values, one after the other.
+The command `results` prints the same table of runs that are there already.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -20,11 +19,11 @@ from typing import Any
 
 from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides, sweep_choices
 from hybridtrain.app.config import Config
-from hybridtrain.app.error_report import running_watchdog
+from hybridtrain.app.error_report import report_and_go_on
 from hybridtrain.app.resolve import settle
-from hybridtrain.errors import ConfigError, Interrupted, UserError
+from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.files import write_atomically
-from hybridtrain.launch import detect
+from hybridtrain.launch import current, detect
 from hybridtrain.text_table import text_table
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
@@ -289,9 +288,9 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         try:
             result = run(command, settle(command, point.overrides, config_dir, point.run_name))
         except Exception as error:
-            code = _report(error)
+            code = report_and_go_on(error)
         finally:
-            if (watchdog := running_watchdog()) is not None:  # of a run that has failed
+            if (watchdog := current()) is not None:  # of a run that has failed
                 watchdog.close()
         results.append({"run": point.run_name, **point.values, "exit code": code, **result})
         codes.append(code)
@@ -302,13 +301,3 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         write_csv(results, planned.path)
     failed = [code for code in codes if code]
     return failed[0] if len(set(failed)) == 1 else int(bool(failed))
-
-
-def _report(error: Exception) -> int:
-    """Prints an error and returns its exit code."""
-    if isinstance(error, UserError):
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        print(f"error: {error}{notes}", file=sys.stderr, flush=True)
-        return error.exit_code
-    traceback.print_exception(error)
-    return 1

@@ -6,28 +6,11 @@
         tensorboard/    event files                checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
-        run.lock        see `app.run_lock`         evaluations.jsonl   a line per `evaluate`
+        run.lock        see `RunLock`              evaluations.jsonl   a line per `evaluate`
         predictions/    see the command `predict`
 
-Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints.
-
-Finds the checkpoint that a command starts from.
-
-The lock of a run directory: one writer at a time, which is named, and known when it is dead.
-
-    <run directory>/run.lock      a line of JSON: host, process, time, job
-
-The file is made by an exclusive `link`, which is atomic on NFS too. Its owner touches it every
-`BEAT_S` seconds. An owner is dead if
-
-- it was on this host, and its process is gone or began at another time; or
-- the file has not been touched for `STALE_S` seconds; or
-- it was an earlier attempt of the same job, which torchrun or Slurm has started again.
-
-A lock file is replaced or removed only by the process that holds its guard, a lock file beside it
-that is named after the present owner. So of several processes that find the owner dead one gets
-the lock, and none removes the file of a new owner. A guard whose holder is dead is taken over in
-the same way.
+Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints
+(`checkpoint_to_resume`). One process at a time may write to it (`RunLock`).
 """
 
 from __future__ import annotations
@@ -48,10 +31,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
-from yaml import YAMLError
 
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config, with_config_keys
@@ -59,7 +40,7 @@ from hybridtrain.app.error_report import finite, json_line
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.files import write_atomically
-from hybridtrain.launch import process_namespace, process_state
+from hybridtrain.launch import ProcessId, has_ended, is_seen_from_here, this_process
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -80,8 +61,7 @@ def _use_own_lock() -> None:
 
 
 _use_own_lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's
+os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's
 
 
 class RunLog:
@@ -177,6 +157,11 @@ class RunDirectory:
         self.plan = self.path / "plan.yaml"
         self._log_file: RunLog | None = None
 
+    def plan_to_write(self) -> Path:
+        """Returns the file for a new plan; a run that has begun keeps the one that it is cut by."""
+        begun = CheckpointStore(self.checkpoints).steps()
+        return self.plan.with_stem("plan.new" if begun else "plan")
+
     def check_writable(self) -> None:
         """Raises the error of `create` early, where it can be foreseen; makes nothing.
 
@@ -211,14 +196,6 @@ class RunDirectory:
         """Writes `config.yaml` and `overrides.yaml`; `texts` as in `to_yaml`."""
         self._write("config.yaml", to_yaml(config, texts))
         self._write("overrides.yaml", OmegaConf.to_yaml(list(overrides)))
-
-    def overrides(self) -> list[str]:
-        """Returns those of `overrides.yaml`; none if it cannot be read."""
-        try:
-            found = OmegaConf.to_container(OmegaConf.load(self.path / "overrides.yaml"))
-        except (OSError, YAMLError, OmegaConfBaseException):
-            return []
-        return [str(each) for each in found] if isinstance(found, list) else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`; NaN and the infinities are null."""
@@ -385,9 +362,7 @@ class Owner:
     """The process that holds a lock, as it is written to the file.
 
     Attributes:
-        host, pid: where it runs.
-        began: when the process began, in the kernel's units; "" where that cannot be read.
-        namespace: of process ids: a container's processes are not seen from another one.
+        host, pid, began, namespace: see `ProcessId`, whose `started` is `began`.
         job: of Slurm or torchrun, and which attempt of it; "" and 0 without.
         since: the time of the lock.
         key: unique for each lock.
@@ -402,6 +377,11 @@ class Owner:
     since: str
     key: str
 
+    @property
+    def process(self) -> ProcessId:
+        """The process itself."""
+        return ProcessId(self.host, self.pid, self.began, self.namespace)
+
     def __str__(self) -> str:
         if not self.key:
             return "an unknown process: the lock is damaged"
@@ -413,6 +393,19 @@ class RunLock:
     """The right to write to the run directory `folder`; a context manager.
 
     Rank 0 of a run acquires it. Threads and processes that it starts do not.
+
+    The lock is the file `run.lock`, a line of JSON that names its owner. It is made by an exclusive
+    `link`, which is atomic on NFS too, and its owner touches it every `BEAT_S` seconds. An owner is
+    dead if
+
+    - it was on this host, and its process is gone or began at another time; or
+    - the file has not been touched for `STALE_S` seconds; or
+    - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
+
+    A lock file is replaced or removed only by the process that holds its guard, a lock file beside
+    it that is named after the present owner. So of several processes that find the owner dead one
+    gets the lock, and none removes the file of a new owner. A guard whose holder is dead is taken
+    over in the same way.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -437,7 +430,7 @@ class RunLock:
         Raises:
             UserError: another process holds the lock; the message names it.
         """
-        owner = _this_process()
+        owner = _this_owner()
         _held.add(owner.key)
         try:
             self._take(self.path, owner)
@@ -519,11 +512,11 @@ class RunLock:
 
     def _reason_to_take_over(self, path: Path, holder: Owner) -> str | None:
         """Returns why `holder` no longer writes; None: it may."""
-        here = _this_process()
-        if holder.host == here.host and holder.namespace == here.namespace:
-            if holder.pid == here.pid and holder.began == here.began:
-                return None if holder.key in _held else "this process has ended that run"
-            return None if _is_alive(holder) else "that process is gone"
+        here = _this_owner()
+        if holder.process == here.process:
+            return None if holder.key in _held else "this process has ended that run"
+        if is_seen_from_here(holder.process):
+            return "that process is gone" if has_ended(holder.process) else None
         if holder.job and holder.job == here.job and holder.attempt < here.attempt:
             return "this is a later attempt of the same job"
         try:
@@ -599,18 +592,9 @@ def _read(path: Path) -> Owner | None:
         return Owner("?", -1, "", "?", "", 0, "?", "")
 
 
-def _this_process() -> Owner:
-    job, attempt = _job(os.environ)
-    return Owner(
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        began=_began(os.getpid()),
-        namespace=process_namespace(),
-        job=job,
-        attempt=attempt,
-        since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        key=uuid4().hex,
-    )
+def _this_owner() -> Owner:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return Owner(*this_process(), *_job(os.environ), since, uuid4().hex)
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -625,20 +609,3 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
     if slurm := environ.get("SLURM_JOB_ID"):
         return f"Slurm job {slurm}", requeues * 1000 + restarts
     return "", 0
-
-
-def _is_alive(owner: Owner) -> bool:
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's
-    began = _began(owner.pid)
-    return began == owner.began if began or not Path("/proc/self").exists() else False
-
-
-def _began(pid: int) -> str:
-    """Returns when a process began, of those that have not ended; "" where it cannot be read."""
-    state = process_state(pid)
-    return "" if state is None or state[0] in "ZX" else state[1]

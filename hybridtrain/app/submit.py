@@ -116,14 +116,14 @@ def check_run(settings: Settings) -> None:
     config = settings.config
     leave_out_leftovers(settings)
     with errors_with_config_keys():
-        trainer_options = checked_options(config)[1]
+        options = checked_options(config)
         allow = config.allow_targets
         instantiate.check("model", config.model, nn.Module, allow)
         instantiate.check("data", config.data, DataSplits, allow, ignore=LOADER_KEYS)
         check_tokenizer(config)
         optimizer = build_optimizer(config.optim, [Parameter(torch.zeros(1))], allow)
         # The length of the run is not known without the data.
-        steps = trainer_options.steps or 10**9
+        steps = options.trainer.steps or 10**9
         build_lr_schedule(config.lr_schedule, optimizer, steps, allow)
         RunDirectory(config).check_writable()
     resume = config.resume

@@ -1,8 +1,10 @@
 """Starting the processes of a run, and what they tell one another: life, signals, first errors.
 
-environment        the launcher's variables; meeting: how the processes find each other
-activity           what this process does now; watchdog: who stands still
-job                what is known of all processes, in one store; processes, stacks
+environment        the launcher's variables
+meeting            how the processes find each other
+job                the processes, and what they tell one another in one store
+activity           what this process does now
+watchdog           ends a run that fails or stands still, and names the process that is the cause
 failure            the first error, told in all processes
 signals            what ends a command, stops a run, or ends a blocked process
 notebook           a function in new processes
@@ -18,7 +20,15 @@ from hybridtrain.launch.failure import (
     tell_uncaught_errors,
     write_error_file,
 )
-from hybridtrain.launch.job import Failure, Job, end_with_parent, process_namespace, process_state
+from hybridtrain.launch.job import (
+    Failure,
+    Job,
+    ProcessId,
+    end_with_parent,
+    has_ended,
+    is_seen_from_here,
+    this_process,
+)
 from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
 from hybridtrain.launch.notebook import notebook_launcher
 from hybridtrain.launch.signals import (
@@ -36,6 +46,7 @@ __all__ = [
     "Job",
     "Lane",
     "Launch",
+    "ProcessId",
     "Watchdog",
     "activity",
     "check_interface",
@@ -47,13 +58,13 @@ __all__ = [
     "ends_at_once",
     "exit_code",
     "find_cause",
+    "has_ended",
     "ignore_signals",
     "in_one_line",
+    "is_seen_from_here",
     "kind_of",
     "meet",
     "notebook_launcher",
-    "process_namespace",
-    "process_state",
     "raise_on_signals",
     "restore_signals",
     "second_signal_ends",
@@ -61,5 +72,6 @@ __all__ = [
     "store_gone",
     "tell_failure",
     "tell_uncaught_errors",
+    "this_process",
     "write_error_file",
 ]

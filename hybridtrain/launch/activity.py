@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -121,9 +121,7 @@ class Activity:
 
     def wait_for_save(self, seconds: float) -> None:
         """Returns when no checkpoint is being written, or after so many seconds."""
-        deadline = time.monotonic() + seconds
-        while self._saves and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not self._saves, seconds)
 
     def begin_step(self, lanes: int) -> list[Lane]:
         """Returns the records of a pipeline step's lanes, which its threads write to."""
@@ -131,6 +129,13 @@ class Activity:
         if len(self.lanes) != lanes:
             self.lanes = [Lane() for _ in range(lanes)]
         return self.lanes
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    """Returns when `holds` does, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def kind_of(phase: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hybridtrain.errors import WorldError
 
@@ -46,23 +47,26 @@ def detect(environ: Mapping[str, str]) -> Launch:
     Raises:
         WorldError: a variable is missing or is not a number.
     """
+    launch = partial(
+        Launch,
+        gpus_given=_gpus_given(environ),
+        nb_part=_number(environ, "HYBRIDTRAIN_NB_PART", "1"),
+    )
     if "RANK" in environ and "WORLD_SIZE" in environ:
         size = _number(environ, "WORLD_SIZE")
-        return Launch(
+        return launch(
             launcher="torchrun",
             rank=_number(environ, "RANK"),
             size=size,
             local_rank=_number(environ, "LOCAL_RANK", "0"),
             local_size=_number(environ, "LOCAL_WORLD_SIZE", str(size)),
             master=_torchrun_master(environ) if size > 1 else None,
-            gpus_given=_gpus_given(environ),
-            nb_part=_nb_part(environ),
         )
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         size = _number(environ, "SLURM_NTASKS")
         job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOBID", "0"))
         step = _number(environ, "SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
-        return Launch(
+        return launch(
             launcher="slurm",
             rank=_number(environ, "SLURM_PROCID"),
             size=size,
@@ -70,15 +74,10 @@ def detect(environ: Mapping[str, str]) -> Launch:
             local_size=_slurm_local_size(environ, size),
             master=_slurm_master(environ, job, step) if size > 1 else None,
             node_gpus=_number(environ, "SLURM_GPUS_ON_NODE", "0"),
-            gpus_given=_gpus_given(environ),
             run=f"Slurm job {job}, step {step}, attempt {environ.get('SLURM_RESTART_COUNT', 0)}",
-            nb_part=_nb_part(environ),
             problem=_not_started_by_srun(environ, size),
         )
-    return Launch(
-        "single", rank=0, size=1, local_rank=0, local_size=1, master=None,
-        gpus_given=_gpus_given(environ), nb_part=_nb_part(environ),
-    )  # fmt: skip
+    return launch("single", rank=0, size=1, local_rank=0, local_size=1, master=None)
 
 
 def _gpus_given(environ: Mapping[str, str]) -> str:
@@ -91,10 +90,6 @@ def _gpus_given(environ: Mapping[str, str]) -> str:
         return f"SLURM_GPUS_ON_NODE={environ['SLURM_GPUS_ON_NODE']}"
     indices = environ.get("SLURM_JOB_GPUS")
     return f"SLURM_JOB_GPUS={indices}" if indices else ""
-
-
-def _nb_part(environ: Mapping[str, str]) -> int:
-    return _number(environ, "HYBRIDTRAIN_NB_PART", "1")
 
 
 def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
+from hybridtrain.launch.job import EXIT_STALLED, Failure
 
-if TYPE_CHECKING:  # with torch, which takes a second to import
-    from hybridtrain.launch.job import Failure
+if TYPE_CHECKING:
     from hybridtrain.launch.watchdog import Watchdog
 
 # How long a process with a broken connection waits for the one that has caused it to say why.
@@ -125,8 +125,6 @@ def store_gone(own: Failure, error: BaseException, watchdog: Watchdog) -> Failur
 
 def _left(watchdog: Watchdog) -> Failure | None:
     """Returns the failure that a process is which has ended as it should, but too early."""
-    from hybridtrain.launch.job import Failure
-
     job = watchdog.job
     for rank in range(job.size):
         if rank != job.rank and job.has_left(rank):
@@ -134,7 +132,7 @@ def _left(watchdog: Watchdog) -> Failure | None:
                 f"{watchdog.short_name(job, rank)} has come to its end while rank {job.rank} "
                 f"waited for it: every process has to take the same number of steps"
             )
-            return Failure(job.rank, line, 1)
+            return Failure(job.rank, line)
     return None
 
 
@@ -158,8 +156,7 @@ def tell_uncaught_errors() -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints an error that ends this process, or the one that it is a consequence of."""
-    from hybridtrain.launch.job import EXIT_STALLED, Failure
-    from hybridtrain.launch.watchdog import current
+    from hybridtrain.launch.watchdog import current  # which imports this module
 
     watchdog = current()
     if watchdog is None or watchdog.job.size == 1:

@@ -1,7 +1,7 @@
-"""The facts that the processes of a run tell one another in their store: who they are, what they
-are doing, and the first failure.
+"""The processes of a run: their ids on this host, and what they tell one another in their store.
 
-Processes by their ids: alive, stopped or gone. Linux only; elsewhere all count as alive.
+That a process is alive, stopped or gone is read from the system by its id (`has_ended`). In the
+store they say who they are, what they are doing, and which failure was the first (`Job`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from hybridtrain.launch.activity import wait_until
 
 if TYPE_CHECKING:
     from hybridtrain._torch_private import Store
@@ -73,7 +75,13 @@ def is_seen_from_here(process: ProcessId) -> bool:
 
 def has_ended(process: ProcessId) -> bool:
     """Returns whether a process of this host has ended; False of one that is not seen from here."""
-    if sys.platform != "linux" or not is_seen_from_here(process):
+    if not is_seen_from_here(process):
+        return False
+    if sys.platform != "linux":  # where another process may have got the id since
+        try:
+            os.kill(process.pid, 0)
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
     state = process_state(process.pid)
     return state is None or state[1] != process.started or state[0] in "ZX"
@@ -124,7 +132,7 @@ class Failure:
 
     rank: int
     line: str
-    exit_code: int
+    exit_code: int = 1
     time: float = field(default_factory=time.time)
     unresponsive: tuple[ProcessId, ...] = ()
 
@@ -179,8 +187,7 @@ class Job:
 
     def place(self, rank: int) -> str:
         """Returns what that process has said of its part; "" if it has the whole model."""
-        key = f"place/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._known(f"place/{rank}") or ""
 
     def leave(self) -> None:
         """Says that this process ends as it should."""
@@ -192,10 +199,8 @@ class Job:
         Or after so many seconds. PyTorch prints its stacks where a store goes away under a process.
         """
         self._store.set(f"ended/{self.rank}", "")
-        keys = [f"ended/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + seconds
-        while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        if self.rank == 0:
+            self._wait_for_all("ended", seconds)
 
     def say_heard(self) -> None:
         """Says that this process has heard of the failure that ends the run."""
@@ -204,10 +209,11 @@ class Job:
     def wait_until_heard(self, seconds: float) -> None:
         """Returns when all other processes have called `say_heard`, or after so many seconds."""
         self.say_heard()
-        keys = [f"heard/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + seconds
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._wait_for_all("heard", seconds)
+
+    def _wait_for_all(self, word: str, seconds: float) -> None:
+        keys = [f"{word}/{rank}" for rank in range(self.size)]
+        wait_until(lambda: self._store.check(keys), seconds)
 
     def has_left(self, rank: int) -> bool:
         """Returns whether that process has ended as it should."""
@@ -219,8 +225,7 @@ class Job:
 
     def beats(self, rank: int) -> int:
         """Returns the last `count` of that process; 0 before the first."""
-        key = f"alive/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return int(self._known(f"alive/{rank}") or 0)
 
     def claim(self, failure: Failure) -> Failure:
         """Makes `failure` the one that ends the run, unless there is one; returns that one."""
@@ -228,7 +233,8 @@ class Job:
 
     def failure(self) -> Failure | None:
         """Returns the failure that ends the run, if there is one."""
-        return _failure(self._store.get("failure")) if self._store.check(["failure"]) else None
+        known = self._known("failure")
+        return None if known is None else _failure(known)
 
     def ask_for_stacks(self, folder: str) -> bool:
         """Asks all processes for their stacks; returns whether this process is the first to ask.
@@ -240,9 +246,8 @@ class Job:
 
     def stacks_asked_for(self) -> str | None:
         """Returns the folder that a process has asked for all stacks in, if one has."""
-        if not self._store.check(["stacks"]):
-            return None
-        return self._store.get("stacks").decode().partition(" ")[2]
+        asked = self._known("stacks")
+        return None if asked is None else asked.partition(" ")[2]
 
     def say_stop(self, work: str, reason: str) -> None:
         """Says that this process wants all to leave a work."""
@@ -250,7 +255,7 @@ class Job:
 
     def stop_said(self, work: str) -> str | None:
         """Returns why a process wants all to leave a work, if one does."""
-        return self._store.get(work).decode() if self._store.check([work]) else None
+        return self._known(work)
 
     def say(self, key: str, report: Report) -> None:
         """Publishes what this process is doing under `key`."""
@@ -258,14 +263,15 @@ class Job:
 
     def said(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
         """Returns what the processes have published under `key`."""
-        found: dict[int, Report] = {}
-        for rank in ranks:
-            if self._store.check([f"{key}/{rank}"]):
-                found[rank] = Report(**json.loads(self._store.get(f"{key}/{rank}")))
-        return found
+        known = {rank: self._known(f"{key}/{rank}") for rank in ranks}
+        return {rank: Report(**json.loads(text)) for rank, text in known.items() if text}
+
+    def _known(self, key: str) -> str | None:
+        """Returns the value of a key of the store; None: there is none, and nobody waits for it."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
-def _failure(text: bytes) -> Failure:
+def _failure(text: str | bytes) -> Failure:
     values = json.loads(text)
     unresponsive = tuple(ProcessId(*process) for process in values.pop("unresponsive"))
     return Failure(**values, unresponsive=unresponsive)

@@ -27,10 +27,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.errors import Rank0UserError, WorldError
+from hybridtrain.launch.activity import wait_until
+from hybridtrain.launch.environment import Launch
+
 if TYPE_CHECKING:
     from hybridtrain._torch_private import Store
-from hybridtrain.errors import Rank0UserError, WorldError
-from hybridtrain.launch.environment import Launch
 
 _POLL_S = 0.02
 # how long rank 0 waits, when the run has failed, for those who are still to hear of it
@@ -176,10 +178,8 @@ def _welcome(
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
     if error is not None or pending:  # the store may end with this process
-        deadline = time.monotonic() + _TELL_S
         left = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
-        while left and not store.check(left) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        wait_until(lambda: not left or store.check(left), _TELL_S)
     return prefix, outcome
 
 

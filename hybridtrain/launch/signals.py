@@ -22,7 +22,10 @@ from typing import Any
 
 from hybridtrain.launch.activity import end_process
 
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""The signals that ask a run to stop. torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers;
+Slurm sends SIGUSR1 if it is told to (`--signal=USR1@120`)."""
+
 _previous: dict[signal.Signals, Any] = {}
 
 
@@ -33,9 +36,8 @@ def raise_on_signals() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for name in _NAMES:
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # not SIGINT, which raises
             _previous[number] = signal.signal(number, _interrupt)
 
 
@@ -52,22 +54,17 @@ def ignore_signals() -> None:
 def restore_signals() -> None:
     """Undoes `raise_on_signals`."""
     if threading.current_thread() is threading.main_thread():
-        while _previous:
-            number, handler = _previous.popitem()
-            signal.signal(number, handler)
+        _restore(_previous)
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    while handlers:
+        number, handler = handlers.popitem()
+        signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-STOP_SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-    if hasattr(signal, name)
-)
-"""The signals that ask a run to stop. torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers;
-Slurm sends SIGUSR1 if it is told to (`--signal=USR1@120`)."""
 
 
 @contextmanager
@@ -91,11 +88,6 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
     previous: dict[signal.Signals, Any] = {}
     first: float | None = None
 
-    def restore() -> None:
-        while previous:
-            number, handler = previous.popitem()
-            signal.signal(number, handler)
-
     def stop(number: int, frame: object) -> None:
         nonlocal first
         name = signal.Signals(number).name
@@ -103,7 +95,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
             now = time.monotonic()
             if is_second(number, first, now):
                 end_at_once()
-                restore()
+                _restore(previous)
                 signal.raise_signal(number)  # which ends a script as it would without `fit`
                 return
             if first is None and number == signal.SIGINT and speaks:
@@ -121,7 +113,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
         with second_signal_ends(counted):
             yield
     finally:
-        restore()
+        _restore(previous)
 
 
 # How long a block may take to end after a second signal, before the process is ended.

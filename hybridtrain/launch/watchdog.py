@@ -14,7 +14,8 @@ rank 0's. A process that can read none, because its own host is cut off, learns 
     rank 2    told by rank 0 through the store
     rank 1    no answer from the store for too long   ->  ends by itself
 
-The stacks of this process: written to a file, and read to see whether it waits for others.
+Where nothing moves, each process says by its own stacks what it is doing and whether it seems to
+wait for others (`report`), and the one that waits for nobody is named.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from hybridtrain.launch.activity import WAIT_FOR_SAVE_S, Activity, activity, end_process, kind_of
+from hybridtrain.launch.activity import (
+    WAIT_FOR_SAVE_S,
+    Activity,
+    activity,
+    end_process,
+    kind_of,
+    wait_until,
+)
 from hybridtrain.launch.failure import write_error_file
 from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report, has_ended, is_stopped, kill
 from hybridtrain.schedule import WORDS
@@ -274,8 +282,7 @@ class Watchdog:
         self._stall_s = stall_s
         self._activity = record
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._second: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._answered = False
 
     def start(self) -> None:
@@ -285,14 +292,14 @@ class Watchdog:
             _current.end_threads()
             atexit.unregister(_current.end_threads)
         _current = self
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
-            if self._job.size > 1:
-                self._second = threading.Thread(
-                    target=self._watch_store, name="watchdog-2", daemon=True
-                )
-                self._second.start()
+        if not self._threads:
+            alone = self._job.size == 1
+            targets = [self._watch] if alone else [self._watch, self._watch_store]
+            self._threads = [
+                threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
+            ]
+            for thread in self._threads:
+                thread.start()
             # A thread that the interpreter finds in a call of the store aborts the process.
             atexit.register(self.end_threads)
 
@@ -310,9 +317,8 @@ class Watchdog:
     def end_threads(self) -> None:
         """Ends the threads: from now on nobody watches this process."""
         self._ended.set()
-        for thread in (self._thread, self._second):
-            if thread is not None:
-                thread.join(timeout=_GRACE_S)
+        for thread in self._threads:
+            thread.join(timeout=_GRACE_S)
 
     def lost_process(self, job: Job) -> Failure | None:
         """Returns the failure that a process of this host is, if one ended without a word."""
@@ -325,8 +331,7 @@ class Watchdog:
                 f"{self.name(job, rank)} has ended without a message{last}: it was killed (by the "
                 f"system if memory ran out), has crashed or has "
                 f"called exit; the launcher's report has its signal or exit code",
-                1,
-                time.time() + 2,  # after what the launcher says of that process
+                time=time.time() + 2,  # after what the launcher says of that process
             )
         return None
 
@@ -341,7 +346,6 @@ class Watchdog:
             f"{self.name(self._job, rank)} has given no sign of life for "
             f"{seconds:.0f} s{self._last_seen(self._job, rank)}: its host, or the network to it, "
             f"is gone, or the process is stopped (the limit is timeout_s, and at least 20 s)",
-            1,
         )
 
     def process_gone(self, seconds: float) -> Failure | None:
@@ -359,7 +363,6 @@ class Watchdog:
                     f"{self.name(job, rank)} is gone: its connection "
                     f"broke, and it gives no sign of life{self._last_seen(job, rank)}; see what "
                     f"its own output says, and the launcher's report",
-                    1,
                 )
         return None
 
@@ -388,7 +391,6 @@ class Watchdog:
                 f"rank {self._job.rank} on {self._processes[self._job.rank].host} has been cut off "
                 f"from rank 0 on {host} for {seconds:.0f} s: that host or the network is gone (the "
                 f"limit is timeout_s, and at least 20 s)",
-                1,
             )
             self._print_and_end(failure)
 
@@ -404,11 +406,8 @@ class Watchdog:
             return None
         self._answer(job, folder)
         ranks = range(job.size)
-        deadline = time.monotonic() + _WAIT_FOR_STACKS_S
+        wait_until(lambda: len(job.said("stands", ranks)) == job.size, _WAIT_FOR_STACKS_S)
         said = job.said("stands", ranks)
-        while len(said) < job.size and time.monotonic() < deadline:
-            time.sleep(0.1)
-            said = job.said("stands", ranks)
         silent = [rank for rank in ranks if rank not in said]
         if silent:
             culprit, process = silent[0], self._processes[silent[0]]
@@ -524,16 +523,17 @@ class Watchdog:
 
     def _print_and_end(self, failure: Failure) -> None:
         self.exit_code = failure.exit_code
+        self._tell_and_end(failure, failure.time)
+
+    def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
+        """Prints a failure, leaves it for torchrun as one of the time `at`, and ends."""
         try:
-            self._say(failure)
-            with suppress(OSError):
-                write_error_file(failure.line, failure.time)
+            with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
+                if prints:
+                    print(f"error: {failure.line}", file=sys.stderr, flush=True)
+            write_error_file(failure.line, at)
         finally:
             self.end(failure)
-
-    def _say(self, failure: Failure) -> None:
-        with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
-            print(f"error: {failure.line}", file=sys.stderr, flush=True)
 
     def _follow(self, failure: Failure) -> None:
         """Ends this process because of a failure that another one has reported."""
@@ -546,14 +546,10 @@ class Watchdog:
             grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
-        try:
-            if failure.rank != self._job.rank:
-                if self.tells:
-                    self._say(failure)
-                with suppress(OSError):
-                    write_error_file(failure.line, failure.time + 1)
-        finally:
+        if failure.rank == self._job.rank:
             self.end(failure)
+        else:
+            self._tell_and_end(failure, failure.time + 1, prints=self.tells)
 
     def end(self, failure: Failure) -> None:
         """Ends this process, and those of this host that do not answer."""

@@ -149,7 +149,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
         ("++trainer.step=3", "trainer.step: .* did you mean trainer.steps?"),
         (
             "+trainer.foo=3",
-            "trainer.foo: unknown key; the choices are: trainer.steps, .*trainer.log_every",
+            "trainer.foo: unknown key; the choices are: .*trainer.steps, .*trainer.log_every",
         ),
         ("~optim.lrr", "optim.lrr: .* did you mean optim.lr?"),
         ("trainer.gradient_accumulation_steps=4", ".* did you mean trainer.accumulate?"),
@@ -182,10 +182,10 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
         ("defaults:\n  - override model: gpt\n", "recipe/mine: .*model.* mean 'override /model'?"),
         ("trainer:\n  accumulate: two\n", "trainer.accumulate: .*'two'.* Integer"),
         ("trainer:\n  steps: ${trainer.epocs}\n", "trainer.steps: .*trainer.epocs"),
-        ("pipeline:\n  chunks: [1\n", "recipe mine is not YAML: .*line 2"),
-        ("pipeline:\n\tchunks: 1\n", "recipe mine is not YAML: .*line 2"),
-        ("seed: 1\nseed: 2\n", "recipe mine is not YAML: .*duplicate key seed"),
-        ("- a\n- b\n", "recipe mine must be a mapping"),
+        ("pipeline:\n  chunks: [1\n", "recipe=mine.yaml is not YAML: .*line 2"),
+        ("pipeline:\n\tchunks: 1\n", "recipe=mine.yaml is not YAML: .*line 2"),
+        ("seed: 1\nseed: 2\n", "recipe=mine.yaml is not YAML: .*duplicate key seed"),
+        ("- a\n- b\n", "recipe=mine.yaml must be a mapping"),
     ],
 )
 def test_a_mistake_in_a_users_recipe_is_one_line(text: str, message: str) -> None:

@@ -5,21 +5,27 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hybridtrain.app.compose import compose_settings
 from hybridtrain.app.config import (
     KEYS,
     LOADER_KEYS,
     OTHER_NAMES,
+    ClusterConfig,
     Config,
+    arguments_of,
     errors_with_config_keys,
     flat_keys,
     with_config_keys,
+    with_new_keys,
 )
+from hybridtrain.app.resolve import settle
 from hybridtrain.app.run_directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError
-from hybridtrain.options import PipelineOptions
+from hybridtrain.machine import Machine
+from hybridtrain.options import PipelineOptions, TrainerOptions
 
 
 @pytest.mark.parametrize(
@@ -114,3 +120,28 @@ def test_a_warning_of_the_library_names_config_keys_in_the_log_and_on_the_termin
     assert capfd.readouterr().err.splitlines() == lines
     written = (tmp_path / "logs" / "rank_000.log").read_text().splitlines()
     assert [line.split(": ", 1)[1] for line in written] == lines
+
+
+@pytest.mark.parametrize("options", [PipelineOptions, TrainerOptions, Machine])
+def test_a_key_has_the_name_and_the_default_of_the_option_that_it_sets(options: type) -> None:
+    config = Config(cluster=ClusterConfig())
+    defaults = {each.name: each.default for each in dataclasses.fields(options)}
+    of_the_run = {"seed", "optimizer_tensors_per_param"}
+    given = arguments_of(config, options)
+    assert given.keys() == defaults.keys() - of_the_run
+    for name, value in given.items():
+        assert value == defaults[name] or defaults[name] is dataclasses.MISSING
+
+
+def test_the_old_name_of_a_key_works_in_an_override_a_recipe_and_an_older_run() -> None:
+    assert with_new_keys(["checkpoint.async=true"]) == ["checkpoint.background=true"]
+    assert with_new_keys(["++checkpoint.async=1", "a=b"]) == ["++checkpoint.background=1", "a=b"]
+    Path("mine.yaml").write_text("checkpoint: {async: true}\n")
+    assert compose_settings(["recipe=mine.yaml"]).config.checkpoint.background
+    run = Path("outputs/run")
+    (run / "checkpoints").mkdir(parents=True)
+    tree = {**compose_settings([]).tree, "run_name": "run"}
+    del tree["checkpoint"]["background"]
+    tree["checkpoint"]["async"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert settle("evaluate", []).config.checkpoint.background

@@ -212,7 +212,11 @@ def test_checkpoints_written_in_the_background_are_those_of_a_plain_run(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     succeed(
-        capfd, *SMALL, "run_name=background", "checkpoint.async=true", "checkpoint.every_steps=2"
+        capfd,
+        *SMALL,
+        "run_name=background",
+        "checkpoint.background=true",
+        "checkpoint.every_steps=2",
     )
     assert_same_checkpoint(
         Path("outputs/background/checkpoints") / LAST, finished / "checkpoints" / LAST

@@ -75,9 +75,9 @@ def test_a_failure_is_logged_at_once_and_raised_by_the_next_save_and_by_wait(tmp
 
 
 def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path):
-    trainer(rich_net(), store=CheckpointStore(tmp_path / "plain"), checkpoint_every=2).fit()
+    trainer(rich_net(), store=CheckpointStore(tmp_path / "plain"), checkpoint_every_steps=2).fit()
     store = CheckpointStore(tmp_path / "background", background=True)
-    ours = trainer(rich_net(), store=store, checkpoint_every=2)
+    ours = trainer(rich_net(), store=store, checkpoint_every_steps=2)
     gate, save = Gate(), store.save
     store.save = lambda step, files, **_: save(
         step, {"gate": gate, **files} if step == 2 else files
@@ -136,7 +136,7 @@ class Stops(Callback):
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, RuntimeError])
 def test_an_exception_of_a_run_waits_for_the_save_under_way(error, tmp_path):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(error("stopped"))])
+    ours = trainer(store=store, checkpoint_every_steps=2, callbacks=[Stops(error("stopped"))])
     with pytest.raises(error, match="stopped"):
         ours.fit()
     assert step_of(store.newest()) == 2
@@ -144,7 +144,9 @@ def test_an_exception_of_a_run_waits_for_the_save_under_way(error, tmp_path):
 
 def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(tmp_path, caplog):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(RuntimeError("stopped"))])
+    ours = trainer(
+        store=store, checkpoint_every_steps=2, callbacks=[Stops(RuntimeError("stopped"))]
+    )
     fails(store)
     with pytest.raises(RuntimeError, match="stopped"):
         ours.fit()
@@ -153,7 +155,7 @@ def test_the_error_of_a_run_is_not_hidden_by_that_of_its_last_save(tmp_path, cap
 
 def test_an_interruption_does_not_promise_a_checkpoint_that_was_not_written(tmp_path):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, checkpoint_every=2, callbacks=[Stops(Interrupted("saved"))])
+    ours = trainer(store=store, checkpoint_every_steps=2, callbacks=[Stops(Interrupted("saved"))])
     fails(store, CheckpointError)
     with pytest.raises(CheckpointError, match="mine"):
         ours.fit()
@@ -272,7 +274,7 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, ca
     whole = trainer(rich_net())
     whole.fit()
     store = CheckpointStore(tmp_path, background=background)
-    ours = trainer(rich_net(), store=store, checkpoint_every=2)
+    ours = trainer(rich_net(), store=store, checkpoint_every_steps=2)
     record = ours.monitor.step
 
     def step(number, samples):
@@ -293,7 +295,7 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, ca
 @pytest.mark.parametrize("background", [False, True])
 def test_a_last_save_without_space_is_an_error_and_older_ones_stay(background, tmp_path):
     store = CheckpointStore(tmp_path, background=background)
-    ours = trainer(rich_net(), store=store, checkpoint_every=4)
+    ours = trainer(rich_net(), store=store, checkpoint_every_steps=4)
     record = ours.monitor.step
 
     def step(number, samples):

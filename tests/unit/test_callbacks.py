@@ -265,7 +265,7 @@ def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
 
     whole.monitor.step = watch
     whole.fit()
-    first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every=1)
+    first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
     again = resumed(first, trainer(callbacks=callbacks(), lr=cosine(0, 9)), store)
     assert_same_run(again, whole)

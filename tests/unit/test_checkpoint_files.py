@@ -304,7 +304,7 @@ def test_a_moving_average_and_a_stream_resume_bitwise(background, tmp_path):
     whole = with_states(rich_net())
     whole.fit()
     store = CheckpointStore(tmp_path, background=background)
-    first = with_states(rich_net(), store=store, checkpoint_every=2)
+    first = with_states(rich_net(), store=store, checkpoint_every_steps=2)
     first.total_steps = 5
     first.fit()
     again = with_states(plain_net_like(rich_net()), store=store)

@@ -52,7 +52,7 @@ def test_a_signal_while_the_cause_is_looked_for_in_other_processes_does_not_hide
     store.set("process/1", json.dumps(this_process()))
     watchdog = Watchdog(Job(store, 0, 2), 10, 600)
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(error_report, "running_watchdog", lambda: watchdog)
+    monkeypatch.setattr(error_report, "current", lambda: watchdog)
     monkeypatch.setattr(error_report, "_launch", lambda: SimpleNamespace(rank=0, size=2))
     monkeypatch.setattr(error_report, "find_cause", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)

@@ -36,7 +36,7 @@ def made(folder, at=None, **options):
     ours = trainer(
         rich_net(),
         eval_every=3,
-        checkpoint_every=3,
+        checkpoint_every_steps=3,
         best="loss",
         lr=cosine(2, 9),
         store=CheckpointStore(folder / "checkpoints"),
@@ -252,7 +252,7 @@ def test_a_step_in_whose_middle_a_callback_fails_is_not_saved(hook, tmp_path):
 
     callback = Callback()
     setattr(callback, hook, failing)
-    ours = trainer(store=CheckpointStore(tmp_path), checkpoint_every=3, callbacks=[callback])
+    ours = trainer(store=CheckpointStore(tmp_path), checkpoint_every_steps=3, callbacks=[callback])
     with pytest.raises(ArithmeticError, match="boom"):
         ours.fit()
     assert ours.store.steps() == [3]

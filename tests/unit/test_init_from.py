@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     """The directory of a run with checkpoints of steps 1 to 3; 2 is the best."""
     folder = tmp_path_factory.mktemp("run")
     store = CheckpointStore(folder / "checkpoints")
-    trainer(steps=3, checkpoint_every=1, store=store).fit()
+    trainer(steps=3, checkpoint_every_steps=1, store=store).fit()
     store.mark_best(2, 0.5)
     return folder
 

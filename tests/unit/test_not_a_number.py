@@ -165,7 +165,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run_and_name_the_last_good_c
     spoil, where, tmp_path
 ):
     store = CheckpointStore(tmp_path, keep=1)
-    ours = trainer(store=store, steps=4, checkpoint_every=1, max_skipped=3)
+    ours = trainer(store=store, steps=4, checkpoint_every_steps=1, max_skipped=3)
     ours.fit()
     ours.total_steps = 20
     spoil(ours)
@@ -207,7 +207,7 @@ def test_an_interruption_among_skipped_steps_keeps_the_good_checkpoint_and_the_c
 
 def test_a_checkpoint_that_was_not_saved_in_the_background_is_not_named_as_the_last(tmp_path):
     store = CheckpointStore(tmp_path, background=True)
-    ours = trainer(store=store, steps=20, checkpoint_every=1, max_skipped=2)
+    ours = trainer(store=store, steps=20, checkpoint_every_steps=1, max_skipped=2)
     save = store.begin
 
     def full_at_step_3(step, *args):
@@ -310,7 +310,7 @@ def test_a_mask_that_appears_later_is_no_divergence(tmp_path):
         module.lazy = mask()
 
     net[0].register_forward_pre_hook(make_mask)
-    ours = trainer(net, store=CheckpointStore(tmp_path), steps=3, checkpoint_every=1)
+    ours = trainer(net, store=CheckpointStore(tmp_path), steps=3, checkpoint_every_steps=1)
 
     def add(step, samples):
         if step == 2:

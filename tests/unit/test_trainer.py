@@ -181,7 +181,7 @@ def test_every_nth_step_and_the_last_are_logged(log_every):
 )
 def test_every_nth_step_and_the_last_are_evaluated_and_saved(eval_every, expected, tmp_path):
     store = CheckpointStore(tmp_path)
-    ours = trainer(steps=9, eval_every=eval_every, checkpoint_every=eval_every, store=store)
+    ours = trainer(steps=9, eval_every=eval_every, checkpoint_every_steps=eval_every, store=store)
     summary = ours.fit()
     assert sorted(s for s, name in ours.monitor.values if name == "eval/loss") == expected
     assert store.steps() == expected

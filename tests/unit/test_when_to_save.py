@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,18 @@ def test_settings_of_saving_that_do_not_fit_are_refused_by_name(settings, messag
         trainer(**settings)
 
 
+def test_checkpoint_every_is_the_old_name_of_checkpoint_every_steps():
+    made = [
+        lambda: TrainerOptions(steps=9, checkpoint_every=4),
+        lambda: replace(TrainerOptions(steps=9), checkpoint_every=4),
+        lambda: trainer(steps=9, checkpoint_every=4, log_every=10).options,
+    ]
+    for each in made:
+        with pytest.warns(DeprecationWarning, match="is called checkpoint_every_steps= now"):
+            options = each()
+        assert options.checkpoint_every == options.checkpoint_every_steps == 4
+
+
 def test_the_best_needs_an_evaluation():
     with pytest.raises(ConfigError, match="best=loss needs an evaluation"):
         BestCheckpoint("loss", "min", None)
@@ -137,7 +150,7 @@ def test_every_nth_epoch_is_evaluated_and_saved(accumulate, tmp_path):
 
 def test_minutes_are_counted_from_the_last_save(tmp_path):
     store = CheckpointStore(tmp_path)
-    ours = trainer(steps=12, checkpoint_every=5, checkpoint_every_minutes=1.0, store=store)
+    ours = trainer(steps=12, checkpoint_every_steps=5, checkpoint_every_minutes=1.0, store=store)
     with_clock(ours, 25).fit()
     # asked for at the first begin of a step a minute after a save, saved at the end of that step
     assert store.steps() == [4, 5, 9, 10, 12]
@@ -167,7 +180,7 @@ def test_a_resumed_run_remembers_the_best_value(mode, tmp_path):
     def make(folder, **options):
         return trainer(
             rich_net(), eval_every=1, best="loss", best_mode=mode,
-            store=CheckpointStore(tmp_path / folder), checkpoint_every=1, **options,
+            store=CheckpointStore(tmp_path / folder), checkpoint_every_steps=1, **options,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
         )  # fmt: skip
 
@@ -187,7 +200,7 @@ def test_the_best_by_another_value_does_not_count_after_a_resume(tmp_path, caplo
     def make(name, mode, steps):
         return trainer(
             rich_net(), eval_every=1, best=name, best_mode=mode, steps=steps,
-            store=CheckpointStore(tmp_path), checkpoint_every=1,
+            store=CheckpointStore(tmp_path), checkpoint_every_steps=1,
         )  # fmt: skip
 
     make("loss", "min", 2).fit()
@@ -204,7 +217,7 @@ def test_the_best_by_another_value_does_not_count_after_a_resume(tmp_path, caplo
 @pytest.mark.parametrize("background", [False, True])
 def test_after_a_best_step_that_could_not_be_saved_the_one_before_is_the_bar(background, tmp_path):
     store = CheckpointStore(tmp_path, background=background)
-    ours = trainer(eval_every=1, best="loss", store=store, steps=5, checkpoint_every=1)
+    ours = trainer(eval_every=1, best="loss", store=store, steps=5, checkpoint_every_steps=1)
     losses = iter([5.0, 1.0, 4.0, 3.0, 6.0])
     save = store.begin
 
@@ -283,7 +296,7 @@ def test_a_run_without_checkpoints_says_that_nothing_was_saved():
 
 def test_a_step_that_is_saved_is_not_saved_again_to_stop(tmp_path):
     store = CheckpointStore(tmp_path)
-    ours = with_clock(trainer(steps=9, max_time=1, store=store, checkpoint_every=1), 2)
+    ours = with_clock(trainer(steps=9, max_time=1, store=store, checkpoint_every_steps=1), 2)
     saves = []
     save, store.save = store.save, lambda step, *args, **_: saves.append(step) or save(step, *args)
     interrupted(ours)

@@ -57,7 +57,7 @@ def made(name: str) -> Trainer:
         metrics={"flaky": metric},
         steps=6,
         eval_every=2,
-        checkpoint_every=2,
+        checkpoint_every_steps=2,
         best="loss",
         store=CheckpointStore(folder / name / "checkpoints"),
         monitor=MetricsFile(folder / name / "metrics.jsonl") if world.is_main else None,

@@ -42,7 +42,7 @@ def main(folder: Path, background: bool) -> None:
     store = CheckpointStore(folder, background=background)
     loader = TrainLoader(data, 4, world)
     Trainer(
-        model, optimizer, cross_entropy, loader, steps=10, checkpoint_every=1, store=store
+        model, optimizer, cross_entropy, loader, steps=10, checkpoint_every_steps=1, store=store
     ).fit()
     print("the end was reached")
 

@@ -163,7 +163,7 @@ def _nan_loss(world):
 @cells.add("a run that diverges on one replica ends on all, with the rank and the checkpoint")
 def _diverges(world):
     folder = Path(world.broadcast(tempfile.mkdtemp()))
-    options = {"checkpoint_every": 1, "max_skipped": 2, "store": CheckpointStore(folder)}
+    options = {"checkpoint_every_steps": 1, "max_skipped": 2, "store": CheckpointStore(folder)}
     ours = small(steps=12, **options)
     ours.total_steps = 2
     ours.fit()
