@@ -19,19 +19,11 @@ from hybridtrain.graph import Chain, Layer
 from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch
-from hybridtrain.planning.costs import LayerCost, LayerProfiler
+from hybridtrain.planning.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
 from hybridtrain.planning.estimates import CountedLayer, Rates, Work, count_chain
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)
-
-
-@dataclass(frozen=True)
-class LayerSize:
-    """The bytes of a layer's parameters and buffers, and of the parameters that are trained."""
-
-    weights: int
-    trained: int
 
 
 @dataclass(frozen=True)
@@ -196,19 +188,6 @@ def measured_costs(
         no_cut_before=chain.no_cut_before,
         contention_at=contention_at,
     )
-
-
-def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
-    """Returns the size of each layer; what several share counts in the first of them."""
-    seen: set[int] = set()
-    sizes = []
-    for layer in layers:
-        own = [p for p in layer.module.parameters() if id(p) not in seen]
-        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
-        seen.update(map(id, [*own, *buffers]))
-        trained = sum(p.nbytes for p in own if p.requires_grad)
-        sizes.append(LayerSize(sum(tensor.nbytes for tensor in [*own, *buffers]), trained))
-    return sizes
 
 
 def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:

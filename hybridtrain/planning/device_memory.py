@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hybridtrain.machine import Machine
-from hybridtrain.planning.cost_table import CostTable, LayerSize
-from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.cost_table import CostTable
+from hybridtrain.planning.costs import LayerCost, LayerSize
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
 

@@ -390,9 +390,9 @@ def measured(
 def estimated(
     layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
 ) -> Iterator[Costs]:
-    """Yields one estimate for the default `Hardware`, whatever the devices of the cluster are.
+    """Yields one estimate for a data-center GPU, whatever the devices of the cluster are.
 
-    For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
+    For another: `costs=partial(estimate_costs, flops_per_s=..., bytes_per_s=...)`.
     """
     estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
     tensors = options.optimizer_tensors_per_param

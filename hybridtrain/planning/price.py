@@ -37,12 +37,10 @@ from hybridtrain.machine import GIB, Machine
 from hybridtrain.options import CHECKPOINT_MODES, PRECISIONS, PipelineOptions
 from hybridtrain.planning.cost_table import (
     CostTable,
-    LayerSize,
     counted_costs_of_one_size,
     given_costs,
-    layer_sizes,
 )
-from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.costs import LayerCost, LayerSize, layer_sizes
 from hybridtrain.planning.device_memory import (
     DeviceMemory,
     StageTimes,

@@ -17,7 +17,8 @@ from hybridtrain.machine import Cluster, Machine
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, Plan, plan
-from hybridtrain.planning.cost_table import LayerSize, counted_costs, given_costs
+from hybridtrain.planning.cost_table import counted_costs, given_costs
+from hybridtrain.planning.costs import LayerSize
 from hybridtrain.planning.device_memory import device_memory, most_in_flight, stage_times
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
