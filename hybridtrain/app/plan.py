@@ -20,7 +20,7 @@ from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory, RunLock
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.devices import check_nb_part, choose_devices
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
 from hybridtrain.machine import Cluster
@@ -33,7 +33,7 @@ from hybridtrain.planning import (
     Plan,
     Planner,
     PricedPlans,
-    fastest_layout,
+    find_layouts,
     find_plans,
     in_words,
 )
@@ -129,8 +129,9 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     machine = replace(plans.machine, nodes=nodes)
-    found = fastest_layout(plans.table, machine, plans.job, choices)
-    if found is None:
+    try:
+        (found,) = find_layouts(plans.table, machine, plans.job, choices, best=1)
+    except (ConfigError, SplitError):  # no layout uses all devices, or none fits
         return NodesPoint(nodes, None)
     layout = found.layout
     return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")

@@ -1,9 +1,11 @@
-"""The manifest of a checkpoint: which files it has, and the size and checksum of each.
+"""What is in a checkpoint, by its manifest, and which ones are in a directory, by their names.
 
-Files are hashed while they are written, and compared with the manifest before they are read. Only
-regular files count: whatever a link points to was not saved.
+The manifest says which files a checkpoint has, and the size and checksum of each. Files are hashed
+while they are written, and compared with the manifest before they are read. Only regular files
+count: whatever a link points to was not saved.
 
-A directory of checkpoints: its names, the renames between them, and the mark of the best one.
+Below it are the steps of which `store` makes a save: the names in a directory of checkpoints, the
+renames between them, and the mark of the best one.
 """
 
 from __future__ import annotations

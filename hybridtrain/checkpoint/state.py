@@ -10,8 +10,8 @@
         manifest.json           sizes and checksums of the above (see `store`)
 
 Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
-by tensor from memory-mapped files, by each process or by rank 0 for all (`shared_files`), so there
-is never a second copy of the model or of the optimizer's state.
+by tensor from memory-mapped files, by each process or by rank 0 for all (`Source`), so there is
+never a second copy of the model or of the optimizer's state.
 """
 
 from __future__ import annotations

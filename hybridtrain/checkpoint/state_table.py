@@ -13,7 +13,8 @@ alone: rank 0 has all of it, and no other process is asked, so that its table ha
 gathered: rank 0 asks for what it does not have, when it writes it, one tensor at a time. So no
 process ever holds the whole model, and no file system need be shared. joint: each writes a share.
 
-The optimizer's state under the names of the parameters.
+The optimizer's state is in the table under the names of its parameters (`optimizer_by_name`): their
+numbers depend on what a process has.
 """
 
 from __future__ import annotations

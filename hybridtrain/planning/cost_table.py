@@ -36,7 +36,6 @@ class CostTable:
         host_ms: for each layer the host's time to call the operators of a forward and a backward.
         costs_from: as of a `Plan`.
         no_cut_before: layers that cannot begin a stage, by index.
-        expand: modules that are cut inside.
         model: the class of the model.
         contention_at: returns, for a micro-batch of so many samples, how many times as long a
             device takes while all others of its pipeline compute too.
@@ -47,7 +46,6 @@ class CostTable:
     host_ms: Sequence[tuple[float, float]]
     costs_from: str = "given"
     no_cut_before: Collection[int] = ()
-    expand: Sequence[str] = ()
     model: str = ""
     contention_at: Callable[[int], float] = lambda samples: 1.0
 

@@ -1,6 +1,8 @@
-"""The costs of a model's layers: time, memory, and bytes that cross a cut.
+"""What the layers of a model cost for one micro-batch: time, memory, and bytes that cross a cut.
 
-Measured costs: each layer of a chain is run by itself on one micro-batch.
+A cost has two parts. The bytes of weights are counted (`count`). The rest needs a run of the chain,
+one layer after the other on copies (`run_chain`): on the device with a clock (`LayerProfiler`), or
+in `estimates` on fake tensors with counters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The configuration of smp 1.x: the dictionary `parameters` of an estimator's `distribution`.
 
-Every key of smp 1.x is known here, once: what it means, or why it has no meaning.
-
-An estimator's `distribution` as what it means here: a torchrun line and a configuration.
+Every key of smp 1.x is known here, once: what it means, or why it has no meaning. The rest of a
+`distribution` becomes a torchrun line (`config_from_distribution`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The model of a script: divided into stages when the first step calls it.
 
-The names of smp 1.x that are not here: each gives one error that says so.
-
-The arguments of a call of the model as the inputs of a batch.
+`NAMES` are the names of smp 1.x that are not here: each gives one error that says what to do.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
-from hybridtrain.smp.partition import partitioned_model
+from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
 from hybridtrain.step import OptimizerStep

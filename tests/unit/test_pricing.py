@@ -19,11 +19,11 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, Plan, plan
 from hybridtrain.planning.cost_table import counted_costs, given_costs
 from hybridtrain.planning.costs import LayerSize
-from hybridtrain.planning.device_memory import device_memory, most_in_flight, stage_times
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.price import _Search, find_layouts, least_step_ms, price, spread_of
 from hybridtrain.planning.priced import find_plans
+from hybridtrain.planning.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
     Durations,
     divided_backwards,

@@ -1,7 +1,4 @@
-"""The memory of each device at its peak, for a layout that is priced.
-
-The times of the stages of a layout: their actions, and the messages between them.
-"""
+"""What the stages of a layout need: memory at the peak, and times of actions and messages."""
 
 from __future__ import annotations
 
