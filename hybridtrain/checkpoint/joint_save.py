@@ -146,6 +146,8 @@ class JointSave:
     def _on_rank_0(
         self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
     ) -> tuple[str, Problem | None]:
+        # Each of the others receives, sends and receives again, once, whatever happens: so rank 0
+        # sends, receives and sends also after a failure, but to those that are gone.
         temporary, problems = self._attempt(lambda: store.begin(step))
         problems += self._tell(temporary and temporary.name)
         path = None

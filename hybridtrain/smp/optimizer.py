@@ -282,7 +282,9 @@ class DistributedOptimizer(Optimizer):
         spread = [CommGroup.RDP_GROUP] if self._shares is not None else []
         if is_whole and current().world.pipeline_group is not None:
             spread.append(CommGroup.MP_GROUP)
-        for processes in spread:  # each of them has some of the entries
+        # Each process has some of the entries. Those of the replicas are joined first, so that in
+        # each pipeline all of its processes then send all that they are to send.
+        for processes in spread:
             own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
             parts = allgather(own, processes)
             state = {number: entry for part in parts for number, entry in part.items()}

@@ -139,13 +139,13 @@ class _Step:
             self._check_flags(flags_before)
             trains = calls[0].state.grad and bool(self._trains)
             if trains:
-                runtime.attendance.begin()
+                runtime.attendance.begin()  # which travels during what follows
             if first_call:
                 check_attributes(self._name, attributes, model.module)
             if not model.partitioned:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
-                runtime.attendance.finish()
+                runtime.attendance.finish()  # before the first message that a replica would answer
             drawn_from = random_states(runtime.world)
             values = self._run(model, bodies, calls, cut, trains)
             is_done = True

@@ -927,10 +927,7 @@ def _(world):
 
 @cells.add("a model that was trained in two stages goes on in one, and in plain PyTorch")
 def _(world):
-    folder = (
-        Path(tempfile.gettempdir()) / f"smp-checkpoint-{smp.rank() and 0}-{torch.initial_seed()}"
-    )
-    folder = Path(smp.allgather(str(folder))[0])
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
     script = begin()
     train_step(script.model, script.x, script.y)
     script.optimizer.step()
