@@ -202,12 +202,10 @@ def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
 
 def _between(one: Facts, other: Facts, at: float) -> Facts:
     """Returns the numbers at 0 for `one` and 1 for `other`, and nowhere negative."""
-    values = {
-        each.name: max(0, a + at * (b - a))
-        for each in fields(one)
-        if not isinstance(a := getattr(one, each.name), str)
-        for b in [getattr(other, each.name)]
-    }
-    return replace(
-        one, **{k: round(v) if isinstance(getattr(one, k), int) else v for k, v in values.items()}
-    )
+    values = {}
+    for each in fields(one):
+        a, b = getattr(one, each.name), getattr(other, each.name)
+        if not isinstance(a, str):
+            value = max(0, a + at * (b - a))
+            values[each.name] = round(value) if isinstance(a, int) else value
+    return replace(one, **values)

@@ -53,7 +53,7 @@ FIRST_PASS_NOISE = 0.15
 # How long the layers of a chain that looks even enough are timed, in seconds.
 CAREFUL_SECONDS = 3.0
 
-COST_SOURCES = ("measured", "estimated")
+COST_SOURCES = ("estimated", "measured")
 
 # Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
 GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]

@@ -479,8 +479,7 @@ def find_layouts(
         SplitError: no layout fits into memory; says how much is missing.
     """
     search = _Search(table, machine, job)
-    choices = choices or Choices()
-    every = list(layouts(machine, job, len(table.sizes), choices))
+    every = layouts(machine, job, len(table.sizes), choices or Choices())
     found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))

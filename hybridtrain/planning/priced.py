@@ -16,12 +16,11 @@ from hybridtrain.machine import Cluster, Machine
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.plan import Plan, StagePlan
+from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.planning.price import Price, find_layouts
 from hybridtrain.planning.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 from hybridtrain.text_table import text_table
-
-COSTS = ("estimated", "measured")
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def model_costs(
 
     Where they are measured, `sharing` devices share this process's intra-op threads.
     """
-    check_choice("cluster.costs", costs, COSTS)
+    check_choice("cluster.costs", costs, COST_SOURCES)
     chain = ChainBuilder(net, example_inputs).chain()
     device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
     if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():

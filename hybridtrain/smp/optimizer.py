@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from itertools import count
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ReplicaShares
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
@@ -176,13 +177,15 @@ class DistributedOptimizer(Optimizer):
         """The factor of the loss; 1 without `fp16`."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
 
-    def take_own_parameters(self) -> None:
-        """Leaves out the parameters of stages in other processes, once the model is divided."""
-        model = current().model
-        assert model is not None
-        own = {id(p) for p in model.partitioned_hybrid().parameters()}
-        # of the model; others, of the script's own, stay
-        of_model = model.parameters_of_all
+    def take_own_parameters(self, hybrid: HybridModel, of_model: Container[int]) -> None:
+        """Leaves out the parameters of stages in other processes, once the model is divided.
+
+        Args:
+            hybrid: the model in stages.
+            of_model: the identities of all parameters that the model had; others, of the script's
+                own, stay.
+        """
+        own = {id(p) for p in hybrid.parameters()}
         number = count()
         self._numbers = []
         for group in self.param_groups:
@@ -195,7 +198,7 @@ class DistributedOptimizer(Optimizer):
                 else:
                     self.state.pop(p, None)
         if current().config.shard_optimizer_state and current().world.replicas > 1:
-            self._shares = ReplicaShares(model.partitioned_hybrid())
+            self._shares = ReplicaShares(hybrid)
             self._shares.add(p for group in self.param_groups for p in group["params"])
             self._keep_own_share()
 
