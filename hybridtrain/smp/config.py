@@ -273,25 +273,6 @@ class LaunchConfig:
         words += [f"--nproc-per-node={self.processes_per_node}", shlex.quote(script)]
         return " ".join(words)
 
-    def overrides(self) -> list[str]:
-        """Returns the overrides of the command line `hybridtrain` that mean the same."""
-        config, options = self.config, self.config.options(0)
-        found = {
-            "pipeline.nb_part": config.pipeline_parallel_degree,
-            "pipeline.chunks": options.chunks,
-            "pipeline.schedule": options.schedule,
-            "pipeline.split": "balanced" if config.auto_partition else "manual",
-            "pipeline.memory_weight": options.memory_weight if config.auto_partition else None,
-            "pipeline.default_partition": options.default_partition,
-            "pipeline.max_inflight": options.max_inflight,
-            "trainer.precision": options.precision if options.precision != "fp32" else None,
-            "world.engine": config.engine,
-            "world.shard": options.shard if options.shard != "none" else None,
-            "world.inner": config.inner if config.inner != "pp" else None,
-            "world.backend": None if config.ddp_dist_backend == "auto" else config.ddp_dist_backend,
-        }
-        return [f"{key}={value}" for key, value in found.items() if value is not None]
-
 
 def config_from_distribution(
     distribution: Mapping[str, Any], instance_count: int = 1
