@@ -1,4 +1,4 @@
-"""What is in a checkpoint, by its manifest, and which ones are in a directory, by their names.
+"""The manifest of a checkpoint, and the names in a directory of checkpoints.
 
 The manifest says which files a checkpoint has, and the size and checksum of each. Files are hashed
 while they are written, and compared with the manifest before they are read. Only regular files

@@ -12,7 +12,7 @@ files are written here, tensor by tensor (https://github.com/huggingface/safeten
 are read by the library, memory-mapped.
 
 The rest of a tree is JSON (`pack`). What JSON has (dicts with string keys, lists, strings, numbers,
-true, false, null) is written as it is. Anything else is a dict with one key that begins with `$`:
+true, false, null) is written unchanged. Anything else is a dict with one key that begins with `$`:
 
     {"$tensor": "state.0.weight.exp_avg"}      a tensor, by its name in the safetensors file
     {"$array": "..."}, {"$number": "..."}      an array or a number of numpy

@@ -1,4 +1,4 @@
-"""What the layers of a model cost for one micro-batch: time, memory, and bytes that cross a cut.
+"""The costs of a model's layers for one micro-batch: time, memory, and bytes that cross a cut.
 
 A cost has two parts. The bytes of weights are counted (`count`). The rest needs a run of the chain,
 one layer after the other on copies (`run_chain`): on the device with a clock (`LayerProfiler`), or

@@ -1,4 +1,4 @@
-"""What the stages of a layout need: memory at the peak, and times of actions and messages."""
+"""The needs of a layout's stages: memory at the peak, and times of actions and messages."""
 
 from __future__ import annotations
 
