@@ -181,6 +181,7 @@ class StateTable:
         self.rank = 0 if form == "alone" else model.world.rank
         self._own: dict[Key, Tensor] = {}
         own: dict[str, Any] = {}
+        # a problem here is told to all: none may be missing from the gather below
         try:
             own = optimizer_by_name(model, optimizer)
             part = self._describe(model, own)

@@ -344,6 +344,7 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         set_random_states(world, drawn)
 
     def received(tensor: Tensor) -> Tensor:
+        # one broadcast for each large tensor, in the order of the tree, which all processes have
         if not tensor.is_meta:
             return tensor
         own = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
