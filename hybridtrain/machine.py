@@ -1,8 +1,7 @@
-"""The hardware that a run is priced for: devices, nodes, and the links between them.
+"""The hardware as a planner sees it: facts, no process group. Nothing here imports torch.
 
-Nothing here imports torch.
-
-The devices of a pipeline as a planner sees them: facts, no process group.
+`Machine` is what a run is priced for: devices, nodes, and the links between them. `Cluster` is what
+one replica of a model is spread over: the devices of its pipeline, and the processes that own them.
 """
 
 from __future__ import annotations

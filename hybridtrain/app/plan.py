@@ -19,7 +19,7 @@ from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, withou
 from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.devices import choose_devices
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
 from hybridtrain.machine import Cluster
@@ -32,7 +32,7 @@ from hybridtrain.planning import (
     Plan,
     Planner,
     PricedPlans,
-    fastest_layout,
+    find_layouts,
     find_plans,
     in_words,
 )
@@ -122,8 +122,9 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     machine = replace(plans.machine, nodes=nodes)
-    found = fastest_layout(plans.table, machine, plans.job, choices)
-    if found is None:
+    try:
+        (found,) = find_layouts(plans.table, machine, plans.job, choices, best=1)
+    except (ConfigError, SplitError):  # no layout uses all devices, or none fits
         return NodesPoint(nodes, None)
     layout = found.layout
     return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")

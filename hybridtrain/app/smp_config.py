@@ -1,4 +1,4 @@
-"""The command `smp-config`: an estimator's `distribution` as a torchrun line and overrides."""
+"""The command `smp-config`: an estimator's `distribution` as a torchrun line."""
 
 from __future__ import annotations
 
@@ -50,9 +50,6 @@ def smp_config(arguments: Sequence[str]) -> int:
         "",
         f"the script, with `import hybridtrain.smp as smp`{where}:",
         f"  {launch.command(given.script)}",
-        "",
-        "the same for a recipe of the command line hybridtrain:",
-        f"  {' '.join(launch.overrides())}",
     ]
     if launch.notes:
         table = [("key", "has no meaning here"), *launch.notes.items()]

@@ -3,14 +3,13 @@
 model, optimizer -> state_table -> state -> saving -> store -> step_00000100/
                                             joint_save
 
-state_table        which process has which tensor, and which one writes it
-state              the files of a checkpoint, and its restore; optimizer_state
+state_table        which process has which tensor, and which one writes it; the optimizer's by name
+state              the files of a checkpoint, and its restore
 saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
-joint_save         each process writes its files; what fails in one is told to all
+joint_save         each process writes its files, or reads them; what fails in one is told to all
 store              publishes, keeps, writes in the background
-directory          names, renames, the best; manifest: sizes and sums of all files
-shared_files       each process reads, if all see the same files
-tensor_files       safetensors; pytree_json: everything else
+manifest           sizes and sums of all files; names, renames, the mark of the best
+tensor_files       safetensors; JSON for everything else
 init_from          weights from elsewhere
 """
 

@@ -1,4 +1,6 @@
-"""A checkpoint that all processes write together, each its own files into one directory.
+"""A checkpoint that all processes write together, or read together.
+
+`JointSave` is the writing, each its own files into one directory:
 
     rank 0          makes .tmp-100-<uuid>                --- its name --->  all
     each process    writes its files there, hashed and synced to the disk
@@ -10,10 +12,9 @@ their own: in the background this runs in a thread while training communicates i
 go from process to process, not as a collective operation, so that the end of one process is an
 error in rank 0 at once, and rank 0 can still tell the others.
 
-Files that the nodes of a run may share or not, and the values that each process loads.
-
-If all processes see the same files, each reads what it needs of them, memory-mapped. Otherwise
-rank 0 alone reads, and sends one tensor at a time. Neither way does a process hold the whole state.
+`Source` is the reading. The nodes of a run may share files or not. If all processes see the same
+ones (`same_files`), each reads what it needs of them, memory-mapped. Otherwise rank 0 alone reads,
+and sends one tensor at a time. Neither way does a process hold the whole state.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class JointSave:
     def _on_rank_0(
         self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
     ) -> tuple[str, Problem | None]:
+        # Each of the others receives, sends and receives again, once, whatever happens: so rank 0
+        # sends, receives and sends also after a failure, but to those that are gone.
         temporary, problems = self._attempt(lambda: store.begin(step))
         problems += self._tell(temporary and temporary.name)
         path = None

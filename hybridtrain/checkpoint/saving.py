@@ -64,6 +64,7 @@ def save_checkpoint(
             processes see the directory that they should write to.
     """
     world = model.world
+    # in every process, in the same order: a `state_dict` may communicate
     dicts = {name: entry.state_dict() for name, entry in states.items()}
     form = _form(store, model)
     store.is_joint = form == "joint"
@@ -100,7 +101,7 @@ def save_checkpoint(
                 table.end()
 
     if table is not None:
-        table.serve()
+        table.serve()  # nothing on rank 0, which asks in `by_rank_0` and then ends it
     # the others wait in a group where a long wait is allowed
     return world.broadcast(world.on_main(by_rank_0))
 

@@ -10,15 +10,14 @@
         manifest.json           sizes and checksums of the above (see `store`)
 
 Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
-by tensor from memory-mapped files, by each process or by rank 0 for all (`shared_files`), so there
-is never a second copy of the model or of the optimizer's state.
+by tensor from memory-mapped files, by each process or by rank 0 for all (`Source`), so there is
+never a second copy of the model or of the optimizer's state.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
 
 # the last part of the name that torch gives to get_extra_state()
 EXTRA_STATE = "_extra_state"
-_LARGEST = 2**63 - 1
 _OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
 
 _log = logging.getLogger(__name__)
@@ -185,8 +183,7 @@ def restore_checkpoint(
     source = Source(world, same_files(world, [path / MANIFEST]))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        manifest = read_manifest(path) if source.shared else verify(path)
-        files = manifest["files"]
+        files = (read_manifest(path) if source.shared else verify(path))["files"]
         weights, extra = read_weights(path, files)
         check_fits(path, weights | extra, model.net.state_dict())
         average = evaluated_average(path, files) if evaluated else {}
@@ -209,9 +206,10 @@ def restore_checkpoint(
             for name in files:
                 if name.endswith(".json") and ".safetensors" not in name and name not in known:
                     _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
-        saved = read_progress(path, manifest)
+        saved = read_tree(path, "state", files)
         return weights, extra, trees, saved | ({"averaged": bool(average)} if evaluated else {})
 
+    # From here on every process makes the same calls in the same order: each of them communicates.
     if source.shared:  # each process a part of the files
         on_each(world, lambda: verify(path, world.rank, world.size))
     weights, extra, trees, saved = source.read(read) or ({}, {}, {}, {})
@@ -350,67 +348,18 @@ def load_weights(
         model.load_state_dict({**state, **received})  # for modules with load hooks
 
 
-def read_progress(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `state.json` of the checkpoint at `path`, which is verified.
-
-    Raises:
-        CheckpointError: it is not a dict, or not of the step that the manifest names.
-    """
-    file = path / "state.json"
-    try:
-        if file.name not in manifest["files"]:
-            raise ValueError("it is not in the manifest")
-        saved = json.loads(file.read_bytes())
-        if not isinstance(saved, dict):
-            raise ValueError(f"it holds {type(saved).__name__} where a dict should be")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    _check_number(file, saved, "draws_step")
-    if "step" in saved and saved["step"] != manifest["step"]:
-        raise CheckpointError(
-            f"{file} is of step {saved['step']!r} and its manifest of step {manifest['step']}: "
-            f"they are not of the same save"
-        )
-    return saved
-
-
 def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
-    """Checks the types and bounds of a `Trainer`'s state.
+    """Checks that a run has not ended before its checkpoint.
 
     Args:
-        saved: its `state_dict`.
+        saved: the `state_dict` of a `Trainer`.
         total_steps: the length of the run that is resumed.
 
     Raises:
-        CheckpointError: names the entry.
+        CheckpointError: it has.
     """
-    file = "the checkpoint's state.json"
-    for name in ("step", "samples", "epoch", "row", "rows_per_step"):  # words: ok
-        _check_number(file, saved, name, at_least=int(name == "rows_per_step"))
     if saved["step"] > total_steps:
         raise CheckpointError(
             f"the checkpoint is of step {saved['step']}, and this run has steps={total_steps}: "
             f"give it at least as many steps, or resume an earlier checkpoint"
-        )
-    if saved["epoch"] > saved["step"]:
-        raise CheckpointError(
-            f"{file} is damaged: epoch={saved['epoch']} after step={saved['step']}"
-        )
-    scaler = saved.get("scaler")
-    if scaler is not None and not (
-        isinstance(scaler, dict)
-        and {"scale", "growth_factor", "backoff_factor", "growth_interval"} <= scaler.keys()
-        and all(
-            type(value) in (int, float) and math.isfinite(value) and value >= 0
-            for value in scaler.values()
-        )
-    ):
-        raise CheckpointError(f"{file} is damaged: scaler={scaler!r}")
-
-
-def _check_number(file: object, saved: Mapping[str, Any], name: str, at_least: int = 0) -> None:
-    value = saved.get(name)
-    if type(value) is not int or not at_least <= value <= _LARGEST:
-        raise CheckpointError(
-            f"{file} is damaged: {name}={value!r} must be a whole number of {at_least} or more"
         )

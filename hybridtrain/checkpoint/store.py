@@ -314,6 +314,7 @@ class CheckpointStore:
         """Gives the directory with all `files` its name; then marks the best, and prunes."""
         with self._os_errors(step, temporary):
             manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(files)})
+            # all files are on disk by now; the manifest and the names must be, before the rename
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
             sync_directory(temporary)
             with self._lock:

@@ -1,4 +1,6 @@
-"""Tensors as safetensors files, in shards with an index as on the Hugging Face Hub.
+"""A tree of values as files: its tensors as safetensors, everything else as JSON.
+
+Tensors are in shards with an index as on the Hugging Face Hub:
 
     model.safetensors                        all of them, up to the shard size
     model-00001-of-00002.safetensors         more than that
@@ -9,10 +11,8 @@ safetensors' own `save_file` wants a path and `save` a second copy of everything
 files are written here, tensor by tensor (https://github.com/huggingface/safetensors#format). They
 are read by the library, memory-mapped.
 
-Nested Python values as JSON, with their tensors apart.
-
-What JSON has (dicts with string keys, lists, strings, numbers, true, false, null) is written as it
-is. Anything else is a dict with one key that begins with `$`:
+The rest of a tree is JSON (`pack`). What JSON has (dicts with string keys, lists, strings, numbers,
+true, false, null) is written unchanged. Anything else is a dict with one key that begins with `$`:
 
     {"$tensor": "state.0.weight.exp_avg"}      a tensor, by its name in the safetensors file
     {"$array": "..."}, {"$number": "..."}      an array or a number of numpy

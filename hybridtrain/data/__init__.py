@@ -2,7 +2,7 @@
 
 loader             `Loader` and its `Position`, which alone says where a run is in its data
 stream             iterable data sets
-agreement          loaders of replicas that agree on each batch; loaders of the user's own
+agreement          loaders of replicas that agree on each batch, such as one of the user's own
 fetch              batches ahead of the step, by threads or workers
 splits             `DataSplits`: the data sets of a training
 """

@@ -1,6 +1,7 @@
 """Batches of replicas that cannot know each other's numbers of samples, agreed on as they come.
 
-A loader of the user's own, as a trainer takes it.
+`AgreedLoader` is the agreement. `OwnLoader`, the batches of a loader of the user's own, is one such
+kind, and a `StreamLoader` the other.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridtrain import _torch_private as private
 from hybridtrain.data.splits import InMemoryDataset, already_batched
@@ -174,9 +174,8 @@ class _Batches(Dataset[Any]):
     """A data set whose items are whole batches, or Failures; runs in the worker processes."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
-        usual = already_batched if isinstance(dataset, InMemoryDataset) else default_collate
         self.dataset = dataset
-        self.collate = collate or usual
+        self.collate = collate or already_batched
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         dataset = self.dataset

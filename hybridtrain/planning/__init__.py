@@ -1,20 +1,25 @@
 """Assigns a model's layers to stages by their costs, and prices a run on a machine.
 
+A plan for options that are given:
+
 planner            `plan(net, options, inputs, cluster)` returns a `Plan`
 plan               the result, as data and as a YAML file
-costs              what a layer costs: measured (profiler), estimated (estimates) or given
+costs              what a layer costs for one micro-batch: counted, and measured
+estimates          the same by FLOPs and bytes, without running a kernel
 objective          the cost of a stage, and the exact best cut
 manual_split       cuts by counts, names and patterns; `with partition(i):`
-cost_table         the costs for any number of samples in a micro-batch
-layout             ways to spread a model over a machine; layout_search: the fastest that fit
-price              the time of a step, by simulation; stage_times: of actions and messages
-device_memory      the memory of each device
+
+A search for the options, on a machine that need not be there:
+
+cost_table         the costs of layers for any number of samples in a micro-batch
+layout             the ways to spread a model over a machine
+stage_needs        what the stages of a layout need: memory, and times of actions and messages
+price              the time of a step by simulation, and the fastest layouts that fit
 priced             plans with their prices, as a table
 """
 
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.device_memory import DeviceMemory
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
 from hybridtrain.planning.manual_split import partition, set_partition
 from hybridtrain.planning.objective import needs_costs
@@ -29,12 +34,12 @@ from hybridtrain.planning.planner import (
 from hybridtrain.planning.price import (
     Prediction,
     Price,
-    fastest_layout,
     find_layouts,
     predict_step,
     why_not_priced,
 )
 from hybridtrain.planning.priced import PricedPlans, find_plans, in_words, model_costs
+from hybridtrain.planning.stage_needs import DeviceMemory
 
 __all__ = [
     "Choices",
@@ -53,7 +58,6 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "divisors",
-    "fastest_layout",
     "find_layouts",
     "find_plans",
     "in_words",

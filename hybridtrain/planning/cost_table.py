@@ -19,19 +19,11 @@ from hybridtrain.graph import Chain, Layer
 from hybridtrain.machine import Machine
 from hybridtrain.microbatch import batch_size
 from hybridtrain.microbatch import split as split_batch
-from hybridtrain.planning.costs import LayerCost, LayerProfiler
+from hybridtrain.planning.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
 from hybridtrain.planning.estimates import CountedLayer, Rates, Work, count_chain
 from hybridtrain.precision import autocast
 
 Facts = TypeVar("Facts", LayerCost, Work)
-
-
-@dataclass(frozen=True)
-class LayerSize:
-    """The bytes of a layer's parameters and buffers, and of the parameters that are trained."""
-
-    weights: int
-    trained: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,6 @@ class CostTable:
         host_ms: for each layer the host's time to call the operators of a forward and a backward.
         costs_from: as of a `Plan`.
         no_cut_before: layers that cannot begin a stage, by index.
-        expand: modules that are cut inside.
         model: the class of the model.
         contention_at: returns, for a micro-batch of so many samples, how many times as long a
             device takes while all others of its pipeline compute too.
@@ -55,7 +46,6 @@ class CostTable:
     host_ms: Sequence[tuple[float, float]]
     costs_from: str = "given"
     no_cut_before: Collection[int] = ()
-    expand: Sequence[str] = ()
     model: str = ""
     contention_at: Callable[[int], float] = lambda samples: 1.0
 
@@ -198,19 +188,6 @@ def measured_costs(
     )
 
 
-def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
-    """Returns the size of each layer; what several share counts in the first of them."""
-    seen: set[int] = set()
-    sizes = []
-    for layer in layers:
-        own = [p for p in layer.module.parameters() if id(p) not in seen]
-        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
-        seen.update(map(id, [*own, *buffers]))
-        trained = sum(p.nbytes for p in own if p.requires_grad)
-        sizes.append(LayerSize(sum(tensor.nbytes for tensor in [*own, *buffers]), trained))
-    return sizes
-
-
 def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     """Returns two numbers of samples, and inputs of so many."""
     samples = batch_size(example_inputs)
@@ -225,12 +202,10 @@ def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
 
 def _between(one: Facts, other: Facts, at: float) -> Facts:
     """Returns the numbers at 0 for `one` and 1 for `other`, and nowhere negative."""
-    values = {
-        each.name: max(0, a + at * (b - a))
-        for each in fields(one)
-        if not isinstance(a := getattr(one, each.name), str)
-        for b in [getattr(other, each.name)]
-    }
-    return replace(
-        one, **{k: round(v) if isinstance(getattr(one, k), int) else v for k, v in values.items()}
-    )
+    values = {}
+    for each in fields(one):
+        a, b = getattr(one, each.name), getattr(other, each.name)
+        if not isinstance(a, str):
+            value = max(0, a + at * (b - a))
+            values[each.name] = round(value) if isinstance(a, int) else value
+    return replace(one, **values)

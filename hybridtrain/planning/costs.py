@@ -1,6 +1,8 @@
-"""The costs of a model's layers: time, memory, and bytes that cross a cut.
+"""The costs of a model's layers for one micro-batch: time, memory, and bytes that cross a cut.
 
-Measured costs: each layer of a chain is run by itself on one micro-batch.
+A cost has two parts. The bytes of weights are counted (`count`). The rest needs a run of the chain,
+one layer after the other on copies (`run_chain`): on the device with a clock (`LayerProfiler`), or
+in `estimates` on fake tensors with counters.
 """
 
 from __future__ import annotations
@@ -55,24 +57,48 @@ class LayerCost:
     crossing_ms: float = 0.0
 
 
-def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
-    """Returns the costs that need no run: parameters and bytes of the weights, on any device.
+@dataclass(frozen=True)
+class LayerSize:
+    """The bytes of a layer's parameters and buffers, and of the parameters that are trained.
 
-    What several layers share counts in the first of them. The optimizer keeps so many tensors of a
-    parameter's size for it; AdamW keeps 2.
+    Attributes:
+        weights: of all parameters and buffers.
+        trained: of the parameters that are trained.
+        parameters: their elements.
     """
+
+    weights: int
+    trained: int
+    parameters: int = 0
+
+
+def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
+    """Returns the size of each layer; what several share counts in the first of them."""
     seen: set[int] = set()
-    costs = []
+    sizes = []
     for layer in layers:
         parameters = [p for p in layer.module.parameters() if id(p) not in seen]
         buffers = [b for b in layer.module.buffers() if id(b) not in seen]
         seen.update(map(id, [*parameters, *buffers]))
+        weights = sum(tensor.nbytes for tensor in [*parameters, *buffers])
         trained = sum(p.nbytes for p in parameters if p.requires_grad)
-        weight_bytes = sum(tensor.nbytes for tensor in [*parameters, *buffers])
-        weight_bytes += trained * (1 + optimizer_tensors_per_param)
-        elements = sum(p.numel() for p in parameters)
-        costs.append(LayerCost(layer.name, parameters=elements, weight_bytes=weight_bytes))
-    return costs
+        sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters)))
+    return sizes
+
+
+def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
+    """Returns the costs that need no run: parameters and bytes of the weights, on any device.
+
+    The optimizer keeps so many tensors of a parameter's size for it; AdamW keeps 2.
+    """
+    return [
+        LayerCost(
+            layer.name,
+            parameters=size.parameters,
+            weight_bytes=size.weights + size.trained * (1 + optimizer_tensors_per_param),
+        )
+        for layer, size in zip(layers, layer_sizes(layers), strict=True)
+    ]
 
 
 # Runs a function and returns its result and how long it took, in milliseconds.

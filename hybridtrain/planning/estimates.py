@@ -7,7 +7,6 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,18 +35,9 @@ from hybridtrain.planning.costs import (
     undisturbed,
 )
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """The speed of a device, as training reaches it. Only ratios matter for where a model is cut.
-
-    A multiplication and an addition are two floating point operations. `bytes_per_s` are those to
-    and from the device's memory; with `link_bytes_per_s` None, crossing a cut is free.
-    """
-
-    flops_per_s: float = 100e12
-    bytes_per_s: float = 1e12
-    link_bytes_per_s: float | None = None
+# About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
+FLOPS_PER_S = 100e12
+BYTES_PER_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -75,15 +65,11 @@ class CountedLayer:
         cost: the rest of it.
         forward: of the forward.
         backward: of the backward.
-        first: the index of the first layer that is equal to it, which was counted.
-        given: what it is given, with tensors on the meta device.
     """
 
     cost: LayerCost
     forward: Work
     backward: Work
-    first: int
-    given: Given
 
 
 @dataclass(frozen=True)
@@ -134,34 +120,36 @@ def estimate_costs(
     layers: Sequence[Layer],
     inputs: Any,
     *,
-    hardware: Hardware | None = None,
+    flops_per_s: float = FLOPS_PER_S,
+    bytes_per_s: float = BYTES_PER_S,
     precision: Callable[[], AbstractContextManager[object]] | None = None,
     optimizer_tensors_per_param: int = 2,
 ) -> list[LayerCost]:
     """Returns the cost that each layer should have; the layers may be on the meta device.
 
-    Of `inputs`, a micro-batch, only shapes and types are used. Without `hardware` it is about a
-    data-center GPU. Forwards run in the context `precision`: an autocast for the CPU, where fake
-    tensors are.
+    Of `inputs`, a micro-batch, only shapes and types are used. A multiplication and an addition are
+    two of `flops_per_s`; `bytes_per_s` are those to and from the device's memory. Crossing a cut is
+    free. Forwards run in the context `precision`: an autocast for the CPU, where fake tensors are.
 
     Raises:
         SplitError: a layer does not run on fake tensors, such as one whose control flow depends on
             values; names the layer.
     """
-    hardware = hardware or Hardware()
+
+    def roofline_ms(work: Work) -> float:
+        return max(work.flops / flops_per_s, work.bytes / bytes_per_s) * 1e3
+
     counted = count_chain(
         layers,
         inputs,
         precision=precision,
         optimizer_tensors_per_param=optimizer_tensors_per_param,
     )
-    link = hardware.link_bytes_per_s or math.inf
     return [
         replace(
             layer.cost,
-            forward_ms=_roofline_ms(hardware, layer.forward),
-            backward_ms=_roofline_ms(hardware, layer.backward),
-            crossing_ms=layer.cost.crossing_bytes / link * 1e3,
+            forward_ms=roofline_ms(layer.forward),
+            backward_ms=roofline_ms(layer.backward),
         )
         for layer in counted
     ]
@@ -180,7 +168,6 @@ def count_chain(
         SplitError: see `estimate_costs`.
     """
     work: list[list[Work]] = []
-    inputs_of: list[Given] = []
 
     def clock(function: Callable[[], Any]) -> tuple[Any, float]:
         result, done = _counted(function)
@@ -189,7 +176,6 @@ def count_chain(
 
     def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
         work.append([])
-        inputs_of.append(tree_map_only(Tensor, _meta, given))
         try:
             module = copy_of(layer, _fake)
             with count_saved(module) as saved:
@@ -206,12 +192,11 @@ def count_chain(
         fakes = tree_map_only(Tensor, _fake, inputs)
         once = _RunOnce(run)
         costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
-    ran = dict(zip(dict.fromkeys(once.first), zip(work, inputs_of, strict=True), strict=True))
+    work_of = dict(zip(dict.fromkeys(once.first), work, strict=True))
     counted = []
     for cost, first in zip(costs, once.first, strict=True):
-        done, given = ran[first]
-        backward = done[1] if len(done) > 1 else Work()
-        counted.append(CountedLayer(cost, done[0], backward, first, given))
+        forward, *backward = work_of[first]
+        counted.append(CountedLayer(cost, forward, *(backward or [Work()])))
     return counted
 
 
@@ -219,17 +204,6 @@ def _fake(tensor: Tensor) -> Tensor:
     """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
-
-
-def _meta(fake: Tensor) -> Tensor:
-    meta = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
-    return meta.requires_grad_(fake.requires_grad)
-
-
-def _roofline_ms(hardware: Hardware, work: Work) -> float:
-    """Returns how many milliseconds `work` should take."""
-    arithmetic = work.flops / hardware.flops_per_s
-    return max(arithmetic, work.bytes / hardware.bytes_per_s) * 1e3
 
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:

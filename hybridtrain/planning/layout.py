@@ -106,8 +106,8 @@ class Choices:
     shard: Sequence[str] = SHARD_MODES
 
 
-def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:
-    """Yields the layouts that use all devices and cut all batches evenly.
+def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> list[Layout]:
+    """Returns the layouts that use all devices and cut all batches evenly.
 
     The number of replicas divides the samples of a batch, the number of micro-batches those of a
     replica. Pipelines fill nodes, or nodes fill pipelines. `engine=local` keeps a pipeline inside
@@ -117,10 +117,7 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterat
     Raises:
         ConfigError: there is none.
     """
-    found = False
-    for layout in _all(machine, job, layers, choices):
-        found = True
-        yield layout
+    found = list(_all(machine, job, layers, choices))
     if not found:
         raise ConfigError(
             f"no layout uses all {machine.devices} devices for batches of {job.samples} samples "
@@ -128,6 +125,7 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterat
             f"needs a layer for each stage. Change data.batch_size=, cluster.nodes= or what is "
             f"fixed of pipeline.nb_part=, pipeline.chunks= and world.engine="
         )
+    return found
 
 
 def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from hybridtrain.errors import SplitError, closest
 from hybridtrain.files import write_atomically
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.objective import MEASURED_SPLITS, WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.planning.objective import WHOLE_STAGES, StageCost, stage_costs
 from hybridtrain.text_table import text_table, with_unit
 
 _HEADER = """\
@@ -121,7 +121,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what `write` wrote, also by earlier versions.
+        """Reads what `write` wrote.
 
         Raises:
             SplitError: there is no such file, or it is not a plan.
@@ -143,15 +143,6 @@ def _plain(checkpoint: CheckpointSpec) -> Any:
         return checkpoint
     return dict(checkpoint) if isinstance(checkpoint, Mapping) else list(checkpoint)
 
-
-# Values for the keys that a file lacks, of an earlier version or without them, from its other ones.
-_LACKING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "expand": lambda plan: plan["deeper"],
-    "in_flight": lambda stage: stage["held"],
-    "process": lambda _: 0,
-    "checkpoint": lambda plan: "always" if plan.get("recomputes") else "never",
-    "costs_from": lambda plan: "measured" if plan.get("split") in MEASURED_SPLITS else "counted",
-}
 
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text (in quotes)"),
@@ -178,11 +169,9 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
         raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
     values = {}
     for name, kind_of_value in kinds.items():
-        try:
-            value = given[name] if name in given else _LACKING[name](given)
-        except KeyError:
-            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}") from None
-        values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
+        if name not in given:
+            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}")
+        values[name] = _parsed(kind_of_value, given[name], f"{where}: {name}")
     return kind(**values)
 
 

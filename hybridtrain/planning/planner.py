@@ -7,7 +7,7 @@ process group or a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -46,6 +46,25 @@ LARGE_LAYER = 0.1
 # How often layers are expanded and the cut is looked for anew, at most.
 MAX_EXPANSIONS = 5
 
+# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
+# Counts and estimates have none, and are held to the same.
+COUNT_NOISE = 0.05
+FIRST_PASS_NOISE = 0.15
+# How long the layers of a chain that looks even enough are timed, in seconds.
+CAREFUL_SECONDS = 3.0
+
+COST_SOURCES = ("estimated", "measured")
+
+# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+
+
+class Costs(NamedTuple):
+    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
+
+    layers: Sequence[LayerCost]
+    noise: float = COUNT_NOISE
+
 
 def plan(
     net: nn.Module,
@@ -65,8 +84,8 @@ def plan(
         cluster: the devices of the pipeline; None: one CPU.
         costs: where a split by `time`, `memory` or `balanced` takes them from: `measured` runs each
             layer on the first device, and may leave it there; `estimated` counts FLOPs and bytes
-            without running a kernel (see `estimates`); or a function of the layers and a
-            micro-batch that returns them.
+            without running a kernel, for a data-center GPU; or a function of the layers and a
+            micro-batch that returns them, such as `partial(estimate_costs, flops_per_s=...)`.
 
     Raises:
         ConfigError: `example_inputs` are missing, or `costs` is unknown.
@@ -123,8 +142,13 @@ class Planner:
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
         self._cluster = (cluster or Cluster()).placed(options.placement)
+        if isinstance(costs, str) and costs not in COST_SOURCES:
+            raise ConfigError(
+                f"costs={costs!r} is neither a function of the layers and a micro-batch nor a "
+                f"known source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
+            )
+        self._costs = costs
         self._optimizer_tensors = options.optimizer_tensors_per_param
-        self._costs_from, self._costs_of = cost_source(costs)
         self._stages = self._cluster.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
@@ -215,64 +239,85 @@ class Planner:
         return _Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
 
     def _by_objective(self, in_flight: Sequence[int]) -> _Decision:
+        """Finds the best cut; layers that are too large for an even one are expanded.
+
+        Raises:
+            SplitError: there is no cut; says why.
+        """
         goal = Objective.of(self._options)
-        by_costs = goal.unit == "costs"
+        source = self._costs if isinstance(self._costs, str) else "given"
+        costs_from = source if goal.unit == "costs" else "counted"
+        expand: set[str] = set()
+        best: _Decision | None = None
+        for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
+            chain = self._chain(expand)
+            more: set[str] = set()
+            for found in self._costs_of(chain.layers, goal):
+                counts: list[int] | None = None
+                failure: SplitError | None = None
+                try:
+                    counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
+                    best = _Decision(sorted(expand), found.layers, counts, costs_from)
+                except SplitError as error:
+                    failure = error
+                if expansions_left:
+                    large = _too_large(chain, found, in_flight, goal, counts)
+                    more = {path for path in large if self._may_expand(path, goal)} - expand
+                if more or failure:
+                    break  # better times would not change that
+            if not more:
+                break
+            expand |= more
+        if best is None:
+            assert failure is not None
+            raise SplitError(f"{failure}{_hints(chain)}") from failure
+        return best
 
-        def costs(chain: Chain) -> Iterator[Costs]:
-            if not by_costs:
-                return iter([Costs(count(chain.layers, self._optimizer_tensors))])
-            return self._costs_of(chain.layers, self._microbatch, self._options, self._cluster)
+    def _may_expand(self, path: str, goal: Objective) -> bool:
+        if is_chain(self._net) and goal.unit != "costs":
+            return False  # a chain is cut between its elements
+        # not every layer is a module of the model
+        return path in self._modules and can_expand(self._modules[path])
 
-        def may_expand(path: str) -> bool:
-            if is_chain(self._net) and not by_costs:
-                return False  # a chain is cut between its elements
-            # not every layer is a module of the model
-            return path in self._modules and can_expand(self._modules[path])
+    def _costs_of(self, layers: Sequence[Layer], goal: Objective) -> Iterator[Costs]:
+        """Yields the costs of a chain, each time more exact than before.
 
-        found = _find_best_cut(self._chain, costs, in_flight, goal, may_expand)
-        return found._replace(costs_from=self._costs_from) if by_costs else found
+        Better ones are asked for only while they may change the cut.
+        """
+        precision, tensors = self._options.precision, self._optimizer_tensors
+        if goal.unit != "costs":
+            yield Costs(count(layers, tensors))
+        elif not isinstance(self._costs, str):
+            yield Costs(_given(self._costs, layers, self._microbatch))
+        elif self._costs == "estimated":  # for a data-center GPU, whatever the devices are
+            estimate = partial(estimate_costs, precision=partial(autocast, precision, "cpu"))
+            inputs = self._microbatch
+            yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
+        else:
+            stages = self._cluster.stages_of(0)
+            devices = [torch.device(self._cluster.device_of(stage)) for stage in stages]
+            profiler = LayerProfiler(
+                layers,
+                self._microbatch,
+                devices,
+                precision=partial(autocast, precision, devices[0].type),
+                optimizer_tensors_per_param=tensors,
+            )
+            times_matter = goal.memory_weight < 1
+            yield Costs(profiler.costs(), FIRST_PASS_NOISE if times_matter else COUNT_NOISE)
+            if times_matter:
+                profiler.repeat(CAREFUL_SECONDS)
+                yield Costs(profiler.costs())
 
 
-def _find_best_cut(
-    chain_of: Callable[[Collection[str]], Chain],
-    costs_of: Callable[[Chain], Iterable[Costs]],
-    in_flight: Sequence[int],
-    goal: Objective,
-    may_expand: Callable[[str], bool],
-) -> _Decision:
-    """Finds the best cut.
-
-    `chain_of` returns the chain in which the given modules are expanded, `costs_of` yields the
-    costs of its layers, each time more exact. Other arguments are as for `cut_by_costs`.
-
-    Raises:
-        SplitError: there is no cut; says why.
-    """
-    expand: set[str] = set()
-    best: _Decision | None = None
-    for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
-        chain = chain_of(expand)
-        more: set[str] = set()
-        for found in costs_of(chain):
-            counts: list[int] | None = None
-            failure: SplitError | None = None
-            try:
-                counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
-                best = _Decision(sorted(expand), found.layers, counts)
-            except SplitError as error:
-                failure = error
-            if expansions_left:
-                large = _too_large(chain, found, in_flight, goal, counts)
-                more = {path for path in large if may_expand(path)} - expand
-            if more or failure:
-                break  # better times would not change that
-        if not more:
-            break
-        expand |= more
-    if best is None:
-        assert failure is not None
-        raise SplitError(f"{failure}{_hints(chain)}") from failure
-    return best
+def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any) -> Sequence[LayerCost]:
+    costs = list(function(layers, inputs))
+    if [cost.name for cost in costs] != [layer.name for layer in layers]:
+        raise ConfigError(
+            f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
+            f"by their names, not {[cost.name for cost in costs]}"
+        )
+    return costs
 
 
 def _too_large(
@@ -326,87 +371,3 @@ def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list
                 f"modules share the parameters instead (b.weight = a.weight)"
             )
     return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
-
-
-# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
-# Counts and estimates have none, and are held to the same.
-COUNT_NOISE = 0.05
-FIRST_PASS_NOISE = 0.15
-# How long the layers of a chain that looks even enough are timed, in seconds.
-CAREFUL_SECONDS = 3.0
-
-
-class Costs(NamedTuple):
-    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
-
-    layers: Sequence[LayerCost]
-    noise: float = COUNT_NOISE
-
-
-# Yields the costs of a chain for a micro-batch, each time more exact than before. The planner asks
-# for better ones only while they may change the cut.
-YieldCosts = Callable[[Sequence[Layer], Any, PipelineOptions, Cluster], Iterator[Costs]]
-
-# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
-GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
-
-
-def cost_source(costs: str | GivenCosts) -> tuple[str, YieldCosts]:
-    """Returns a source of costs with its name in a plan, `given` for a function.
-
-    Raises:
-        ConfigError: `costs` is neither a function nor the name of a source.
-    """
-    if not isinstance(costs, str):
-        return "given", partial(_given, costs)
-    if costs not in COST_SOURCES:
-        raise ConfigError(
-            f"costs={costs!r} is neither a function of the layers and a micro-batch nor a known "
-            f"source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
-        )
-    return costs, COST_SOURCES[costs]
-
-
-def measured(
-    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
-) -> Iterator[Costs]:
-    """Yields the times of a quick pass over the layers, then careful ones."""
-    devices = [torch.device(cluster.device_of(stage)) for stage in cluster.stages_of(0)]
-    profiler = LayerProfiler(
-        layers,
-        inputs,
-        devices,
-        precision=partial(autocast, options.precision, devices[0].type),
-        optimizer_tensors_per_param=options.optimizer_tensors_per_param,
-    )
-    if Objective.of(options).memory_weight == 1:  # times do not matter
-        yield Costs(profiler.costs())
-        return
-    yield Costs(profiler.costs(), FIRST_PASS_NOISE)
-    profiler.repeat(CAREFUL_SECONDS)
-    yield Costs(profiler.costs())
-
-
-def estimated(
-    layers: Sequence[Layer], inputs: Any, options: PipelineOptions, cluster: Cluster
-) -> Iterator[Costs]:
-    """Yields one estimate for the default `Hardware`, whatever the devices of the cluster are.
-
-    For another: `costs=partial(estimate_costs, hardware=Hardware(...))`.
-    """
-    estimate = partial(estimate_costs, precision=partial(autocast, options.precision, "cpu"))
-    tensors = options.optimizer_tensors_per_param
-    yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
-
-
-def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any, *_: Any) -> Iterator[Costs]:
-    costs = list(function(layers, inputs))
-    if [cost.name for cost in costs] != [layer.name for layer in layers]:
-        raise ConfigError(
-            f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
-            f"by their names, not {[cost.name for cost in costs]}"
-        )
-    yield Costs(costs)
-
-
-COST_SOURCES: dict[str, YieldCosts] = {"measured": measured, "estimated": estimated}

@@ -1,16 +1,14 @@
-"""The price of a layout: the time of an optimizer step, and the memory of each device at its peak.
+"""The price of a layout, and the search for the layouts with the lowest price that fit.
+
+The price is the time of an optimizer step, and the memory of each device at its peak:
 
     forwards and backwards by the schedule      simulated, with the transfers between stages
     + what the replicas exchange                the all-reduce overlaps with the last backwards
     + the optimizer                             reads and writes weights, gradients and state
 
-`least_step_ms` is a bound from below in closed form, for a search that cannot simulate everything.
-
-The search for the fastest layouts that fit.
-
-Thousands of layouts are looked at, of which few are worth a simulation. A queue has them by a bound
-that none can be faster than. The first of the queue is looked at more closely, which makes its
-bound larger, and goes back into the queue:
+Of thousands of layouts few are worth a simulation. A queue has them by a bound that none can be
+faster than (`least_step_ms`, in closed form). The first of the queue is looked at more closely,
+which makes its bound larger, and goes back into the queue:
 
     without a cut   all devices are equally busy       cheap, from sums
     cut             the bound of the schedule          closed form; it fits into memory
@@ -18,6 +16,8 @@ bound larger, and goes back into the queue:
 
 So a result is never slower than a layout that was not simulated. Where a model can be cut in few
 ways all of them go into the queue; else the most even one does, improved step by step.
+
+`predict_step` prices the one layout that a run has.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from itertools import count as counter
 from math import comb, lcm
 from typing import Any, NamedTuple
 
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.machine import GIB, Machine
 from hybridtrain.options import CHECKPOINT_MODES, PRECISIONS, PipelineOptions
 from hybridtrain.planning.cost_table import (
     CostTable,
-    LayerSize,
     counted_costs_of_one_size,
     given_costs,
-    layer_sizes,
 )
-from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.device_memory import (
+from hybridtrain.planning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.planning.layout import Choices, Job, Layout, layouts
+from hybridtrain.planning.objective import Objective, cut_by_costs
+from hybridtrain.planning.stage_needs import (
     DeviceMemory,
     StageTimes,
     device_memory,
@@ -51,8 +51,6 @@ from hybridtrain.planning.device_memory import (
     stage_times,
     with_weight_bytes,
 )
-from hybridtrain.planning.layout import Choices, Job, Layout, layouts
-from hybridtrain.planning.objective import Objective, cut_by_costs
 from hybridtrain.schedule import Durations, divided_backwards, make_schedule
 
 # DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
@@ -481,31 +479,11 @@ def find_layouts(
         SplitError: no layout fits into memory; says how much is missing.
     """
     search = _Search(table, machine, job)
-    choices = choices or Choices()
-    every = list(layouts(machine, job, len(table.sizes), choices))
+    every = layouts(machine, job, len(table.sizes), choices or Choices())
     found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))
     return found
-
-
-def fastest_layout(
-    table: CostTable, machine: Machine, job: Job, choices: Choices | None = None
-) -> Price | None:
-    """Returns the price of the fastest layout; None if none fits.
-
-    Args:
-        table: as of `find_layouts`, and so are the others.
-        machine: see there.
-        job: see there.
-        choices: see there.
-    """
-    search = _Search(table, machine, job)
-    try:
-        every = list(layouts(machine, job, len(table.sizes), choices or Choices()))
-    except ConfigError:  # none uses all devices
-        return None
-    return next(iter(search.fastest(every, 1)), None)
 
 
 class _Search:

@@ -14,14 +14,13 @@ from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.machine import Cluster, Machine
 from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
-from hybridtrain.planning.device_memory import planned_costs, stage_times
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.plan import Plan, StagePlan
+from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.planning.price import Price, find_layouts
+from hybridtrain.planning.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 from hybridtrain.text_table import text_table
-
-COSTS = ("estimated", "measured")
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,66 @@ class PricedPlans:
     prices: Sequence[Price]
 
     def __str__(self) -> str:
-        return "\n".join(price_table(self.prices, self.job))
+        lines: list[tuple[str, ...]] = [
+            (
+                *("step ms", "samples/s", "bubble", "memory GiB", "nb_part", "replicas", "chunks"),
+                *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+            )
+        ]
+        for price in self.prices:
+            layout = price.layout
+            lines.append(
+                (
+                    f"{price.step_ms:.1f}",
+                    f"{self.job.samples * self.job.accumulate / price.step_ms * 1e3:.1f}",
+                    f"{price.bubble:.0%}",
+                    f"{price.peak_bytes / 2**30:.2f}",
+                    *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
+                    str(layout.stages_per_device),
+                    *(layout.schedule, layout.engine, layout.checkpoint, layout.shard, price.binds),
+                )
+            )
+        return "\n".join(text_table(lines, right_aligned=8))
 
     def plan(self, number: int = 0) -> Plan:
-        """Returns the plan of the layout `number`; 0 is the fastest."""
-        return plan_of(self.table, self.machine, self.job, self.prices[number])
+        """Returns the plan of the layout `number`, which a run takes as its `split`.
 
-    def timeline(self, chunks: int, number: int = 0) -> Spans:
-        """Returns when the actions of `chunks` micro-batches run in the layout `number`, in s."""
-        found = self.prices[number]
+        0 is the fastest.
+        """
+        price = self.prices[number]
+        layout, table = price.layout, self.table
+        costs = planned_costs(table, self.machine, self.job, layout, price.counts)
+        processes = layout.nb_part if layout.engine == "distributed" else 1
+        cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
+            placement_of(layout.schedule)
+        )
+        bounds = pairwise(accumulate(price.counts, initial=0))
+        return Plan(
+            model=table.model,
+            split="time",
+            schedule=layout.schedule,
+            chunks=layout.chunks,
+            nb_part=layout.nb_part,
+            stages_per_device=layout.stages_per_device,
+            checkpoint=layout.checkpoint,
+            expand=[],
+            costs_from=table.costs_from,
+            stages=[
+                StagePlan(
+                    device=f"device {layout.devices[stage]}",
+                    process=cluster.process_of(stage),
+                    in_flight=alive,
+                    layers=costs[start:end],
+                )
+                for stage, (alive, (start, end)) in enumerate(
+                    zip(price.in_flight, bounds, strict=True)
+                )
+            ],
+        )
+
+    def timeline(self, chunks: int) -> Spans:
+        """Returns when the actions of `chunks` micro-batches run in the fastest layout, in s."""
+        found = self.prices[0]
         layout = found.layout
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
         times = stage_times(self.table, self.machine, self.job, layout, found.counts)
@@ -122,7 +172,7 @@ def model_costs(
 
     Where they are measured, `sharing` devices share this process's intra-op threads.
     """
-    check_choice("cluster.costs", costs, COSTS)
+    check_choice("cluster.costs", costs, COST_SOURCES)
     chain = ChainBuilder(net, example_inputs).chain()
     device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
     if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
@@ -135,61 +185,6 @@ def model_costs(
     else:
         table = counted_costs(chain, example_inputs, machine, precision, tf32)
     return replace(table, model=type(net).__name__)
-
-
-def plan_of(table: CostTable, machine: Machine, job: Job, price: Price) -> Plan:
-    """Returns the plan of a priced layout, which a run takes as its `split`."""
-    layout = price.layout
-    costs = planned_costs(table, machine, job, layout, price.counts)
-    processes = layout.nb_part if layout.engine == "distributed" else 1
-    cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
-        placement_of(layout.schedule)
-    )
-    bounds = pairwise(accumulate(price.counts, initial=0))
-    return Plan(
-        model=table.model,
-        split="time",
-        schedule=layout.schedule,
-        chunks=layout.chunks,
-        nb_part=layout.nb_part,
-        stages_per_device=layout.stages_per_device,
-        checkpoint=layout.checkpoint,
-        expand=list(table.expand),
-        costs_from=table.costs_from,
-        stages=[
-            StagePlan(
-                device=f"device {layout.devices[stage]}",
-                process=cluster.process_of(stage),
-                in_flight=alive,
-                layers=costs[start:end],
-            )
-            for stage, (alive, (start, end)) in enumerate(zip(price.in_flight, bounds, strict=True))
-        ],
-    )
-
-
-def price_table(prices: Sequence[Price], job: Job) -> list[str]:
-    """Returns a line for each price, under a header."""
-    lines: list[tuple[str, ...]] = [
-        (
-            *("step ms", "samples/s", "bubble", "memory GiB", "nb_part", "replicas", "chunks"),
-            *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
-        )
-    ]
-    for price in prices:
-        layout = price.layout
-        lines.append(
-            (
-                f"{price.step_ms:.1f}",
-                f"{job.samples * job.accumulate / price.step_ms * 1e3:.1f}",
-                f"{price.bubble:.0%}",
-                f"{price.peak_bytes / 2**30:.2f}",
-                *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
-                str(layout.stages_per_device),
-                *(layout.schedule, layout.engine, layout.checkpoint, layout.shard, price.binds),
-            )
-        )
-    return text_table(lines, right_aligned=8)
 
 
 def in_words(price: Price) -> str:

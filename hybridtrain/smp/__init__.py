@@ -3,26 +3,36 @@
     import hybridtrain.smp as smp  # was: import smdistributed.modelparallel.torch as smp
 
 Scripts run under torchrun, on CPUs and GPUs. docs/smp.md has every name and parameter.
+
+config             the configuration of smp 1.x, and the torchrun line of a `distribution`
+runtime            what `init` has set up in this process
+ranks              ranks, sizes, groups of processes; messages between them
+model              `DistributedModel`, divided when the first step calls it
+division           how it is divided, and which modules are recomputed
+step               `@smp.step`: a function that runs once for each micro-batch
+bodies             these runs, each suspended where it calls the model
+microbatches       the arguments of a step, cut
+optimizer          `DistributedOptimizer`; amp: `GradScaler`
+saving             checkpoints, and files of parts
 """
 
 from typing import Any
 
+from hybridtrain.planning import partition, set_partition
 from hybridtrain.smp import amp
 from hybridtrain.smp.config import config_from_distribution
-from hybridtrain.smp.microbatches import SplitDataset
-from hybridtrain.smp.model import NAMES, DistributedModel, refuse
-from hybridtrain.smp.optimizer import DistributedOptimizer
-from hybridtrain.smp.partition import (
+from hybridtrain.smp.division import (
     checkpoint,
     checkpoint_sequential,
     default_partition,
     delay_param_initialization,
     get_partition,
     model_creation,
-    partition,
     set_activation_checkpointing,
-    set_partition,
 )
+from hybridtrain.smp.microbatches import SplitDataset
+from hybridtrain.smp.model import NAMES, DistributedModel, refuse
+from hybridtrain.smp.optimizer import DistributedOptimizer
 from hybridtrain.smp.ranks import (
     CommGroup,
     RankType,

@@ -1,8 +1,7 @@
 """The configuration of smp 1.x: the dictionary `parameters` of an estimator's `distribution`.
 
-Every key of smp 1.x is known here, once: what it means, or why it has no meaning.
-
-An estimator's `distribution` as what it means here: a torchrun line and a configuration.
+Every key of smp 1.x is known here, once: what it means, or why it has no meaning. The rest of a
+`distribution` becomes a torchrun line (`config_from_distribution`).
 """
 
 from __future__ import annotations
@@ -273,25 +272,6 @@ class LaunchConfig:
             words.append("--rdzv-endpoint=<first node>:29500")
         words += [f"--nproc-per-node={self.processes_per_node}", shlex.quote(script)]
         return " ".join(words)
-
-    def overrides(self) -> list[str]:
-        """Returns the overrides of the command line `hybridtrain` that mean the same."""
-        config, options = self.config, self.config.options(0)
-        found = {
-            "pipeline.nb_part": config.pipeline_parallel_degree,
-            "pipeline.chunks": options.chunks,
-            "pipeline.schedule": options.schedule,
-            "pipeline.split": "balanced" if config.auto_partition else "manual",
-            "pipeline.memory_weight": options.memory_weight if config.auto_partition else None,
-            "pipeline.default_partition": options.default_partition,
-            "pipeline.max_inflight": options.max_inflight,
-            "trainer.precision": options.precision if options.precision != "fp32" else None,
-            "world.engine": config.engine,
-            "world.shard": options.shard if options.shard != "none" else None,
-            "world.inner": config.inner if config.inner != "pp" else None,
-            "world.backend": None if config.ddp_dist_backend == "auto" else config.ddp_dist_backend,
-        }
-        return [f"{key}={value}" for key, value in found.items() if value is not None]
 
 
 def config_from_distribution(

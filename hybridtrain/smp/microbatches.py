@@ -1,6 +1,7 @@
-"""The arguments of a step, cut into those of each micro-batch.
+"""The arguments of a step, cut into those of each micro-batch; and `SplitDataset` of scripts.
 
-A stand-in for `torchnet.dataset.SplitDataset`, with which scripts divide their data.
+`SplitDataset` stands in for the one of `torchnet`, with which scripts divide their data over the
+replicas.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The model of a script: divided into stages when the first step calls it.
 
-The names of smp 1.x that are not here: each gives one error that says so.
-
-The arguments of a call of the model as the inputs of a batch.
+`NAMES` are the names of smp 1.x that are not here: each gives one error that says what to do.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
-from hybridtrain.smp.partition import partitioned_model
+from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
 from hybridtrain.step import OptimizerStep
@@ -129,7 +127,6 @@ class DistributedModel(nn.Module):
     Attributes:
         module: the module.
         hybrid: the pipeline; None before the first step.
-        parameters_of_all: the identities of all parameters, while the model is divided.
 
     Raises:
         ConfigError: an argument is not supported.
@@ -174,7 +171,6 @@ class DistributedModel(nn.Module):
         self.gradients_are_averaged = True
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.training = module.training
-        self.parameters_of_all: set[int] = set()
         self._measures = trace_execution_times or trace_memory_usage
         self._settings = {
             "find_unused_parameters": find_unused_parameters,
@@ -286,20 +282,19 @@ class DistributedModel(nn.Module):
         """Divides the model, by the arguments of its call for a micro-batch; a collective call."""
         runtime = current()
         example = Microbatch(inputs_of(self.module, args, kwargs))
-        # those of other stages are about to be replaced
-        self.parameters_of_all = set(map(id, self.module.parameters()))
+        # those of other stages are replaced, but the optimizers still hold them
+        of_model = set(map(id, self.module.parameters()))
         self.hybrid = partitioned_model(
             self.module, runtime, example, measures=self._measures, settings=self._settings
         )
         self.hybrid.train(self.training)
         for optimizer in runtime.optimizers:
-            optimizer.take_own_parameters()
+            optimizer.take_own_parameters(self.hybrid, of_model)
         self.optimizer_step = OptimizerStep(
             self.hybrid, scaler=GradScaler(enabled=False), holds_all=False
         )
         for optimizer in runtime.optimizers:
             self.optimizer_step.add(optimizer, optimizer.loss_scaler)
-        self.parameters_of_all.clear()  # the identities are free again
         if runtime.resume is not None:
             runtime.resume()
             runtime.resume = None

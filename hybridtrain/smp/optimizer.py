@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from itertools import chain, count
+from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.model import HybridModel
 from hybridtrain.sharded_optimizer import ReplicaShares
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
@@ -35,8 +36,8 @@ class DistributedOptimizer(Optimizer):
 
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
-    It may be made over the parameters of the plain module or of the `DistributedModel`, before the
-    first step or after it. From the first step on, its parameter groups have the parameters of this
+    It is made before the first step, over the parameters of the plain module or of the
+    `DistributedModel`. From the first step on, its parameter groups have the parameters of this
     process's stages; the groups stay as many.
 
     Args:
@@ -52,6 +53,7 @@ class DistributedOptimizer(Optimizer):
     Raises:
         ConfigError: `optimizer` is none, or an argument is unknown, or its `step` was replaced by
             something other than a learning rate schedule of `torch.optim`.
+        UserError: the model is divided already.
     """
 
     loss_scaler: GradScaler | None
@@ -97,24 +99,22 @@ class DistributedOptimizer(Optimizer):
         self._updates = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
+        _check_not_divided("smp.DistributedOptimizer")
         self._shares: ReplicaShares | None = None
-        # by group, the parameters of the whole model by identity; None: of another process
-        self._members: list[list[int | None]] = []
-        self._add_members(self.param_groups)
+        # once the model is divided: the numbers of all parameters by group, as a plain optimizer
+        # over the whole model counts them, and of this process's in the order of its groups
+        self._numbers: list[list[int]] | None = None
+        self._own_numbers: list[int] = []
         runtime.optimizers.append(self)
-        if runtime.model is not None and runtime.model.optimizer_step is not None:
-            self.take_own_parameters()
-            runtime.model.optimizer_step.add(self, self.loss_scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; as `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters, before the first step.
 
-        All processes of a pipeline call it together.
+        Raises:
+            UserError: the model is divided already.
         """
+        _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
-        self._add_members(self.param_groups[-1:])
-        if self._shares is not None:
-            self._shares.add(self.param_groups[-1]["params"])
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
@@ -177,26 +177,28 @@ class DistributedOptimizer(Optimizer):
         """The factor of the loss; 1 without `fp16`."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
 
-    def take_own_parameters(self) -> None:
-        """Leaves out the parameters of stages in other processes, once the model is divided."""
-        model = current().model
-        assert model is not None
-        own = {id(p) for p in model.partitioned_hybrid().parameters()}
-        # of the model; others, of the script's own, stay
-        of_model = model.parameters_of_all
-        kept = set()
+    def take_own_parameters(self, hybrid: HybridModel, of_model: Container[int]) -> None:
+        """Leaves out the parameters of stages in other processes, once the model is divided.
+
+        Args:
+            hybrid: the model in stages.
+            of_model: the identities of all parameters that the model had; others, of the script's
+                own, stay.
+        """
+        own = {id(p) for p in hybrid.parameters()}
+        number = count()
+        self._numbers = []
         for group in self.param_groups:
             group["params"], given = [], group["params"]
-            for p in given:
+            self._numbers.append([next(number) for _ in given])
+            for p, its_number in zip(given, self._numbers[-1], strict=True):
                 if id(p) in own or not (p.is_meta or id(p) in of_model):
                     group["params"].append(p)
-                    kept.add(id(p))
+                    self._own_numbers.append(its_number)
                 else:
                     self.state.pop(p, None)
-        # new parameters may get the identities of those that are gone
-        self._members = [[key if key in kept else None for key in keys] for keys in self._members]
         if current().config.shard_optimizer_state and current().world.replicas > 1:
-            self._shares = ReplicaShares(model.partitioned_hybrid())
+            self._shares = ReplicaShares(hybrid)
             self._shares.add(p for group in self.param_groups for p in group["params"])
             self._keep_own_share()
 
@@ -247,17 +249,17 @@ class DistributedOptimizer(Optimizer):
         """
         given = whole(state_dict)
         groups = given["param_groups"]
-        if [list(group["params"]) for group in groups] != self._group_numbers():
+        own = Optimizer.state_dict(self)["param_groups"]
+        numbers = self._numbers or [group["params"] for group in own]
+        if [list(group["params"]) for group in groups] != numbers:
             raise ConfigError(
                 "the state is of an optimizer with other groups of parameters: make it with the "
                 "same groups as the one that was saved"
             )
-        entries = {
-            place: given["state"][number]
-            for place, number in enumerate(self._own_numbers())
-            if number in given["state"]
-        }
-        own = Optimizer.state_dict(self)["param_groups"]
+        entries = given["state"]
+        if self._numbers is not None:
+            places = {number: place for place, number in enumerate(self._own_numbers)}
+            entries = {places[n]: entry for n, entry in entries.items() if n in places}
         merged = [
             {**theirs, "params": mine["params"]} for theirs, mine in zip(groups, own, strict=True)
         ]
@@ -276,50 +278,26 @@ class DistributedOptimizer(Optimizer):
 
     def _numbered(self, is_whole: bool) -> dict[str, Any]:
         """Returns the state with the numbers of all parameters; of all stages if it `is_whole`."""
-        local, numbers = Optimizer.state_dict(self), self._own_numbers()
-        state = {numbers[place]: entry for place, entry in local["state"].items()}
+        local = Optimizer.state_dict(self)
+        if self._numbers is None:
+            return {**local, **self.loss_scaler_state()}
+        state = {self._own_numbers[place]: entry for place, entry in local["state"].items()}
         spread = [CommGroup.RDP_GROUP] if self._shares is not None else []
         if is_whole and current().world.pipeline_group is not None:
             spread.append(CommGroup.MP_GROUP)
-        for processes in spread:  # each of them has some of the entries
+        # Each process has some of the entries. Those of the replicas are joined first, so that in
+        # each pipeline all of its processes then send all that they are to send.
+        for processes in spread:
             own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
             parts = allgather(own, processes)
             state = {number: entry for part in parts for number, entry in part.items()}
         if CommGroup.MP_GROUP in spread:
             state = dict(sorted(state.items()))
         groups = [
-            {**group, "params": of_group}
-            for group, of_group in zip(local["param_groups"], self._group_numbers(), strict=True)
+            {**group, "params": numbers}
+            for group, numbers in zip(local["param_groups"], self._numbers, strict=True)
         ]
         return {"state": state, "param_groups": groups, **self.loss_scaler_state()}
-
-    def _group_numbers(self) -> list[list[int]]:
-        """Returns the numbers of all parameters by group: as in a plain optimizer."""
-        number = count()
-        return [[next(number) for _ in keys] for keys in self._members]
-
-    def _own_numbers(self) -> list[int]:
-        """Returns the numbers of this process's parameters, in the order of its groups."""
-        numbers = {key: number for number, key in enumerate(chain.from_iterable(self._members))}
-        return [numbers[id(p)] for group in self.param_groups for p in group["params"]]
-
-    def _add_members(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the parameters of further groups.
-
-        Where each process has a part of the model, it is a collective call of the pipeline. A
-        group then follows the order of the model, and parameters outside it come last.
-        """
-        model, places = current().model, {}
-        in_parts = model is not None and model.partitioned
-        in_parts = in_parts and current().world.pipeline_group is not None
-        if model is not None and in_parts:
-            places = {id(p): place for place, p in enumerate(model.module.parameters())}
-        keys = [_ordered_by(group["params"], places) for group in groups]
-        described = [list(own) for own in keys]
-        parts = allgather(described, CommGroup.MP_GROUP) if in_parts else [described]
-        for own, *same in zip(keys, *parts, strict=True):
-            order = sorted({key for one in same for key in one})
-            self._members.append([own.get(key) for key in order])
 
 
 class LocalOptimizer:
@@ -361,12 +339,13 @@ def _track_steps(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _ordered_by(
-    parameters: Sequence[Tensor], places: Mapping[int, int]
-) -> dict[tuple[int, int], int]:
-    """Returns identities by keys that sort them: by place in the model, and others after them."""
-    others = count()
-    return {(0, places[id(p)]) if id(p) in places else (1, next(others)): id(p) for p in parameters}
+def _check_not_divided(what: str) -> None:
+    model = current().model
+    if model is not None and model.partitioned:
+        raise UserError(
+            f"{what} comes before the first step, which divides the model: make the optimizer with "
+            f"all of its groups first"
+        )
 
 
 def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:

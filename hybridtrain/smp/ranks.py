@@ -1,4 +1,4 @@
-"""Ranks, sizes and groups of processes.
+"""Ranks, sizes and groups of processes, and what these tell each other.
 
     pp, mp    the processes of one pipeline; mp is the same, as there is no tensor parallelism
     dp, rdp   the processes that have the same stages, one for each replica
@@ -6,9 +6,8 @@
 
 With all stages in one process (`engine="local"`), pp and mp are this process alone too.
 
-Messages between processes: any picklable object, and tensors on any device.
-
-States of the whole model and of one process's part: smp 1.x's `state_dict` and its local kin.
+Below them what processes tell each other: messages, which are picklable objects with tensors on any
+device, and the parts of a state, which the processes of a pipeline join to that of the whole model.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The library's state in this process: what `init` has set up.
+"""The library's state in this process, from `init` to `shutdown`.
 
-The agreement of all replicas that they train on: one that has ended leaves the others waiting.
+`Attendance` is how replicas agree that they train on: every training step begins with an agreement
+of all processes, and so does the end of every script. A process in a step that meets one at its end
+knows that this replica has no further batch, and that nobody would answer its step.
 
-Every training step begins with an agreement of all processes, and so does the end of every script.
-A process in a step that meets one at its end knows that this replica has no further batch.
-
-A machine without GPUs: `cuda` means the CPU there, so that scripts need no change.
-
-Scripts of smp 1.x name the device: `torch.cuda.set_device(smp.local_rank())`, `data.to("cuda")`.
-`smp.init()` replaces these few functions where PyTorch sees no GPU, and nowhere else. Tensors that
-are made on a device, `torch.zeros(3, device="cuda")`, still fail: use `smp.device()`.
+On a machine without GPUs `cuda` means the CPU, so that scripts that name the device need no change:
+`torch.cuda.set_device(smp.local_rank())`, `data.to("cuda")`. `init` replaces these few functions
+where PyTorch sees no GPU, and nowhere else. Tensors that are made on a device,
+`torch.zeros(3, device="cuda")`, still fail: use `smp.device()`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,69 +39,29 @@ if TYPE_CHECKING:
     from hybridtrain.smp.model import DistributedModel
     from hybridtrain.smp.optimizer import DistributedOptimizer
 
-_CPU = torch.device("cpu")
-_replaced = False
+log = logging.getLogger("hybridtrain")
 
-
-def let_cuda_mean_cpu() -> None:
-    """Lets `.to("cuda")`, `.cuda()` and `torch.cuda.set_device` work without a GPU."""
-    global _replaced
-    if _replaced:
-        return
-    _replaced = True
-    log.info("there is no GPU here: cuda means the CPU in this script")
-    owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
-    for owner in owners:
-        owner.to = _on_cpu(owner.to)
-        owner.cuda = _answering(owner.cuda, lambda self, *args, **kwargs: self)
-    cuda: Any = torch.cuda
-    # one function for each, since torch.compile has a table of them
-    cuda.set_device = _answering(cuda.set_device, lambda *args, **kwargs: None)
-    cuda.synchronize = _answering(cuda.synchronize, lambda *args, **kwargs: None)
-    cuda.current_device = _answering(cuda.current_device, lambda: _CPU)
-
-
-def _answering(function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(function)(answer)
-
-
-def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (_device(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = _device(kwargs["device"])
-        return method(self, *args, **kwargs)
-
-    return to
-
-
-def _device(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith("cuda"):
-        return _CPU
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return _CPU
-    return _CPU if type(value) is int else value
+_LONG = timedelta(hours=24)  # a barrier may wait for a checkpoint or a download
 
 
 class Attendance:
-    """Agrees with the other processes, in `group`, that all of them train on.
+    """Agrees with the other processes of `world` that all of them train on.
 
     Args:
-        group: all processes; None where there is one replica.
+        world: all processes; None where there is one replica.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world
         self._steps = 0
         self._failed = False
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def begin(self) -> None:
         """Begins the agreement of a training step."""
-        if self._group is not None:
-            self._begin(leaves=False)
+        if self._world is not None:
+            self._steps += 1
+            self._begin(self._world, leaves=False)
 
     def finish(self) -> None:
         """Waits for the agreement.
@@ -124,24 +82,17 @@ class Attendance:
 
     def leave(self) -> None:
         """Says that this process has no further batch, at the end of its script."""
-        group, self._group = self._group, None
         failed = self._failed or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if group is None or failed or self._pending is not None:
+        # one that has failed, or was interrupted in its step, is not met: the others end with it
+        if self._world is None or failed or self._pending is not None:
             return
-        self._group = group
         with suppress(RuntimeError):  # the others are gone
-            self._begin(leaves=True)
+            self._begin(self._world, leaves=True)
             self._agreed()
-        self._group = None
 
-    def _begin(self, leaves: bool) -> None:
-        assert self._group is not None
-        self._steps += not leaves
+    def _begin(self, world: World, leaves: bool) -> None:
         values = torch.tensor([-self._steps, self._steps, int(leaves)])
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        # not dist.all_reduce, whose checks and logging take longer
-        self._pending = values, self._group.allreduce([values], options)
+        self._pending = values, world.begin_max(values)
 
     def _agreed(self) -> list[int]:
         assert self._pending is not None
@@ -150,11 +101,6 @@ class Attendance:
         self._pending = None
         found: list[int] = values.tolist()
         return found
-
-
-log = logging.getLogger("hybridtrain")
-
-_LONG = timedelta(hours=24)  # a barrier may wait for a checkpoint or a download
 
 
 @dataclass
@@ -270,13 +216,15 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if world.size > 1:
         runtime.object_group = _new_group("gloo", range(world.size), _LONG)
         if world.replicas > 1:
+            # a script sends tensors on the CPU and on the GPU through it: of the default backend
             timeout = timedelta(seconds=world.timeout_s)
-            for place in range(world.processes_per_replica):  # all processes make all groups
+            # making a group is a collective call of all processes: each makes those of all places
+            for place in range(world.processes_per_replica):
                 ranks = [world.rank_of(replica, place) for replica in range(world.replicas)]
                 group, objects = _new_group(None, ranks, timeout), _new_group("gloo", ranks, _LONG)
                 if place == world.pipeline_rank:
                     runtime.dp_group, runtime.dp_object_group = group, objects
-            runtime.attendance = Attendance(_new_group("gloo", range(world.size), _LONG))
+            runtime.attendance = Attendance(world)
     _runtime = runtime
     atexit.register(shutdown)
 
@@ -320,5 +268,51 @@ def current() -> Runtime:
     return _runtime
 
 
-def _new_group(backend: str | None, ranks: Any, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(backend: str | None, ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend=backend, timeout=timeout))
+
+
+_CPU = torch.device("cpu")
+_replaced = False
+
+
+def let_cuda_mean_cpu() -> None:
+    """Lets `.to("cuda")`, `.cuda()` and `torch.cuda.set_device` work without a GPU."""
+    global _replaced
+    if _replaced:
+        return
+    _replaced = True
+    log.info("there is no GPU here: cuda means the CPU in this script")
+    owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
+    for owner in owners:
+        owner.to = _on_cpu(owner.to)
+        owner.cuda = _answering(owner.cuda, lambda self, *args, **kwargs: self)
+    cuda: Any = torch.cuda
+    # one function for each, since torch.compile has a table of them
+    cuda.set_device = _answering(cuda.set_device, lambda *args, **kwargs: None)
+    cuda.synchronize = _answering(cuda.synchronize, lambda *args, **kwargs: None)
+    cuda.current_device = _answering(cuda.current_device, lambda: _CPU)
+
+
+def _answering(function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(answer)
+
+
+def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_device(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _device(kwargs["device"])
+        return method(self, *args, **kwargs)
+
+    return to
+
+
+def _device(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        return _CPU
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return _CPU
+    return _CPU if type(value) is int else value

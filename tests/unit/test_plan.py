@@ -58,26 +58,6 @@ def test_read_returns_what_was_written(tmp_path, checkpoint):
     assert Plan.read(tmp_path / "plan.yaml") == written
 
 
-@pytest.mark.parametrize(("recomputes", "checkpoint"), [(True, "always"), (False, "never")])
-@pytest.mark.parametrize(("split", "costs_from"), [("time", "measured"), ("size", "counted")])
-def test_a_file_of_an_earlier_version_is_read(tmp_path, recomputes, checkpoint, split, costs_from):
-    path = tmp_path / "plan.yaml"
-    TWO.write(path)
-    content = yaml.safe_load(path.read_text()) | {"recomputes": recomputes, "split": split}
-    content |= {"schedule": "search", "order": ["F0 B0", "F0 B0"], "max_inflight": 2}
-    content["deeper"] = content.pop("expand")
-    del content["checkpoint"], content["costs_from"]
-    for stage in content["stages"]:
-        stage["held"] = stage.pop("in_flight")
-        del stage["process"]
-    path.write_text(yaml.safe_dump(content))
-    found = Plan.read(path)
-    assert (found.checkpoint, found.costs_from) == (checkpoint, costs_from)
-    assert (found.expand, found.in_flight) == (TWO.expand, TWO.in_flight)
-    assert [stage.process for stage in found.stages] == [0, 0]
-    assert found.costs == TWO.costs
-
-
 @pytest.mark.parametrize("name", ["", "0", "1.0", "on", "null", "1e3", "a: b", "a, [b] {c}", "né"])
 def test_every_name_of_a_layer_survives_the_file(tmp_path, name):
     written = plan([cost(name)], expand=[name], model=name, checkpoint=[name])
@@ -143,8 +123,6 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
     keys = [(i, k) for i, (_, part) in enumerate(places(yaml.safe_load(whole))) for k in part]
     assert len(keys) == 10 + 2 * 4 + 3 * 8
     for index, key in keys:
-        if key in ("checkpoint", "costs_from", "process"):
-            continue  # files of earlier versions lack these
         content = yaml.safe_load(whole)
         where, part = list(places(content))[index]
         del part[key]
@@ -164,12 +142,12 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("stages", [3], r"stages\[0\] must have the keys device, process, in_flight, layers of a"),
         (
             "stages",
-            [{"device": "cpu", "in_flight": 1, "layers": ["a"]}],
+            [{"device": "cpu", "process": 0, "in_flight": 1, "layers": ["a"]}],
             r"stages\[0\]: layers\[0\] must have the keys name, parameters, ",
         ),
         (
             "stages",
-            [{"device": "cpu", "in_flight": 1.5, "layers": []}],
+            [{"device": "cpu", "process": 0, "in_flight": 1.5, "layers": []}],
             r"stages\[0\]: in_flight=1.5 must be a whole",
         ),
     ],

@@ -228,7 +228,7 @@ def test_given_costs_must_be_those_of_the_layers():
 
 
 def test_an_unknown_source_of_costs_says_which_there_are():
-    hints = {"measure": r"did you mean 'measured'\?", "x": "sources are: measured, estimated"}
+    hints = {"measure": r"did you mean 'measured'\?", "x": "sources are: estimated, measured"}
     for name, hint in hints.items():
         with pytest.raises(ConfigError, match=rf"costs='{name}' is neither a function .*{hint}"):
             planned(Net(0, 0), 2, samples(), name, split="time")

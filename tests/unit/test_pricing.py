@@ -17,12 +17,13 @@ from hybridtrain.machine import Cluster, Machine
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import LayerCost, Plan, plan
-from hybridtrain.planning.cost_table import LayerSize, counted_costs, given_costs
-from hybridtrain.planning.device_memory import device_memory, most_in_flight, stage_times
+from hybridtrain.planning.cost_table import counted_costs, given_costs
+from hybridtrain.planning.costs import LayerSize
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
 from hybridtrain.planning.price import _Search, find_layouts, least_step_ms, price, spread_of
 from hybridtrain.planning.priced import find_plans
+from hybridtrain.planning.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
     Durations,
     divided_backwards,
@@ -119,7 +120,7 @@ def test_the_first_plan_is_not_slower_than_one_that_is_given_layer_by_layer(prob
         found = find_layouts(table, machine, job, best=1)[0]
     except SplitError:
         return
-    every = list(layouts(machine, job, len(table.sizes), Choices()))
+    every = layouts(machine, job, len(table.sizes), Choices())
     for _ in range(20):
         layout = data.draw(st.sampled_from(every))
         counts = data.draw(cuts(len(table.sizes), layout.stages))
@@ -165,7 +166,7 @@ def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
         free = find_layouts(table, machine, job, best=1)[0]
     except SplitError:
         return
-    one = data.draw(st.sampled_from(list(layouts(machine, job, len(table.sizes), Choices()))))
+    one = data.draw(st.sampled_from(layouts(machine, job, len(table.sizes), Choices())))
     names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "checkpoint", "shard")
     fixed = replace(
         Choices(), **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
@@ -202,7 +203,7 @@ def test_a_step_is_not_slower_over_faster_links(problem, factor):
         network_bytes_per_s=factor * machine.network_bytes_per_s,
     )
     search = _Search(table, machine, job)
-    for one in list(layouts(machine, job, len(table.sizes), Choices()))[::7]:
+    for one in layouts(machine, job, len(table.sizes), Choices())[::7]:
         cut = search.fitting_cut(one)
         if cut:
             steps = [price(table, m, job, one, cut).step_ms for m in (machine, faster)]
@@ -214,7 +215,7 @@ def test_a_step_is_not_slower_over_faster_links(problem, factor):
 def test_no_simulated_step_is_faster_than_the_bound(problem):
     table, machine, job = problem
     search = _Search(table, machine, job)
-    for one in list(layouts(machine, job, len(table.sizes), Choices()))[::5]:
+    for one in layouts(machine, job, len(table.sizes), Choices())[::5]:
         cut = search.fitting_cut(one)
         if cut:
             times = stage_times(table, machine, job, one, cut)

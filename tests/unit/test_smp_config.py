@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.smp.config import config_from_distribution, parse, read
 from hybridtrain.smp.microbatches import SplitDataset
@@ -91,29 +90,7 @@ def test_the_environment_variable_has_json_or_a_file(tmp_path):
         read(str(tmp_path / "absent"))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"bf16": True, "shard_optimizer_state": True, "memory_weight": 0.5},
-        {"fp16": True, "auto_partition": False, "default_partition": 1, "active_microbatches": 3},
-        {"pipeline": "simple", "placement_strategy": "spread", "ddp_dist_backend": "gloo"},
-    ],
-)
-def test_the_overrides_of_a_distribution_are_those_of_a_recipe(more):
-    given = {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **more}
-    launch = config_from_distribution(
-        {"smdistributed": {"modelparallel": {"enabled": True, "parameters": given}}}
-    )
-    config = compose_config(["recipe=digits", *launch.overrides()])
-    options = launch.config.options(0)
-    for name in ("chunks", "schedule", "default_partition", "max_inflight"):
-        assert getattr(config.pipeline, name) == getattr(options, name)
-    assert config.trainer.precision == options.precision
-    assert config.world.shard == options.shard
-    assert config.world.inner == launch.config.inner
-
-
-def test_a_distribution_becomes_a_torchrun_line_and_overrides():
+def test_a_distribution_becomes_a_torchrun_line_and_a_configuration():
     mpi = {"custom_mpi_options": "--mca btl_vader_single_copy_mechanism none -x FI_PROVIDER=efa"}
     launch = config_from_distribution(distribution(mpi), instance_count=2)
     assert launch.replicas == 4
@@ -122,8 +99,8 @@ def test_a_distribution_becomes_a_torchrun_line_and_overrides():
     assert command.endswith("--nproc-per-node=8 train.py")
     text = command.partition("'")[2].partition("'")[0]
     assert parse(json.loads(text)) == parse(PARAMETERS)
-    assert "pipeline.schedule=gpipe" in launch.overrides()
-    assert "world.inner=dp" in launch.overrides()
+    assert launch.config.options(0).schedule == "gpipe"
+    assert launch.config.inner == "dp"
     assert {"optimize", "ddp", "mpi.enabled"} <= launch.notes.keys()
     assert any("btl_vader" in key for key in launch.notes)
 
@@ -151,7 +128,6 @@ def test_the_command_smp_config(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 x 8 processes, 2 replicas of 4 stages" in printed
     assert "--nproc-per-node=8 run.py" in printed
-    assert "pipeline.chunks=8" in printed
     path.write_text("{'enabled': True}")
     assert main(["smp-config", str(path)]) == 2
     assert "is not JSON" in capsys.readouterr().err

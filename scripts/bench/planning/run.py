@@ -26,9 +26,9 @@ from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
-from hybridtrain.planning.device_memory import device_memory
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import price
+from hybridtrain.planning.stage_needs import device_memory
 from hybridtrain.world import World
 from scripts.bench import schedule_efficiency as emulated_devices
 from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed

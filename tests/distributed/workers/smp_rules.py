@@ -770,16 +770,16 @@ def _(world):
         shutil.rmtree(folder)
 
 
-@cells.add("groups of parameters added after the division keep the numbers of the others")
+@cells.add("the groups of an optimizer, and a parameter of the script's own, keep their numbers")
 def _(world):
     script = begin()
-    train_step(script.model, script.x, script.y)
     of_weights = [p for p in script.model.parameters() if p.dim() == 2]
     of_biases = [p for p in script.model.parameters() if p.dim() == 1]
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(of_weights, lr=0.1))
     optimizer.add_param_group({"params": of_biases})
     temperature = nn.Parameter(torch.ones(1))
     optimizer.add_param_group({"params": [temperature], "lr": 1.0})
+    train_step(script.model, script.x, script.y)
     temperature.grad = torch.ones(1)
     optimizer.step()
     state = optimizer.state_dict()
@@ -793,6 +793,10 @@ def _(world):
     shapes = [state["state"][n]["exp_avg"].shape for n in range(7)]
     assert shapes == [p.shape for group in plain.param_groups for p in group["params"]]
     optimizer.load_state_dict(copy.deepcopy(state))
+    with pytest.raises(UserError, match="add_param_group comes before the first step"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UserError, match="DistributedOptimizer comes before the first step"):
+        smp.DistributedOptimizer(torch.optim.AdamW(script.model.parameters()))
 
 
 @cells.add("arguments keep their names behind *args, and an axis is counted from 0")
@@ -923,10 +927,7 @@ def _(world):
 
 @cells.add("a model that was trained in two stages goes on in one, and in plain PyTorch")
 def _(world):
-    folder = (
-        Path(tempfile.gettempdir()) / f"smp-checkpoint-{smp.rank() and 0}-{torch.initial_seed()}"
-    )
-    folder = Path(smp.allgather(str(folder))[0])
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
     script = begin()
     train_step(script.model, script.x, script.y)
     script.optimizer.step()
@@ -1039,7 +1040,7 @@ def _(world):
         check_gradients(script, net)
 
 
-@cells.add("an optimizer made after the first step, with groups, and a learning rate schedule")
+@cells.add("an optimizer with groups, and a learning rate schedule")
 def _(world):
     def groups(module):
         biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
@@ -1050,9 +1051,9 @@ def _(world):
     plain = torch.optim.AdamW(groups(net), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
     script = begin()
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(script.model), lr=0.1))
     train_step(script.model, script.x, script.y)
     plain_step(net, [(script.x, script.y)])
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(script.model), lr=0.1))
     own = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert isinstance(optimizer, smp.DistributedOptimizer)

@@ -1,7 +1,4 @@
-"""The memory of each device at its peak, for a layout that is priced.
-
-The times of the stages of a layout: their actions, and the messages between them.
-"""
+"""The needs of a layout's stages: memory at the peak, and times of actions and messages."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hybridtrain.machine import Machine
-from hybridtrain.planning.cost_table import CostTable, LayerSize
-from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.cost_table import CostTable
+from hybridtrain.planning.costs import LayerCost, LayerSize
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
 

@@ -1,9 +1,7 @@
-"""The division of a model: by marks, by estimated or measured costs, or by hand.
+"""The division of a model, by marks or by costs; and activation checkpointing by module.
 
-Activation checkpointing by module, as smp 1.x has it.
-
-The unit here is a layer of the pipeline. A module that was named is recomputed with the layer that
-it is in, or, if it is a group of layers, each of these is. The results are the same.
+The unit of the latter is a layer of the pipeline. A module that was named is recomputed with the
+layer that it is in, or, if it is a group of layers, each of these is. The results are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,100 +19,14 @@ from torch import nn
 from hybridtrain.errors import ConfigError, SplitError, UserError
 from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
-from hybridtrain.planning import partition, plan, set_partition, table
+from hybridtrain.planning import plan, table
+from hybridtrain.smp.runtime import Runtime, current
 
-if TYPE_CHECKING:
-    from hybridtrain.smp.runtime import Runtime
+log = logging.getLogger("hybridtrain")
 
 # not an attribute of the modules: a forward that is being traced may set none
 _marked: WeakSet[nn.Module] = WeakSet()
 _STRATEGIES = ("each", "contiguous")
-
-
-def set_activation_checkpointing(
-    module: nn.Module,
-    preserve_rng_state: bool = True,
-    pack_args_as_tuple: bool = False,
-    strategy: str = "each",
-) -> None:
-    """Recomputes the activations of `module` in the backward; call it before the first step.
-
-    Args:
-        module: a module of the model.
-        preserve_rng_state: True; a recomputed layer always draws what its forward drew.
-        pack_args_as_tuple: changes nothing.
-        strategy: of smp for a Sequential; here each of its layers is recomputed by itself.
-
-    Raises:
-        ConfigError: the strategy is unknown, or the model is divided already.
-    """
-    from hybridtrain.smp.runtime import current
-
-    if strategy not in _STRATEGIES and not strategy.startswith("group_"):
-        raise ConfigError(f"strategy={strategy} is unknown: use each, contiguous or group_<n>")
-    model = current().model
-    if model is not None and model.partitioned and module not in _marked:
-        raise ConfigError(
-            "set_activation_checkpointing comes before the first step, which divides the model"
-        )
-    _marked.add(module)
-
-
-def checkpoint(
-    module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
-) -> Any:
-    """Returns `module(*args)`, in a model's forward; its activations are recomputed.
-
-    Args:
-        module: a module of the model.
-        *args: its arguments.
-        preserve_rng_state: as of `set_activation_checkpointing`.
-        **kwargs: its arguments.
-    """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"smp.checkpoint takes a module, not {module!r:.100}")
-    _marked.add(module)
-    return module(*args, **kwargs)
-
-
-def checkpoint_sequential(
-    sequential: nn.Sequential,
-    input: Any,
-    strategy: str = "each",
-    preserve_rng_state: bool = True,
-    pack_args_as_tuple: bool = False,
-) -> Any:
-    """Returns `sequential(input)`, in a model's forward; each of its layers is recomputed.
-
-    Args:
-        sequential: a Sequential of the model.
-        input: its argument.
-        strategy: as of `set_activation_checkpointing`.
-        preserve_rng_state: see there.
-        pack_args_as_tuple: see there.
-    """
-    if not isinstance(sequential, nn.Sequential):
-        raise ConfigError("smp.checkpoint_sequential takes an nn.Sequential")
-    return checkpoint(sequential, input)
-
-
-def checkpointed_names(net: nn.Module) -> list[str]:
-    """Returns the names of the modules of `net` that were marked."""
-    marked = [name for name, module in net.named_modules() if module in _marked]
-    # the model itself is the group of all its layers
-    return marked if "" not in marked else [name for name, _ in net.named_children()]
-
-
-__all__ = [
-    "delay_param_initialization",
-    "get_partition",
-    "model_creation",
-    "partition",
-    "partitioned_model",
-    "set_partition",
-]
-
-log = logging.getLogger("hybridtrain")
 
 
 def partitioned_model(
@@ -168,8 +80,6 @@ def get_partition(module: nn.Module) -> int:
     Raises:
         UserError: the model is not divided yet, or has no such module in this process's stages.
     """
-    from hybridtrain.smp.runtime import current
-
     model = current().model
     if model is None:
         raise UserError("there is no smp.DistributedModel yet")
@@ -196,8 +106,6 @@ def model_creation(
     Raises:
         ConfigError: `tensor_parallelism` is True.
     """
-    from hybridtrain.smp.runtime import current
-
     if tensor_parallelism:
         raise ConfigError("tensor parallelism is not supported: leave tensor_parallelism out")
     before = torch.get_default_dtype()
@@ -217,6 +125,76 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 def default_partition() -> int | None:
     """Returns the stage of modules without a mark, as the configuration has it."""
-    from hybridtrain.smp.runtime import current
-
     return current().config.default_partition
+
+
+def set_activation_checkpointing(
+    module: nn.Module,
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+    strategy: str = "each",
+) -> None:
+    """Recomputes the activations of `module` in the backward; call it before the first step.
+
+    Args:
+        module: a module of the model.
+        preserve_rng_state: True; a recomputed layer always draws what its forward drew.
+        pack_args_as_tuple: changes nothing.
+        strategy: of smp for a Sequential; here each of its layers is recomputed by itself.
+
+    Raises:
+        ConfigError: the strategy is unknown, or the model is divided already.
+    """
+    if strategy not in _STRATEGIES and not strategy.startswith("group_"):
+        raise ConfigError(f"strategy={strategy} is unknown: use each, contiguous or group_<n>")
+    model = current().model
+    if model is not None and model.partitioned and module not in _marked:
+        raise ConfigError(
+            "set_activation_checkpointing comes before the first step, which divides the model"
+        )
+    _marked.add(module)
+
+
+def checkpoint(
+    module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """Returns `module(*args)`, in a model's forward; its activations are recomputed.
+
+    Args:
+        module: a module of the model.
+        *args: its arguments.
+        preserve_rng_state: as of `set_activation_checkpointing`.
+        **kwargs: its arguments.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"smp.checkpoint takes a module, not {module!r:.100}")
+    _marked.add(module)
+    return module(*args, **kwargs)
+
+
+def checkpoint_sequential(
+    sequential: nn.Sequential,
+    input: Any,
+    strategy: str = "each",
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+) -> Any:
+    """Returns `sequential(input)`, in a model's forward; each of its layers is recomputed.
+
+    Args:
+        sequential: a Sequential of the model.
+        input: its argument.
+        strategy: as of `set_activation_checkpointing`.
+        preserve_rng_state: see there.
+        pack_args_as_tuple: see there.
+    """
+    if not isinstance(sequential, nn.Sequential):
+        raise ConfigError("smp.checkpoint_sequential takes an nn.Sequential")
+    return checkpoint(sequential, input)
+
+
+def checkpointed_names(net: nn.Module) -> list[str]:
+    """Returns the names of the modules of `net` that were marked."""
+    marked = [name for name, module in net.named_modules() if module in _marked]
+    # the model itself is the group of all its layers
+    return marked if "" not in marked else [name for name, _ in net.named_children()]
