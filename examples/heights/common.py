@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridtrain.data import digits, mnist
+from hybridtrain.datasets import digits, mnist
 from hybridtrain.errors import DataError
 
 

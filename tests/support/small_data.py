@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hybridtrain.data import digits
+from hybridtrain.datasets import digits
 
 _GOOD = ["wonderful", "superb", "moving", "brilliant", "charming", "delightful", "masterful"]
 _BAD = ["dreadful", "boring", "clumsy", "pointless", "tedious", "lifeless", "forgettable"]
