@@ -13,7 +13,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hybridtrain import HybridModel, Trainer, TrainerOptions, World
 from hybridtrain.checkpoint import CheckpointStore
-from hybridtrain.data import EvalLoader, TrainLoader, digits
+from hybridtrain.data import EvalLoader, TrainLoader
+from hybridtrain.datasets import digits
 from hybridtrain.losses import nll
 from hybridtrain.models import basicnet
 from hybridtrain.options import LoaderOptions

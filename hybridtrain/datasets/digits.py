@@ -36,7 +36,7 @@ def digits() -> DataSplits:
     Raises:
         DataError: the file in the installed package is missing or damaged.
     """
-    resource = files("hybridtrain.data") / _FILE
+    resource = files("hybridtrain.datasets") / _FILE
     try:
         with resource.open("rb") as packed, gzip.open(packed) as file:
             table = np.loadtxt(file, dtype=np.int64, delimiter=",")

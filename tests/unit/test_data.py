@@ -15,7 +15,8 @@ from support.small_data import write_imdb, write_mnist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from hybridtrain.data import InMemoryDataset, already_batched, digits, imdb, mnist, python_source
+from hybridtrain.data import InMemoryDataset, already_batched
+from hybridtrain.datasets import digits, imdb, mnist, python_source
 from hybridtrain.errors import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -150,7 +151,7 @@ def test_the_held_out_fifth_of_digits_has_every_class_in_proportion():
 
 
 def test_the_digits_file_is_the_one_that_its_attribution_describes():
-    folder = Path(importlib.import_module("hybridtrain.data").__file__).parent
+    folder = Path(importlib.import_module("hybridtrain.datasets").__file__).parent
     digest = hashlib.sha256((folder / "digits.csv.gz").read_bytes()).hexdigest()
     assert digest in (folder / "digits.md").read_text()
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridtrain.errors import ConfigError
 from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import planner, profiler
+from hybridtrain.planning import costs, planner
 from hybridtrain.planning.planner import plan
 
 WIDTH = 6
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(planner, "CAREFUL_SECONDS", 0.0)
-    monkeypatch.setattr(profiler, "SLOW_MS", 0.0)
-    monkeypatch.setattr(profiler, "FIRST_PASS_BUDGET_S", 0.0)
+    monkeypatch.setattr(costs, "SLOW_MS", 0.0)
+    monkeypatch.setattr(costs, "FIRST_PASS_BUDGET_S", 0.0)
     torch.manual_seed(0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hybridtrain._torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.launch import processes, watchdog
+from hybridtrain.launch import job, watchdog
 from hybridtrain.launch.activity import Activity, activity, end_process
 from hybridtrain.launch.job import (
     EXIT_STALLED,
@@ -45,7 +45,7 @@ def test_a_process_of_another_container_is_never_taken_for_one_of_this_host(monk
     gone = this_process()._replace(pid=2**22 + 1, namespace="pid:[1]")
     same = this_process()._replace(namespace="pid:[1]")
     killed = []
-    monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(job.os, "kill", lambda pid, number: killed.append(pid))
     assert not has_ended(gone)
     assert not has_ended(same)
     assert not is_stopped(same)
