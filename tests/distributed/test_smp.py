@@ -3,35 +3,12 @@
 import subprocess
 import sys
 
-import pytest
-from support.launch import WORKERS, Results, environment, torchrun_script, worker_module
-
-PROCESSES = {"smp_rules": [2], "smp_scripts": [2, 4]}
-CELLS = [
-    (worker, count, cell)
-    for worker, counts in PROCESSES.items()
-    for count in counts
-    for cell in worker_module(worker).cells.cells
-]
+from support.launch import WORKERS, each_cell, environment, torchrun_script
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Launches each worker once for each number of processes, at its first cell."""
-    found = {}
-
-    def launched(worker, count):
-        if (worker, count) not in found:
-            found[worker, count] = None  # a launch that fails is not repeated for every cell
-            found[worker, count] = Results(worker, count, tmp_path_factory.mktemp(worker))
-        return found[worker, count] or pytest.fail(f"{worker} has failed before", pytrace=False)
-
-    return launched
-
-
-@pytest.mark.parametrize(("worker", "count", "cell"), CELLS)
-def test_smp(worker, count, cell, results):
-    results(worker, count).check(cell)
+@each_cell({"smp_rules": [2], "smp_scripts": [2, 4]})
+def test_smp(worker, processes, cell, launched):
+    launched(worker, processes).check(cell)
 
 
 def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error():
