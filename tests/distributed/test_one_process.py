@@ -48,8 +48,8 @@ def ends_of(processes):
 
 
 def send(number, processes):
-    for process in processes.values():
-        assert process.is_alive()
+    for output, process in processes.items():
+        assert process.is_alive(), output.read_text()
         os.kill(process.pid, number)
 
 

@@ -13,6 +13,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -136,6 +137,11 @@ def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output
     sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        threading._shutdown()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
