@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from support.launch import SMALL, environment, torchrun
+from support.launch import SMALL, environment, forked_command, torchrun
 
 from hybridtrain.app.cli import main
 
@@ -62,9 +62,8 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
 
 def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
     keys = ["pipeline.nb_part=auto", "world.engine=distributed", "trainer.steps=2"]
-    ended = torchrun(2, [*QUICK, *keys])
-    assert ended.returncode == 0, ended.stderr
-    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("pipeline.nb_part=")]
+    said = forked_command(2, [*QUICK, *keys], Path("said"))
+    (line,) = [text for text in said.splitlines() if text.startswith("pipeline.nb_part=")]
     assert "predicted from measured costs" in line
     nb_part = summary("digits")["world"]["nb_part"]
     assert line.startswith(f"pipeline.nb_part={nb_part}: ")
@@ -76,10 +75,16 @@ def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["pipeline.chunk=3"], "error: pipeline.chunk: .* did you mean pipeline.chunks\\?"),
-        (["-m", "seed=1,2"], "error: --multirun does not work under torchrun .*Start one torchrun"),
+        pytest.param(
+            *(["pipeline.chunk=3"], "error: pipeline.chunk: .* did you mean pipeline.chunks\\?"),
+            id="typo",
+        ),
+        pytest.param(
+            *(["-m", "seed=1,2"], "error: --multirun does not work under .*Start one torchrun"),
+            marks=pytest.mark.thorough,
+            id="multirun",
+        ),
     ],
-    ids=["typo", "multirun"],
 )
 def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], line: str) -> None:
     ended = torchrun(2, [*arguments, *QUICK])
@@ -154,9 +159,9 @@ def is_free(port: int) -> bool:
 
 def test_a_model_of_torchvision_is_measured_cut_and_trained_in_two_processes() -> None:
     arguments = ["model=torchvision", "model.name=resnet18", "pipeline.split=time"]
-    ended = torchrun(2, [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"])
-    assert ended.returncode == 0, ended.stderr
-    assert re.search(r"^ +1 +\d+ .* cpu +layer\S+ \.\.\. fc$", ended.stderr, re.M)
+    short = [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"]
+    said = forked_command(2, short, Path("said"))
+    assert re.search(r"^ +1 +\d+ .* cpu +layer\S+ \.\.\. fc$", said, re.M)
     plan = yaml.safe_load(Path("outputs/digits/plan.yaml").read_text())
     planned = [[layer["name"] for layer in stage["layers"]] for stage in plan["stages"]]
     assert planned == [stage["layers"] for stage in summary("digits")["stages"]]

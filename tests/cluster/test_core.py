@@ -19,7 +19,7 @@ from cluster.runs import DISTRIBUTED, ENDLESS, HYBRIDTRAIN, SMALL, command, gpus
 from cluster.slurm import Slurm
 
 # the last parts wait for the first ones, on a machine that has other tests to run
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 Wait: TypeAlias = Callable[[str], None]
 Part: TypeAlias = Callable[[Slurm, Wait], None]
