@@ -1,5 +1,6 @@
 """Fixtures for every folder."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -44,6 +45,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_unconfigure() -> None:
+    """Ends what `_collections_leave_out_what_was_imported` has begun."""
+    gc.unfreeze()  # or extension modules report at exit that their objects leak
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
     if not config.getoption("--all"):
@@ -52,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_leave_out_what_was_imported() -> None:
+    """Has `gc.collect`, which the library calls too, not look through all modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

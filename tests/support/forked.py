@@ -7,6 +7,7 @@ its imports, in each of the many launches; `launch.torchrun_script` is the real 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -127,6 +128,7 @@ def _wait(processes: Sequence[BaseProcess], end: float) -> int | None:
 
 def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
     """Runs in the new process, which ends as an interpreter does."""
+    gc.freeze()  # no collection looks through what was imported
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
