@@ -4,15 +4,14 @@ import json
 import random
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from safetensors.torch import load_file
-from support.launch import SMALL, environment, forked_command, torchrun
+from support import forked
+from support.launch import COMMAND_LINE, SMALL, environment, forked_command, torchrun
 
 from hybridtrain.app.cli import main
 
@@ -111,34 +110,29 @@ def test_an_error_in_the_first_step_is_reported_once_and_recorded_for_torchrun()
 def test_processes_that_srun_starts_train_together() -> None:
     jobs = random.sample(range(20_000), 20_000)  # not the job of another run of the tests
     job = next(job for job in jobs if is_free(10_000 + job))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.steps=4"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(
-                {
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(rank),
-                    "SLURM_NTASKS": "2",
-                    "SLURM_JOB_ID": str(job),
-                    "SLURM_STEP_ID": "0",
-                    "SLURM_JOB_NODELIST": "localhost",
-                }
-            ),
-        )
-        for rank in (0, 1)
-    ]
+    outputs = [Path(f"said{rank}") for rank in (0, 1)]
+    processes = []
     try:
-        (out0, err0), (out1, err1) = (process.communicate(timeout=300) for process in processes)
-    finally:
+        for rank, output in enumerate(outputs):
+            srun = {
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NTASKS": "2",
+                "SLURM_JOB_ID": str(job),
+                "SLURM_STEP_ID": "0",
+                "SLURM_JOB_NODELIST": "localhost",
+            }
+            arguments = [str(output), *QUICK, "trainer.steps=4"]
+            processes.append(forked.start(COMMAND_LINE, arguments, environment(srun), output))
         for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], err0 + err1
-    assert "2 processes x 2 stages, 1f1b, 4 micro-batches" in err0
-    assert "started by slurm, gloo" in err0
-    assert (out0, out1, err1) == ("", "", "")
+            process.join(300)
+    finally:
+        forked.end(processes)
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in processes] == [0, 0], said
+    assert "2 processes x 2 stages, 1f1b, 4 micro-batches" in said[0]
+    assert "started by slurm, gloo" in said[0]
+    assert said[1] == ""
     assert summary("digits")["world"]["processes"] == 2
     assert sorted(path.name for path in Path("outputs/digits/logs").iterdir()) == [
         "rank_000.log",

@@ -26,6 +26,7 @@ from support import forked
 
 TESTS = Path(__file__).parents[1]
 WORKERS = TESTS / "distributed" / "workers"
+COMMAND_LINE = Path(__file__).with_name("command_line.py")
 
 # The variables of launchers and of coverage; a test that needs one sets it.
 _PREFIXES = ("TORCHELASTIC_", "SLURM_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_", "COV_")
@@ -99,8 +100,7 @@ def forked_command(
     """Like `torchrun`, without its agent and its imports; returns the output, of a good end."""
     folder.mkdir(exist_ok=True)
     (folder / "output.txt").unlink(missing_ok=True)
-    script = Path(__file__).with_name("command_line.py")
-    status, output = forked.run(nproc, script, [str(folder), *args], environment(env), 300)
+    status, output = forked.run(nproc, COMMAND_LINE, [str(folder), *args], environment(env), 300)
     if status != 0:
         pytest.fail(f"{args} ended with {status}\n{output}", pytrace=False)
     return output
