@@ -13,24 +13,26 @@ from support.launch import logging_as_before
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-# Files that take half a minute and more. They begin first, so that none is left over at the end for
-# one process alone.
+# Files that take half a minute and more, also with `--all`. They begin first, so that none is left
+# over at the end for one process alone.
 LONG = (
-    "test_across_processes",
     "test_faults",
+    "test_torchrun",
+    "test_across_processes",
     "test_core",
     "test_two_processes",
-    "test_one_process",
-    "test_torchrun",
-    "test_zoo",
     "test_soak",
-    "test_run_endings",
-    "test_submit",
-    "test_own_stages",
-    "test_examples",
+    "test_smp",
     "test_readme",
-    "test_matrix",
+    "test_submit",
+    "test_output_loss",
     "test_targets",
+    "test_own_config",
+    "test_zoo",
+    "test_one_process",
+    "test_commands",
+    "test_command_line",
+    "test_resumed_runs",
 )
 
 

@@ -151,6 +151,7 @@ def is_free(port: int) -> bool:
         return True
 
 
+@pytest.mark.thorough
 def test_a_model_of_torchvision_is_measured_cut_and_trained_in_two_processes() -> None:
     arguments = ["model=torchvision", "model.name=resnet18", "pipeline.split=time"]
     short = [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"]

@@ -1,6 +1,6 @@
 """What a cluster is for, on a real Slurm: both engines, submit, preemption, lost networks.
 
-Collected by every pytest; skipped, with the reason, where Slurm cannot run. The parts run beside
+Run with `--all`; skipped, with the reason, where Slurm cannot run. The parts run beside
 each other on one cluster, and each test reports one of them. They wait for lines of output; no
 verdict depends on a time.
 """

@@ -46,6 +46,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return weights(folder)
 
 
+# test_run_endings.py has the same for one process, workers/loss_scaling.py a signal to one of two
+@pytest.mark.thorough
 def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on_exactly(
     tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

@@ -194,13 +194,15 @@ class Results:
 def each_cell(processes: Mapping[str, Sequence[int]]) -> pytest.MarkDecorator:
     """Parametrizes a test by the cells of worker scripts, in each of these numbers of processes.
 
-    The test passes `worker` and `processes` to the fixture `launched`.
+    In all but the last number they are thorough. The test passes `worker` and `processes` to the
+    fixture `launched`.
     """
     parameters = []
     for worker, counts in processes.items():
         cells = worker_module(worker).cells
         for count, cell in itertools.product(counts, cells.cells):
-            marks = [pytest.mark.thorough] if cell in cells.thorough else []
+            thorough = cell in cells.thorough or count != counts[-1]
+            marks = [pytest.mark.thorough] if thorough else []
             parameters.append(pytest.param(worker, count, cell, marks=marks))
     return pytest.mark.parametrize(("worker", "processes", "cell"), parameters)
 
