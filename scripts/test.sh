@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Every check of the project: ruff, codespell, the word list, mypy, pytest. Arguments go to pytest.
+# With --all, as before a release, also the tests that are marked `thorough`: more models, engines,
+# seeds and messages, random faults, every restart of the launcher, and the real Slurm of tests/cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -16,9 +18,13 @@ echo "== words"
 python scripts/words.py
 echo "== mypy"
 mypy
-echo "== Slurm, for tests/cluster"
-why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
+case " $* " in *" --all "*)
+    echo "== Slurm, for tests/cluster"
+    why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
+    ;;
+esac
 echo "== pytest"
 # a file in one process, since its launches are shared by its tests; three at a time, since they wait
-# for one another a third of the time
+# for one another a third of the time, and with one thread each, since they are more than the cores
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"

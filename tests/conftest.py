@@ -1,5 +1,6 @@
 """Fixtures for every folder."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -12,24 +13,26 @@ from support.launch import logging_as_before
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-# Files that take half a minute and more. They begin first, so that none is left over at the end for
-# one process alone.
+# Files that take half a minute and more, also with `--all`. They begin first, so that none is left
+# over at the end for one process alone.
 LONG = (
-    "test_across_processes",
     "test_faults",
+    "test_torchrun",
+    "test_across_processes",
     "test_core",
     "test_two_processes",
-    "test_one_process",
-    "test_torchrun",
-    "test_zoo",
     "test_soak",
-    "test_run_endings",
-    "test_submit",
-    "test_own_stages",
-    "test_examples",
+    "test_smp",
     "test_readme",
-    "test_matrix",
+    "test_submit",
+    "test_output_loss",
     "test_targets",
+    "test_own_config",
+    "test_zoo",
+    "test_one_process",
+    "test_commands",
+    "test_command_line",
+    "test_resumed_runs",
 )
 
 
@@ -44,6 +47,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_unconfigure() -> None:
+    """Ends what `_collections_leave_out_what_was_imported` has begun."""
+    gc.unfreeze()  # or extension modules report at exit that their objects leak
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
     if not config.getoption("--all"):
@@ -52,6 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_leave_out_what_was_imported() -> None:
+    """Has `gc.collect`, which the library calls too, not look through all modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

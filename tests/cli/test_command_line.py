@@ -302,6 +302,7 @@ def test_a_stream_that_nobody_reads_goes_silent(monkeypatch: pytest.MonkeyPatch)
     assert not stream.isatty()
 
 
+@pytest.mark.thorough
 def test_training_goes_on_when_nobody_reads_its_output() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.log_every=1"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cli_runs import contents, fail, succeed
 from omegaconf import OmegaConf
+from support.cases import thorough
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
@@ -36,7 +37,7 @@ def write_config(run: Path, overrides: list[str]) -> None:
     RunDirectory(settings.config).write_config(settings.config, overrides, settings.texts)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export", "plan", "train"])
+@pytest.mark.parametrize("command", ["evaluate", "train", *thorough(["export", "plan"])])
 def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
     settings = settle(command, ["run_name=imdb_transformer"])
     assert settings.config.data["max_len"] == 64
@@ -81,7 +82,7 @@ def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("command", ["evaluate", "train"])
+@pytest.mark.parametrize("command", [*thorough(["evaluate"]), "train"])
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_runs import fail
+from support.cases import thinned
 from support.launch import SMALL
 
 from hybridtrain.app import build
@@ -16,33 +17,48 @@ from hybridtrain.app.compose import compose_config
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["pipeline.nb_part=13"], "12 layers cannot be cut into 13 stages: lower pipeline.nb_part"),
-        (["pipeline.split=[3,4]"], "pipeline.split=[3, 4]: layer counts must"),
-        (["world.devices=[cpu,cpu,cpu]"], "world.devices=['cpu', 'cpu', 'cpu'] names 3 devices"),
-        (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
-        (["world.backend=mpi"], "world.backend=mpi is not available"),
-        (["init_from=nowhere.pt"], "init_from=nowhere.pt: there is no such file or directory\n"),
-        (
-            ["trainer.metrics={f1: torchmetrics.F1Score}"],
-            "trainer.metrics=torchmetrics.F1Score names a class, which goes with a _target_: "
-            "trainer.metrics={f1: {_target_: torchmetrics.F1Score}}",
-        ),
-        (
-            ["trainer.metrics=[torchmetrics.F1Score]"],
-            "trainer.metrics={F1Score: {_target_: torchmetrics.F1Score}}",
-        ),
-        (["model.image_size=3"], "model.image_size=3 is too small"),
-        (
-            ["output_dir=in_the_way"],
-            "cannot write to the run directory in_the_way/digits: in_the_way is a",
-        ),
-        (["data=mnist", "data.root=empty"], "hybridtrain recipe=mnist_basicnet data.download=true"),
-        (
-            ["data=imdb", "data.root=empty"],
-            "hybridtrain recipe=imdb_transformer data.download=true",
-        ),
-    ],
+    thinned(
+        [
+            (
+                ["pipeline.nb_part=13"],
+                "12 layers cannot be cut into 13 stages: lower pipeline.nb_part",
+            ),
+            (["pipeline.split=[3,4]"], "pipeline.split=[3, 4]: layer counts must"),
+            (
+                ["world.devices=[cpu,cpu,cpu]"],
+                "world.devices=['cpu', 'cpu', 'cpu'] names 3 devices",
+            ),
+            (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
+            (["world.backend=mpi"], "world.backend=mpi is not available"),
+            (
+                ["init_from=nowhere.pt"],
+                "init_from=nowhere.pt: there is no such file or directory\n",
+            ),
+            (
+                ["trainer.metrics={f1: torchmetrics.F1Score}"],
+                "trainer.metrics=torchmetrics.F1Score names a class, which goes with a _target_: "
+                "trainer.metrics={f1: {_target_: torchmetrics.F1Score}}",
+            ),
+            (
+                ["trainer.metrics=[torchmetrics.F1Score]"],
+                "trainer.metrics={F1Score: {_target_: torchmetrics.F1Score}}",
+            ),
+            (["model.image_size=3"], "model.image_size=3 is too small"),
+            (
+                ["output_dir=in_the_way"],
+                "cannot write to the run directory in_the_way/digits: in_the_way is a",
+            ),
+            (
+                ["data=mnist", "data.root=empty"],
+                "hybridtrain recipe=mnist_basicnet data.download=true",
+            ),
+            (
+                ["data=imdb", "data.root=empty"],
+                "hybridtrain recipe=imdb_transformer data.download=true",
+            ),
+        ],
+        2,
+    ),
 )
 def test_an_impossible_run_ends_with_one_message_that_names_the_key_or_path(
     overrides: list[str],
@@ -92,42 +108,45 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["optim.lr=fast"], "optim.lr=fast must be a number"),
-        (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
-        (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1"),
-        (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
-        (["data.batch_size=x"], "data.batch_size=x must be a positive number of samples"),
-        (["data.workers=-1"], "data.workers=-1 must be a number of processes"),
-        (["data.timeout_s=0"], "data.timeout_s=0 must be a positive number of seconds"),
-        (["data.drop_last=maybe"], "data.drop_last=maybe must be true or false"),
-        (
-            ["trainer.metrics=[acuracy]"],
-            "trainer.metrics=acuracy is unknown: did you mean 'accuracy'?",
-        ),
-        (["trainer.loss=nlll"], "trainer.loss=nlll is unknown: did you mean 'nll'?"),
-        (["trainer.epochs=2"], "give exactly one of trainer.steps= and trainer.epochs="),
-        (["trainer.steps=0"], "trainer.steps=0 must be a whole number of at least 1"),
-        (["trainer.clip_norm=0"], "trainer.clip_norm=0.0 must be positive"),
-        (["trainer.precision=fp8"], "trainer.precision=fp8 is unknown"),
-        (["world.engine=remote"], "world.engine=remote"),
-        (["world.timeout_s=0"], "world.timeout_s=0.0 must be at least 1"),
-        (["pipeline.nb_part=0"], "pipeline.nb_part=0 must be"),
-        (["pipeline.chunks=0"], "pipeline.chunks=0 must be a whole number of at least 1"),
-        (["pipeline.schedule=1f1"], "pipeline.schedule=1f1 .*1f1b"),
-        (["pipeline.memory_weight=2"], "pipeline.memory_weight=2.0 must lie between 0"),
-        (["pipeline.checkpoint=some"], "pipeline.checkpoint=some is unknown"),
-        (["checkpoint.keep=0"], "checkpoint.keep.*at least 1"),
-        (["checkpoint.every_steps=-1"], "checkpoint.every_steps=-1 must be positive"),
-        (["monitor.timeline_every=0"], "monitor.timeline_every=0 must be"),
-        (["seed=9223372036854775808"], "seed=9223372036854775808 must fit in 64 bits"),
-        (["run_name=../x"], "run_name='../x' must be the name of a folder"),
-        (
-            ["run_name=a/b"],
-            "run_name='a/b' must be the name of a folder, in the one of output_dir=",
-        ),
-        (["run_name=a/../../x"], "run_name='a/../../x' must be the name of a folder"),
-    ],
+    thinned(
+        [
+            (["optim.lr=fast"], "optim.lr=fast must be a number"),
+            (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
+            (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1"),
+            (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
+            (["data.batch_size=x"], "data.batch_size=x must be a positive number of samples"),
+            (["data.workers=-1"], "data.workers=-1 must be a number of processes"),
+            (["data.timeout_s=0"], "data.timeout_s=0 must be a positive number of seconds"),
+            (["data.drop_last=maybe"], "data.drop_last=maybe must be true or false"),
+            (
+                ["trainer.metrics=[acuracy]"],
+                "trainer.metrics=acuracy is unknown: did you mean 'accuracy'?",
+            ),
+            (["trainer.loss=nlll"], "trainer.loss=nlll is unknown: did you mean 'nll'?"),
+            (["trainer.epochs=2"], "give exactly one of trainer.steps= and trainer.epochs="),
+            (["trainer.steps=0"], "trainer.steps=0 must be a whole number of at least 1"),
+            (["trainer.clip_norm=0"], "trainer.clip_norm=0.0 must be positive"),
+            (["trainer.precision=fp8"], "trainer.precision=fp8 is unknown"),
+            (["world.engine=remote"], "world.engine=remote"),
+            (["world.timeout_s=0"], "world.timeout_s=0.0 must be at least 1"),
+            (["pipeline.nb_part=0"], "pipeline.nb_part=0 must be"),
+            (["pipeline.chunks=0"], "pipeline.chunks=0 must be a whole number of at least 1"),
+            (["pipeline.schedule=1f1"], "pipeline.schedule=1f1 .*1f1b"),
+            (["pipeline.memory_weight=2"], "pipeline.memory_weight=2.0 must lie between 0"),
+            (["pipeline.checkpoint=some"], "pipeline.checkpoint=some is unknown"),
+            (["checkpoint.keep=0"], "checkpoint.keep.*at least 1"),
+            (["checkpoint.every_steps=-1"], "checkpoint.every_steps=-1 must be positive"),
+            (["monitor.timeline_every=0"], "monitor.timeline_every=0 must be"),
+            (["seed=9223372036854775808"], "seed=9223372036854775808 must fit in 64 bits"),
+            (["run_name=../x"], "run_name='../x' must be the name of a folder"),
+            (
+                ["run_name=a/b"],
+                "run_name='a/b' must be the name of a folder, in the one of output_dir=",
+            ),
+            (["run_name=a/../../x"], "run_name='a/../../x' must be the name of a folder"),
+        ],
+        3,
+    ),
 )
 def test_a_wrong_value_is_one_line_with_its_key_before_anything_is_written(
     overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]

@@ -4,15 +4,14 @@ import json
 import random
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from safetensors.torch import load_file
-from support.launch import SMALL, environment, torchrun
+from support import forked
+from support.launch import COMMAND_LINE, SMALL, environment, forked_command, torchrun
 
 from hybridtrain.app.cli import main
 
@@ -62,9 +61,8 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
 
 def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
     keys = ["pipeline.nb_part=auto", "world.engine=distributed", "trainer.steps=2"]
-    ended = torchrun(2, [*QUICK, *keys])
-    assert ended.returncode == 0, ended.stderr
-    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("pipeline.nb_part=")]
+    said = forked_command(2, [*QUICK, *keys], Path("said"))
+    (line,) = [text for text in said.splitlines() if text.startswith("pipeline.nb_part=")]
     assert "predicted from measured costs" in line
     nb_part = summary("digits")["world"]["nb_part"]
     assert line.startswith(f"pipeline.nb_part={nb_part}: ")
@@ -76,10 +74,16 @@ def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["pipeline.chunk=3"], "error: pipeline.chunk: .* did you mean pipeline.chunks\\?"),
-        (["-m", "seed=1,2"], "error: --multirun does not work under torchrun .*Start one torchrun"),
+        pytest.param(
+            *(["pipeline.chunk=3"], "error: pipeline.chunk: .* did you mean pipeline.chunks\\?"),
+            id="typo",
+        ),
+        pytest.param(
+            *(["-m", "seed=1,2"], "error: --multirun does not work under .*Start one torchrun"),
+            marks=pytest.mark.thorough,
+            id="multirun",
+        ),
     ],
-    ids=["typo", "multirun"],
 )
 def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], line: str) -> None:
     ended = torchrun(2, [*arguments, *QUICK])
@@ -106,34 +110,29 @@ def test_an_error_in_the_first_step_is_reported_once_and_recorded_for_torchrun()
 def test_processes_that_srun_starts_train_together() -> None:
     jobs = random.sample(range(20_000), 20_000)  # not the job of another run of the tests
     job = next(job for job in jobs if is_free(10_000 + job))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hybridtrain", *QUICK, "trainer.steps=4"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(
-                {
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(rank),
-                    "SLURM_NTASKS": "2",
-                    "SLURM_JOB_ID": str(job),
-                    "SLURM_STEP_ID": "0",
-                    "SLURM_JOB_NODELIST": "localhost",
-                }
-            ),
-        )
-        for rank in (0, 1)
-    ]
+    outputs = [Path(f"said{rank}") for rank in (0, 1)]
+    processes = []
     try:
-        (out0, err0), (out1, err1) = (process.communicate(timeout=300) for process in processes)
-    finally:
+        for rank, output in enumerate(outputs):
+            srun = {
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NTASKS": "2",
+                "SLURM_JOB_ID": str(job),
+                "SLURM_STEP_ID": "0",
+                "SLURM_JOB_NODELIST": "localhost",
+            }
+            arguments = [str(output), *QUICK, "trainer.steps=4"]
+            processes.append(forked.start(COMMAND_LINE, arguments, environment(srun), output))
         for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], err0 + err1
-    assert "2 processes x 2 stages, 1f1b, 4 micro-batches" in err0
-    assert "started by slurm, gloo" in err0
-    assert (out0, out1, err1) == ("", "", "")
+            process.join(300)
+    finally:
+        forked.end(processes)
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in processes] == [0, 0], said
+    assert "2 processes x 2 stages, 1f1b, 4 micro-batches" in said[0]
+    assert "started by slurm, gloo" in said[0]
+    assert said[1] == ""
     assert summary("digits")["world"]["processes"] == 2
     assert sorted(path.name for path in Path("outputs/digits/logs").iterdir()) == [
         "rank_000.log",
@@ -152,11 +151,12 @@ def is_free(port: int) -> bool:
         return True
 
 
+@pytest.mark.thorough
 def test_a_model_of_torchvision_is_measured_cut_and_trained_in_two_processes() -> None:
     arguments = ["model=torchvision", "model.name=resnet18", "pipeline.split=time"]
-    ended = torchrun(2, [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"])
-    assert ended.returncode == 0, ended.stderr
-    assert re.search(r"^ +1 +\d+ .* cpu +layer\S+ \.\.\. fc$", ended.stderr, re.M)
+    short = [*QUICK, *arguments, "trainer.steps=2", "trainer.eval_every=null"]
+    said = forked_command(2, short, Path("said"))
+    assert re.search(r"^ +1 +\d+ .* cpu +layer\S+ \.\.\. fc$", said, re.M)
     plan = yaml.safe_load(Path("outputs/digits/plan.yaml").read_text())
     planned = [[layer["name"] for layer in stage["layers"]] for stage in plan["stages"]]
     assert planned == [stage["layers"] for stage in summary("digits")["stages"]]

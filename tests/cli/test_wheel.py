@@ -91,6 +91,7 @@ def test_the_wheel_has_all_modules(installed: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_recipe_digits_trains_in_an_empty_folder_on_the_data_of_the_wheel(
     installed: Path,
 ) -> None:
@@ -106,7 +107,8 @@ def test_the_wheel_has_the_console_script_and_the_types(installed: Path) -> None
     helped = run(installed, str(installed / "bin" / "hybridtrain"), "--help")
     assert "recipe: digits, imdb_transformer, mnist_basicnet, python_source_gpt" in helped.stdout
     assert (installed / "hybridtrain" / "py.typed").is_file()
-    assert (installed / "hybridtrain" / "data" / "digits.md").is_file()
+    for name in ("digits.md", "digits.csv.gz"):
+        assert (installed / "hybridtrain" / "datasets" / name).is_file()
 
 
 def test_the_version_is_written_in_one_place(installed: Path) -> None:

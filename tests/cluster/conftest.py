@@ -1,7 +1,7 @@
 """The cluster of the tests in this folder.
 
-`test_core.py` is in every run of the tests, the rest in `scripts/cluster_check.sh` alone, which
-also makes a missing cluster a failure.
+`test_core.py` is in every run of the tests with `--all`, the rest in `scripts/cluster_check.sh`
+alone, which also makes a missing cluster a failure.
 """
 
 import os

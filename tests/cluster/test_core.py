@@ -1,6 +1,6 @@
 """What a cluster is for, on a real Slurm: both engines, submit, preemption, lost networks.
 
-Collected by every pytest; skipped, with the reason, where Slurm cannot run. The parts run beside
+Run with `--all`; skipped, with the reason, where Slurm cannot run. The parts run beside
 each other on one cluster, and each test reports one of them. They wait for lines of output; no
 verdict depends on a time.
 """
@@ -19,7 +19,7 @@ from cluster.runs import DISTRIBUTED, ENDLESS, HYBRIDTRAIN, SMALL, command, gpus
 from cluster.slurm import Slurm
 
 # the last parts wait for the first ones, on a machine that has other tests to run
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 Wait: TypeAlias = Callable[[str], None]
 Part: TypeAlias = Callable[[Slurm, Wait], None]

@@ -1,47 +1,36 @@
 """Pipelines whose stages are in several processes, each cell in all of them."""
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.launch import SMALL, WORKERS, Results, torchrun, torchrun_script, worker_module
+from support.launch import SMALL, each_cell, forked_command, forked_script
 
 from hybridtrain.app.cli import main
 from hybridtrain.checkpoint.tensor_files import read_tensors
 
-PROCESSES = {"across_processes": 2, "replicas_of_processes": 4, "sharded_processes": 4}
-CELLS = [(worker, cell) for worker in PROCESSES for cell in worker_module(worker).cells.cells]
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
 ACROSS = "world.engine=distributed"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Launches each worker once, at its first cell."""
-    return functools.cache(
-        lambda worker: Results(worker, PROCESSES[worker], tmp_path_factory.mktemp(worker))
-    )
-
-
-@pytest.mark.parametrize(("worker", "cell"), CELLS)
-def test_across_processes(worker, cell, results):
-    results(worker).check(cell)
+@each_cell({"across_processes": [2], "replicas_of_processes": [4], "sharded_processes": [4]})
+def test_across_processes(worker, processes, cell, launched):
+    launched(worker, processes).check(cell)
 
 
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.thorough), "1"])
-def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who):
-    output = torchrun_script(2, WORKERS / "failing.py", who, "distributed", ok=False, timeout=200)
+def test_an_exception_in_a_stage_ends_all_processes_of_the_pipeline(who, tmp_path):
+    status, output = forked_script(2, "failing.py", tmp_path, who, "distributed")
+    assert status == 1
     assert "ArithmeticError: boom" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
     assert "the end was reached" not in output
 
 
-def test_sizes_that_do_not_follow_from_the_inputs_are_one_clear_error():
-    output = torchrun_script(
-        2, WORKERS / "failing.py", "sizes", "distributed", ok=False, timeout=200
-    )
+def test_sizes_that_do_not_follow_from_the_inputs_are_one_clear_error(tmp_path):
+    status, output = forked_script(2, "failing.py", tmp_path, "sizes", "distributed")
+    assert status == 1
     assert "stage 0 (0 to 1) sends values of other shapes or types than before" in output
     assert "use engine=local for this model" in output
 
@@ -68,11 +57,15 @@ def metrics(run):
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
-def test_a_run_goes_on_exactly_with_the_other_engine(in_folder):
-    assert main([*QUICK, "run_name=local"]) == 0
-    ended = torchrun(2, [*QUICK, ACROSS, "run_name=across"])
-    assert ended.returncode == 0, ended.stderr
-    assert "2 processes x 2 stages, 1f1b" in ended.stderr
+def test_a_run_goes_on_exactly_with_the_other_engine(in_folder, tmp_path):
+    def across(arguments):
+        return forked_command(2, [*arguments, ACROSS], tmp_path / "across")
+
+    def local(arguments):
+        assert main([*arguments, "world.engine=local"]) == 0
+
+    local([*QUICK, "run_name=local"])
+    assert "2 processes x 2 stages, 1f1b" in across([*QUICK, "run_name=across"])
     # one process makes the plan that they have made
     assert main(["plan", *QUICK, ACROSS, "run_name=alone"]) == 0
     plans = [Path(f"outputs/{run}/plan.yaml").read_text() for run in ("across", "alone")]
@@ -80,27 +73,22 @@ def test_a_run_goes_on_exactly_with_the_other_engine(in_folder):
     assert metrics("across") == metrics("local")
     assert weights("across") == weights("local")
 
-    for first, second in ((torchrun, main), (main, torchrun)):
-        run = "mixed" + str(first is main)
+    for first, second in ((across, local), (local, across)):
         for part, launch in (("trainer.steps=4", first), ("trainer.steps=6", second)):
-            arguments = [*QUICK, f"run_name={run}", "lr_schedule=constant", part]
-            if launch is main:
-                assert main([*arguments, "world.engine=local"]) == 0
-            else:
-                ended = torchrun(2, [*arguments, ACROSS])
-                assert ended.returncode == 0, ended.stderr
-    assert weights("mixedTrue") == weights("mixedFalse")
+            run = f"run_name={first.__name__}_first"
+            launch([*QUICK, run, "lr_schedule=constant", part])
+    assert weights("local_first") == weights("across_first")
 
 
-def test_evaluate_and_export_of_a_run_over_processes(in_folder):
-    ended = torchrun(2, [*QUICK, ACROSS, "run_name=run", "pipeline.split=time"])
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("ms per step; bubble") == 1
-    evaluated = torchrun(2, ["evaluate", "run_name=run"])
-    assert evaluated.returncode == 0, evaluated.stderr
-    result = json.loads(evaluated.stdout)
+def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
+    said = forked_command(
+        2, [*QUICK, ACROSS, "run_name=run", "pipeline.split=time"], tmp_path / "said"
+    )
+    assert said.count("ms per step; bubble") == 1
+    said = forked_command(2, ["evaluate", "run_name=run"], tmp_path / "said")
+    (result,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert result["loss"] == metrics("run")[-1]["eval/loss"]
-    assert torchrun(2, ["export", "run_name=run"]).returncode == 0
+    forked_command(2, ["export", "run_name=run"], tmp_path / "said")
     exported = load_file("outputs/run/export/step_00000006.safetensors")
     saved = read_tensors(Path("outputs/run/checkpoints/step_00000006"), "model")
     assert exported.keys() == saved.keys()

@@ -1,14 +1,16 @@
 """An exception in a step ends the run with its own message, and no process is left waiting."""
 
 import pytest
-from support import forked
-from support.launch import WORKERS, environment, torchrun_script
+from support.launch import forked_script
+
+OTHERS = [("local", 1), ("distributed", 0)]
 
 
 @pytest.mark.parametrize("who", ["all", "1"])
-def test_an_exception_in_a_step_ends_all_processes(who):
+def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
     # the limit of the collectives is longer
-    output = torchrun_script(2, WORKERS / "failing.py", who, "local", ok=False, timeout=200)
+    status, output = forked_script(2, "failing.py", tmp_path, who, "local")
+    assert status == 1
     assert "ArithmeticError: boom" in output
     assert "in layer '2', which was given float32[3, 4]" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
@@ -16,15 +18,19 @@ def test_an_exception_in_a_step_ends_all_processes(who):
 
 
 @pytest.mark.timeout(600)  # several launches in one test
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("engine", ["local", "distributed"])
+@pytest.mark.parametrize(
+    ("engine", "who"),
+    [
+        *(("local", 0), ("distributed", 1)),
+        *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS),
+    ],
+)
 def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_exactly(
     engine, who, tmp_path
 ):
     def launch(step):
         (tmp_path / "output.txt").unlink(missing_ok=True)
-        arguments = [str(tmp_path), engine, str(who), str(step)]
-        return forked.run(2, WORKERS / "failing_evaluation.py", arguments, environment(), 200)
+        return forked_script(2, "failing_evaluation.py", tmp_path, engine, who, step)
 
     for step in (2, 4, 6):  # the first, a middle and the last evaluation
         status, output = launch(step)

@@ -1,10 +1,10 @@
 """Processes that fail, die, hang or are interrupted under torchrun, with the command line."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
+from support.cases import thorough
 from support.launch import TESTS
 
 sys.path.insert(0, str(TESTS.parent))
@@ -19,15 +19,14 @@ LAST = "checkpoints/step_00000010"
 SHORT = ("trainer.steps=10", "trainer.eval_every=null", "checkpoint.every_steps=1")
 
 
-THOROUGH = partial(pytest.param, marks=pytest.mark.thorough)
-
-
-@pytest.mark.parametrize("fault", ["exception:forward:1", THOROUGH("exit:backward:1")])
+# test_torchrun.py has an error in the first step
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["exception:forward:1", "exit:backward:1"])
 def test_the_first_error_is_reported_once_with_its_rank(fault: str, tmp_path: Path) -> None:
     assert_named(run(fault, tmp_path))
 
 
-@pytest.mark.parametrize("fault", ["sleep:forward:1", THOROUGH("stop:optimizer:1")])
+@pytest.mark.parametrize("fault", ["sleep:forward:1", *thorough(["stop:optimizer:1"])])
 def test_the_process_that_stands_still_is_named_and_the_stacks_are_kept(
     fault: str, tmp_path: Path
 ) -> None:
@@ -47,6 +46,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return weights(folder)
 
 
+# test_run_endings.py has the same for one process, workers/loss_scaling.py a signal to one of two
+@pytest.mark.thorough
 def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on_exactly(
     tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -59,6 +60,7 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_goes_on_exactly(
     assert weights(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_every_restart_of_the_launcher_joins_and_goes_on_exactly(
     tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

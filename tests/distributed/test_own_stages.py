@@ -1,27 +1,19 @@
 """A pipeline over processes: each one makes, loads and keeps the values of its own stages only."""
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.launch import Results, environment, worker_module
-
-CELLS = worker_module("own_stages").cells.cells
+from support.launch import each_cell, environment
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Launches the worker once, at its first cell."""
-    return functools.cache(lambda: Results("own_stages", 2, tmp_path_factory.mktemp("own_stages")))
+@each_cell({"own_stages": [2]})
+def test_own_stages(worker, processes, cell, launched):
+    launched(worker, processes).check(cell)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_own_stages(cell, results):
-    results().check(cell)
-
-
+@pytest.mark.thorough
 def test_no_process_has_the_memory_of_the_whole_model():
     """A small run of the benchmark: half of 53 million parameters in each of two processes.
 

@@ -1,20 +1,14 @@
 """A run resumed with another number of processes and stages equals the uninterrupted one."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoint_files import optimizer_in
-from support.launch import torchrun_script
+from support.launch import forked_script, worker_module
 
-SCRIPT = Path(__file__).parent / "workers" / "resume.py"
-
-spec = importlib.util.spec_from_file_location("resume_worker", SCRIPT)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
+worker = worker_module("resume")
 
 # Replicas add up the same gradients in another order than one process does, and AdamW, which
 # divides by their size, makes the last bits of small ones count: after 10 steps of about 0.01.
@@ -28,7 +22,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     worker.run(folder / "one", 3, worker.STEPS)
     worker.run(folder / "one_then_two", 3, HALF)
-    torchrun_script(2, SCRIPT, folder)
+    status, output = forked_script(2, "resume.py", folder)
+    assert status == 0, output
     worker.run(folder / "two_then_one", 3, worker.STEPS, since=HALF)
     return folder
 

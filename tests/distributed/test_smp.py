@@ -3,45 +3,22 @@
 import subprocess
 import sys
 
-import pytest
-from support.launch import WORKERS, Results, environment, torchrun_script, worker_module
-
-PROCESSES = {"smp_rules": [2], "smp_scripts": [2, 4]}
-CELLS = [
-    (worker, count, cell)
-    for worker, counts in PROCESSES.items()
-    for count in counts
-    for cell in worker_module(worker).cells.cells
-]
+from support.launch import each_cell, environment, forked_script
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Launches each worker once for each number of processes, at its first cell."""
-    found = {}
-
-    def launched(worker, count):
-        if (worker, count) not in found:
-            found[worker, count] = None  # a launch that fails is not repeated for every cell
-            found[worker, count] = Results(worker, count, tmp_path_factory.mktemp(worker))
-        return found[worker, count] or pytest.fail(f"{worker} has failed before", pytrace=False)
-
-    return launched
+@each_cell({"smp_rules": [2], "smp_scripts": [2, 4]})
+def test_smp(worker, processes, cell, launched):
+    launched(worker, processes).check(cell)
 
 
-@pytest.mark.parametrize(("worker", "count", "cell"), CELLS)
-def test_smp(worker, count, cell, results):
-    results(worker, count).check(cell)
-
-
-def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error():
-    output = torchrun_script(2, WORKERS / "smp_unequal.py", ok=False, timeout=300)
+def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error(tmp_path):
+    status, output = forked_script(2, "smp_unequal.py", tmp_path)
+    assert status == 1
     said = "a replica has ended after 2 training steps, and this one is in its"
     lines = [line for line in output.splitlines() if said in line]
     raised = [line for line in lines if "BatchError" in line]
-    assert len(raised) == 1  # the others are rank 1's last line and torchrun's report
+    assert len(raised) == 1  # the others are the last lines of both
     assert all(f"rank 1 failed: {said}" in line for line in lines if line not in raised)
-    assert "[rank0]" not in output
     assert "step 3: every replica needs the same number of batches" in output
     assert "drop_last=True" in output
 

@@ -1,41 +1,24 @@
 """The uncaught error of a script's process is what all its processes say."""
 
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
-from support.launch import TESTS, WORKERS, environment
+from support import forked
+from support.launch import WORKERS, environment
 
 HOST = os.uname().nodename
 
 
-def last_words(*arguments):
-    """What two processes of a script print as errors; no launcher ends one after the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shared = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKERS / "uncaught.py"), *arguments],
-            env=environment({**shared, "RANK": rank, "LOCAL_RANK": rank}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
+def last_words(folder, *arguments):
+    """The exit codes and the outputs of two processes; no launcher ends one after the other."""
+    outputs = [folder / f"rank{rank}" for rank in (0, 1)]
+    script = WORKERS / "uncaught.py"
+    with forked.together(2, script, arguments, environment(), outputs) as processes:
         for process in processes:
-            process.kill()
+            process.join(200)
     return [
-        (process.returncode, *output) for process, output in zip(processes, outputs, strict=True)
+        (process.exitcode, output.read_text())
+        for process, output in zip(processes, outputs, strict=True)
     ]
 
 
@@ -47,22 +30,23 @@ def last_words(*arguments):
         ("session", "loss", 1, "rank 1", " (in the forward of micro-batch 0 on stage 0"),
     ],
 )
-def test_an_uncaught_error_is_the_last_line_of_every_process(height, place, who, name, where):
-    found = last_words(height, place, str(who))
-    for rank, (code, output, errors) in enumerate(found):
-        assert code == 1, errors
-        assert "the end was reached" not in output
-        last = errors.splitlines()[-1]
+def test_an_uncaught_error_is_the_last_line_of_every_process(
+    height, place, who, name, where, tmp_path
+):
+    for rank, (code, said) in enumerate(last_words(tmp_path, height, place, str(who))):
+        assert code == 1, said
+        assert "the end was reached" not in said
+        last = said.splitlines()[-1]
         assert last.startswith(f"error: {name.format(HOST)} failed: ArithmeticError: boom{where}")
-        assert "peer" not in errors
-        assert ("Traceback" in errors) is (rank == who)
+        assert "peer" not in said
+        assert ("Traceback" in said) is (rank == who)
 
 
-def test_a_process_that_leaves_too_early_is_named():
-    (code, _, errors), (_, output, _) = last_words("own", "leaves", "1")
-    assert "the end was reached" in output
+def test_a_process_that_leaves_too_early_is_named(tmp_path):
+    (code, said), (_, of_the_other) = last_words(tmp_path, "own", "leaves", "1")
+    assert "the end was reached" in of_the_other
     assert code == 1
-    assert errors.splitlines()[-1] == (
+    assert said.splitlines()[-1] == (
         f"error: rank 1 (stage 1, {HOST}) has come to its end while rank 0 waited for it: every "
         f"process has to take the same number of steps"
     )

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from pages import ROOT
+from support.cases import thorough
 from support.launch import torchrun_script
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -24,7 +25,12 @@ def test_every_example_is_headed_by_the_command_that_runs_it() -> None:
         assert f"python examples/{path.name}" in COMMANDS
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+SLOW = [line for line in COMMANDS if "transformers" in line or "torchrun" in line]
+
+
+@pytest.mark.parametrize(
+    "command", [*(line for line in COMMANDS if line not in SLOW), *thorough(SLOW)]
+)
 def test_an_example_runs_by_the_command_that_heads_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pages import PAGES, ROOT, blocks, name
+from support.cases import thinned
 
 from hybridtrain.app.cli import COMMANDS, main
 from hybridtrain.app.compose import compose_config, sweep_choices
@@ -47,7 +48,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
 
 @pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if p.stem != "troubleshooting" and blocks(p, "bash", "sh")],
+    thinned([p for p in PAGES if p.stem != "troubleshooting" and blocks(p, "bash", "sh")], 2),
     ids=name,
 )
 def test_the_commands_of_a_page_compose(page: Path) -> None:

@@ -4,23 +4,21 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forked
 from support.checkpoint_files import content_of, writers
+from support.launch import environment
 
 from hybridtrain.checkpoint import manifest as manifest_module
-from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify
 from hybridtrain.errors import CheckpointError
-
-REPOSITORY = Path(store_module.__file__).parents[2]
 
 # --- every crash point --------------------------------------------------------------------------
 
@@ -248,31 +246,35 @@ except CheckpointError as error:
 """
 
 
-def python(source: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        [sys.executable, "-c", source, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+@contextmanager
+def python(folder: Path, source: str, root: Path) -> Iterator[tuple[BaseProcess, Path]]:
+    """Runs `source` with `root` as its argument; gives the process and the file of its output."""
+    script, output = folder / "script.py", folder / "output.txt"
+    script.write_text(source)
+    output.write_text("")
+    process = forked.start(script, [str(root)], environment(), output)
+    try:
+        yield process, output
+    finally:
+        forked.end([process])
 
 
 def test_a_killed_process_leaves_a_checkpoint_to_load(tmp_path: Path) -> None:
     dice = random.Random(0)
+    root = tmp_path / "checkpoints"
     reached = -1
     for _ in range(15):
-        with python(SAVE_FOREVER, str(tmp_path)) as process:
-            assert process.stdout is not None
-            # a random number of steps, and at least one more than in the round before
-            lines = [process.stdout.readline() for _ in range(dice.randint(2, 12))]
-            started = [int(line) for line in lines]
-            process.send_signal(signal.SIGKILL)
-            finished = [int(line) for line in process.stdout.read().splitlines()]
-        assert process.returncode == -signal.SIGKILL
-        reached = max([reached, *started, *finished])
-        newest = CheckpointStore(tmp_path).newest()
+        # a random number of steps, and at least one more than in the round before
+        steps = dice.randint(2, 12)
+        with python(tmp_path, SAVE_FOREVER, root) as (process, output):
+            while output.read_text().count("\n") < steps and process.is_alive():
+                time.sleep(0.001)
+            assert process.is_alive(), output.read_text()
+            process.kill()
+            process.join()
+            finished = [int(line) for line in output.read_text().splitlines()]
+        reached = max([reached, *finished])
+        newest = CheckpointStore(root).newest()
         assert newest is not None
         assert step_of(newest) >= reached
         content_of(newest)
@@ -294,9 +296,10 @@ def test_a_full_disk_is_reported_and_keeps_older_checkpoints(tmp_path: Path, wri
     root = tmp_path / "checkpoints"
     older = CheckpointStore(root).save(1, writers("older", size=5_000))
     save = f"CheckpointStore(Path(sys.argv[1]), keep=1).save(2, {{'model.pt': {write}}})"
-    with python(FULL_DISK.format(save=save), str(root)) as process:
-        message = process.communicate()[0]
-    assert process.returncode == 0
+    with python(tmp_path, FULL_DISK.format(save=save), root) as (process, output):
+        process.join(60)
+        message = output.read_text()
+    assert process.exitcode == 0, message
     assert str(root) in message
     assert "step 2" in message
     assert re.search(r"needs [\d.]+ MB or more", message)

@@ -7,21 +7,26 @@ its imports, in each of the many launches; `launch.torchrun_script` is the real 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PRELOADED = ["torch", "torch._dynamo", "hybridtrain.trainer", "hybridtrain.smp", "pytest"]
+PRELOADED = [
+    *("torch", "torch._dynamo", "pytest"),
+    *("hybridtrain.trainer", "hybridtrain.smp", "hybridtrain.app.cli"),
+]
 
 # How long the others have to end by themselves after one has failed.
 PATIENCE_S = 60.0
@@ -35,7 +40,7 @@ def run(
     Args:
         nproc: how many.
         script: run as `__main__`, with `arguments`.
-        arguments: of the command line.
+        arguments: of the command line; the first one is a folder, for the output.
         env: the environment, but for the variables that a launcher sets.
         timeout: seconds.
 
@@ -43,17 +48,23 @@ def run(
         the exit status of the first process that has failed, 0 if none has, None after `timeout`;
         and the output of all.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with _environment(env):  # PyTorch reads the number of threads when it is imported
-        forkserver.ensure_running()
+    output = Path(arguments[0]) / "output.txt"
+    with together(nproc, script, arguments, env, [output] * nproc) as processes:
+        status = _wait(processes, time.monotonic() + timeout)
+    return status, output.read_text(errors="replace") if output.exists() else ""
+
+
+@contextmanager
+def together(
+    nproc: int, script: Path, arguments: Sequence[str], env: Mapping[str, str], outputs: list[Path]
+) -> Iterator[list[BaseProcess]]:
+    """Starts what `run` runs, with a file for the output of each process; ends them after it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    output = Path(arguments[0]) / "output.txt"
     processes: list[BaseProcess] = []
     try:
-        for rank in range(nproc):
+        for rank, output in enumerate(outputs):
             launched = {
                 **env,
                 **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
@@ -61,18 +72,33 @@ def run(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            process = context.Process(target=_main, args=(script, arguments, launched, output))
-            process.start()
-            processes.append(process)
-        status = _wait(processes, time.monotonic() + timeout)
+            processes.append(start(script, arguments, launched, output))
+        yield processes
     finally:
-        for process in processes:
-            assert process.pid is not None
-            with suppress(ProcessLookupError):  # with its children, such as a loader's workers
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # if it has no group yet
-            process.join()
-    return status, output.read_text(errors="replace") if output.exists() else ""
+        end(processes)
+
+
+def start(
+    script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path
+) -> BaseProcess:
+    """Starts `script` in one process, with all of its environment; `end` has to follow."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _environment(env):  # PyTorch reads the number of threads when it is imported
+        forkserver.ensure_running()
+    process = context.Process(target=_main, args=(script, arguments, env, output))
+    process.start()
+    return process
+
+
+def end(processes: Iterable[BaseProcess]) -> None:
+    """Ends what is left of the processes, with their children, such as a loader's workers."""
+    for process in processes:
+        assert process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # if it has no group yet
+        process.join()
 
 
 @contextmanager
@@ -102,6 +128,7 @@ def _wait(processes: Sequence[BaseProcess], end: float) -> int | None:
 
 def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
     """Runs in the new process, which ends as an interpreter does."""
+    gc.freeze()  # no collection looks through what was imported
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -112,5 +139,13 @@ def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output
     sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        threading._shutdown()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()

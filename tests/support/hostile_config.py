@@ -38,7 +38,7 @@ MARKER = "hostile_marker"
 # More than may be named, so that a list which is too wide is noticed.
 PACKAGES = {
     "model": ("torch.nn", "torchvision.models", "hybridtrain.models"),
-    "data": ("hybridtrain.data",),
+    "data": ("hybridtrain.data", "hybridtrain.datasets"),
     "optim": ("torch.optim",),
     "lr_schedule": ("torch.optim",),
     "trainer.metrics": ("torchmetrics",),

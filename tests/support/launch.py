@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from support import forked
 
 TESTS = Path(__file__).parents[1]
 WORKERS = TESTS / "distributed" / "workers"
+COMMAND_LINE = Path(__file__).with_name("command_line.py")
 
 # The variables of launchers and of coverage; a test that needs one sets it.
 _PREFIXES = ("TORCHELASTIC_", "SLURM_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_", "COV_")
@@ -84,6 +86,26 @@ def torchrun(
     return _run([*_torchrun(nproc), "-m", "hybridtrain", *args], timeout, env)
 
 
+def forked_script(
+    nproc: int, script: str, folder: Path, *args: object, timeout: float = 200
+) -> tuple[int | None, str]:
+    """Runs a script of `WORKERS` in forked processes; returns the status and their output."""
+    arguments = [str(folder), *map(str, args)]
+    return forked.run(nproc, WORKERS / script, arguments, environment(), timeout)
+
+
+def forked_command(
+    nproc: int, args: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+) -> str:
+    """Like `torchrun`, without its agent and its imports; returns the output, of a good end."""
+    folder.mkdir(exist_ok=True)
+    (folder / "output.txt").unlink(missing_ok=True)
+    status, output = forked.run(nproc, COMMAND_LINE, [str(folder), *args], environment(env), 300)
+    if status != 0:
+        pytest.fail(f"{args} ended with {status}\n{output}", pytrace=False)
+    return output
+
+
 @contextmanager
 def logging_as_before() -> Iterator[None]:
     """Undoes what a run in this process did to the root logger."""
@@ -104,26 +126,36 @@ class Cells:
 
     def __init__(self) -> None:
         self.cells: dict[str, Callable[[Any], None]] = {}
+        self.thorough: set[str] = set()
 
-    def add(self, name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-        """Registers the decorated function, which every rank calls with its world."""
+    def add(
+        self, name: str, thorough: bool = False
+    ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+        """Registers the decorated function, which every rank calls with its world.
+
+        Args:
+            name: the promise.
+            thorough: whether its test is marked `thorough`.
+        """
 
         def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
             assert name not in self.cells
             self.cells[name] = function
+            if thorough:
+                self.thorough.add(name)
             return function
 
         return register
 
-    def main(self, folder: str) -> None:
-        """Runs all cells on this rank and writes down the outcome of each."""
+    def main(self, folder: str, *names: str) -> None:
+        """Runs cells, or all of them, on this rank and writes down the outcome of each."""
         from hybridtrain.world import World
 
         world = World.from_env(devices="cpu", timeout_s=120)
         outcome: dict[str, str] = {}
-        for name, function in self.cells.items():
+        for name in names or self.cells:
             try:
-                function(world)
+                self.cells[name](world)
                 outcome[name] = "passed"
             except (Exception, pytest.fail.Exception):  # the latter is no Exception
                 outcome[name] = traceback.format_exc()
@@ -139,9 +171,11 @@ class Cells:
 class Results:
     """The outcome of each cell on each rank."""
 
-    def __init__(self, worker: str, nproc: int, folder: Path, timeout: float = 300) -> None:
-        script = WORKERS / f"{worker}.py"
-        status, output = forked.run(nproc, script, [str(folder)], environment(), timeout)
+    def __init__(
+        self, worker: str, nproc: int, folder: Path, cells: Sequence[str], timeout: float = 300
+    ) -> None:
+        script, arguments = WORKERS / f"{worker}.py", [str(folder), *cells]
+        status, output = forked.run(nproc, script, arguments, environment(), timeout)
         if status != 0:
             ended = (
                 f"hangs: not done after {timeout} s" if status is None else f"ended with {status}"
@@ -155,6 +189,22 @@ class Results:
             found = outcome.get(cell, "was not reached")
             if found != "passed":
                 pytest.fail(f"on rank {rank}:\n{found}", pytrace=False)
+
+
+def each_cell(processes: Mapping[str, Sequence[int]]) -> pytest.MarkDecorator:
+    """Parametrizes a test by the cells of worker scripts, in each of these numbers of processes.
+
+    In all but the last number they are thorough. The test passes `worker` and `processes` to the
+    fixture `launched`.
+    """
+    parameters = []
+    for worker, counts in processes.items():
+        cells = worker_module(worker).cells
+        for count, cell in itertools.product(counts, cells.cells):
+            thorough = cell in cells.thorough or count != counts[-1]
+            marks = [pytest.mark.thorough] if thorough else []
+            parameters.append(pytest.param(worker, count, cell, marks=marks))
+    return pytest.mark.parametrize(("worker", "processes", "cell"), parameters)
 
 
 def worker_module(worker: str) -> Any:

@@ -72,6 +72,11 @@ AXES: list[list[Any]] = [
 ]
 
 
+# So many of `cells` have every value of every axis. The others are thorough where a cell is trained
+# in several processes.
+FIRST = 9
+
+
 def cells() -> list[Cell]:
     """Every pair of values of any two axes is in at least one cell."""
     from allpairspy import AllPairs

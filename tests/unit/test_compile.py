@@ -148,6 +148,7 @@ def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
     assert not torch.equal(found[1]["0.weight"], found[0]["0.weight"])
 
 
+@pytest.mark.thorough
 def test_the_recomputation_of_a_layer_that_begins_to_draw_draws_the_same(monkeypatch):
     # a backend whose code draws other numbers than the plain layer
     compile_ = nn.Module.compile

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.cases import thorough
 from support.compare import assert_same_gradients, cpu_world
 from support.zoo import TINY
 from torch import nn
@@ -54,7 +55,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ["GPT2LMHeadModel", "BertForSequenceClassification"]
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *thorough([name for name in MODELS if name not in QUICK])]
+)
 def test_a_step_is_the_mean_over_the_labels_that_count(name):
     net = make(name, **MODELS[name])
     inputs = inputs_for(net)
@@ -136,7 +142,7 @@ def every_label(inputs, _):
     return (inputs["labels"] != -100).sum()
 
 
-@pytest.mark.parametrize("loss_fn", [model_output, lambda output, _: output.loss])
+@pytest.mark.parametrize("loss_fn", [*thorough([model_output]), lambda output, _: output.loss])
 def test_a_count_that_the_models_loss_contradicts_is_an_error_that_names_both_numbers(loss_fn):
     net = make("GPT2LMHeadModel")
     inputs = inputs_for(net)

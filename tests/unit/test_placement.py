@@ -6,6 +6,7 @@ devices have fake tensors, and an operation on two of them is an error; see `sup
 
 import pytest
 import torch
+from support.cases import thinned
 from support.fake_gpus import fake_gpus
 from support.nets import CASES, WIDTH, TanhLinear, regression, tied_gpt, token_loss, tokens
 from torch import nn
@@ -37,7 +38,7 @@ def names_of(model, stage):
     return [n for n, p in model.named_parameters() if id(p) in own - tied]
 
 
-@pytest.mark.parametrize(("kind", "nb_part", "options"), CELLS, ids=str)
+@pytest.mark.parametrize(("kind", "nb_part", "options"), thinned(CELLS, 3), ids=str)
 def test_a_training_step_mixes_no_devices(kind, nb_part, options):
     case = CASES[kind]
     with fake_gpus("cpu", nb_part) as gpus:

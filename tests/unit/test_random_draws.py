@@ -1,10 +1,12 @@
 """Random draws are independent of the split, the schedule and the default generator."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import thinned
 from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss, plain_step
 from support.nets import CASES
 from torch import nn
@@ -15,9 +17,12 @@ from hybridtrain.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("nb_part", [2, 3, 4, 5])
+SPLITS = list(
+    itertools.product([2, 3, 4, 5], ["never", "except_last", "always"], ["gpipe", "1f1b"])
+)
+
+
+@pytest.mark.parametrize(("nb_part", "checkpoint", "schedule"), thinned(SPLITS, 5))
 def test_dropout_draws_the_same_masks_for_every_split(nb_part, checkpoint, schedule):
     case, results = CASES["dropout"], []
     split = {"nb_part": nb_part, "checkpoint": checkpoint, "schedule": schedule}

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import thinned
 from support.compare import (
     CHUNKS,
     CLOSE,
@@ -120,9 +121,11 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
     assert all(p.grad is not None for p in net.parameters())
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize(
+    ("kind", "split", "checkpoint"),
+    thinned(list(itertools.product(NETS, SPLITS, CHECKPOINTS)), 7),
+    ids=str,
+)
 def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, checkpoint):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from support.cases import thinned
 from torch import nn
 from torchvision.models import get_model, list_models
 from torchvision.models.googlenet import GoogLeNetOutputs
@@ -114,7 +115,7 @@ def test_a_copy_computes_the_same_with_weights_of_its_own():
 # Images -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", thinned(list(SIDES), 4))
 def test_digits_are_resized_only_where_the_model_needs_it(name):
     net = shapes_for_digits(name)
     assert net.side == SIDES[name]

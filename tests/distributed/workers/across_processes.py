@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
+from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
-from support.matrix import check_cell
 from support.nets import (
     CASES,
     CLASSES,
@@ -47,9 +47,9 @@ from hybridtrain.step.non_finite import StepRecord, find_origin
 torch.set_num_threads(1)
 cells = Cells()
 
-for cell in {replace(cell, nb_part=2): None for cell in matrix_cells()}:
+for number, cell in enumerate({replace(cell, nb_part=2): None for cell in matrix_cells()}):
 
-    @cells.add(str(cell))
+    @cells.add(str(cell), thorough=number >= FIRST)
     def _(world, cell=cell):
         check_cell(cell, engine="distributed")
 
@@ -449,4 +449,4 @@ def _refused(world):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -239,4 +239,4 @@ def described(value):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

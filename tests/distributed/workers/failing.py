@@ -47,4 +47,4 @@ def main(who: str, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[2:])  # the first one is for the output

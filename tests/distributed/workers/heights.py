@@ -148,4 +148,4 @@ class _Record(GradientNorms):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -389,4 +389,4 @@ def _owned_entries(world):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -48,4 +48,4 @@ def main(folder: Path, background: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "background")
+    main(Path(sys.argv[2]), sys.argv[3] == "background")  # the first one is for the output

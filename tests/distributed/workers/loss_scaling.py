@@ -233,4 +233,4 @@ def _minutes(world):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -4,18 +4,18 @@ import sys
 
 import torch
 from support.launch import Cells
+from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
-from support.matrix import check_cell
 
 torch.set_num_threads(1)
 cells = Cells()
 
-for cell in matrix_cells():
+for number, cell in enumerate(matrix_cells()):
 
-    @cells.add(str(cell))
+    @cells.add(str(cell), thorough=number >= FIRST)
     def _(world, cell=cell):
         check_cell(cell, world.rank, world.size)
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

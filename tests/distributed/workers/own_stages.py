@@ -285,4 +285,4 @@ def saved_in_background(world, writers):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

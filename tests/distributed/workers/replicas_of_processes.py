@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 from support.launch import Cells
+from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
-from support.matrix import check_cell
 
 from hybridtrain.schedule import placement_of
 
@@ -18,7 +18,7 @@ CELLS = list({replace(cell, nb_part=2): None for cell in matrix_cells()})
 # in a V over 4 processes there are 8 stages, more than some of the models have layers
 for cell in [cell for cell in CELLS[::3] if placement_of(cell.schedule) == "loop"]:
 
-    @cells.add(f"one pipeline of 4: {cell}")
+    @cells.add(f"one pipeline of 4: {cell}", thorough=cell not in CELLS[:FIRST])
     def _(world, cell=cell):
         check_cell(replace(cell, nb_part=4, stages_per_device=1), engine="distributed")
 
@@ -26,11 +26,11 @@ for cell in [cell for cell in CELLS[::3] if placement_of(cell.schedule) == "loop
 for inner, chosen in (("pp", CELLS[1::3]), ("dp", CELLS[2::3])):
     for cell in chosen:
 
-        @cells.add(f"2 replicas, inner={inner}: {cell}")
+        @cells.add(f"2 replicas, inner={inner}: {cell}", thorough=cell not in CELLS[:FIRST])
         def _(world, cell=cell, inner=inner):
             replica = world.rank // 2 if inner == "pp" else world.rank % 2
             check_cell(cell, replica, 2, engine="distributed", inner=inner)
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -33,4 +33,4 @@ for _shard, _name, _inner, _options in RUNS:
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -164,4 +164,4 @@ for _nb_part, _checkpoint in [(2, "never"), (3, "never"), (3, "always"), (3, "ex
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

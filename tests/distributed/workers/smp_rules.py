@@ -1095,4 +1095,4 @@ def _(world):
 
 if __name__ == "__main__":
     smp.init(PIPELINE)
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

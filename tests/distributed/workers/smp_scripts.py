@@ -108,4 +108,4 @@ add("auto", 2, ", simple", pipeline="simple")
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """A script at one of the heights whose layer does not return: asleep, or in a call of C."""
 
 import ctypes
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,11 +27,11 @@ class Stands(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         Stands.calls += 1
         if Stands.calls > 20:
+            if how == "in C":  # no signal ends the call: another thread gets it
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             print("it stands", flush=True)
-            if how == "in C":  # without an end at a signal
-                while True:
-                    ctypes.CDLL(None).sleep(10_000)
-            time.sleep(10_000)
+            wait = ctypes.CDLL(None).sleep if how == "in C" else time.sleep
+            wait(10_000)
         return x
 
 

@@ -418,4 +418,4 @@ def _uneven_stream(world):
 
 
 if __name__ == "__main__":
-    cells.main(sys.argv[1])
+    cells.main(*sys.argv[1:])
