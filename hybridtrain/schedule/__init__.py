@@ -2,14 +2,15 @@
 
     table        actions, spans, and the proof that an engine can execute a schedule
     named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
-    placement    the device of each stage
     simulation   when each action runs, for given costs
+    account      where the time of a measured step went
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
 `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts when
 everything runs. Nothing here needs torch.
 """
 
+from hybridtrain.schedule.account import Account, account_of, reduction_excess
 from hybridtrain.schedule.named import (
     SCHEDULES,
     forward_only,
@@ -49,12 +50,14 @@ __all__ = [
     "SCHEDULES",
     "STAGES_PER_DEVICE",
     "WORDS",
+    "Account",
     "Action",
     "Durations",
     "Placement",
     "Schedule",
     "Span",
     "Spans",
+    "account_of",
     "bubble_fraction",
     "divided_backwards",
     "forward_only",
@@ -68,6 +71,7 @@ __all__ = [
     "place_of",
     "placement_of",
     "predict",
+    "reduction_excess",
     "simulate",
     "splits_backwards",
     "stages_at",
