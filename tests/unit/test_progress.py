@@ -19,7 +19,7 @@ import pytest
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from hybridtrain.app import error_report  # noqa: F401, it sets the lock of the terminal's lines
+from hybridtrain.app import run_directory  # noqa: F401, it sets the lock of the terminal's lines
 from hybridtrain.monitor import Progress, Throughput
 
 # --- progress -----------------------------------------------------------------------------------
