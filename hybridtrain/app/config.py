@@ -184,7 +184,7 @@ class MonitorConfig:
     """The reports of a run while it trains."""
 
     tensorboard: bool = True
-    """Write event files for TensorBoard to `tensorboard/` in the run directory."""
+    """Write event files for TensorBoard to the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
     timeline_every: int | None = None

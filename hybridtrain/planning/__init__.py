@@ -17,7 +17,7 @@ from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.device_memory import DeviceMemory
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
 from hybridtrain.planning.manual_split import partition, set_partition
-from hybridtrain.planning.objective import needs_costs
+from hybridtrain.planning.objective import Objective, cut_by_costs, needs_costs, stage_costs
 from hybridtrain.planning.plan import Plan, StagePlan, table
 from hybridtrain.planning.planner import (
     PlannedLayers,
@@ -43,6 +43,7 @@ __all__ = [
     "Job",
     "LayerCost",
     "Layout",
+    "Objective",
     "Plan",
     "PlannedLayers",
     "Planner",
@@ -52,6 +53,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "cut_by_costs",
     "divisors",
     "fastest_layout",
     "find_layouts",
@@ -63,6 +65,7 @@ __all__ = [
     "plan",
     "predict_step",
     "set_partition",
+    "stage_costs",
     "table",
     "why_not_priced",
 ]

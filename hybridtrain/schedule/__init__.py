@@ -10,7 +10,13 @@ Everything reads the one table: an engine executes it, `validate` proves that it
 everything runs. Nothing here needs torch.
 """
 
-from hybridtrain.schedule.account import Account, account_of, reduction_excess
+from hybridtrain.schedule.account import (
+    COMPUTING,
+    Account,
+    account_of,
+    mean_delays,
+    reduction_excess,
+)
 from hybridtrain.schedule.named import (
     SCHEDULES,
     forward_only,
@@ -28,11 +34,13 @@ from hybridtrain.schedule.simulation import (
     mean_costs,
     predict,
     simulate,
+    spans_for,
 )
 from hybridtrain.schedule.table import (
     STAGES_PER_DEVICE,
     WORDS,
     Action,
+    ActionKind,
     Placement,
     Schedule,
     Span,
@@ -47,11 +55,13 @@ from hybridtrain.schedule.table import (
 )
 
 __all__ = [
+    "COMPUTING",
     "SCHEDULES",
     "STAGES_PER_DEVICE",
     "WORDS",
     "Account",
     "Action",
+    "ActionKind",
     "Durations",
     "Placement",
     "Schedule",
@@ -65,6 +75,7 @@ __all__ = [
     "make_schedule",
     "mean_backwards",
     "mean_costs",
+    "mean_delays",
     "one_forward_one_backward",
     "peak_in_flight",
     "peak_waiting",
@@ -73,6 +84,7 @@ __all__ = [
     "predict",
     "reduction_excess",
     "simulate",
+    "spans_for",
     "splits_backwards",
     "stages_at",
     "validate",

@@ -26,6 +26,9 @@ from typing import NamedTuple
 from hybridtrain.schedule.simulation import mean_costs
 from hybridtrain.schedule.table import Action, Schedule, Spans, needs_of
 
+COMPUTING = ("forward", "backward", "recompute")
+"""The parts of an account in which a device computes."""
+
 
 class Account(NamedTuple):
     """The time of one device in one step, in seconds; the parts add up to the step.
@@ -65,6 +68,11 @@ class Account(NamedTuple):
     def plus(self, other: Account) -> Account:
         """Returns both added up."""
         return Account(*map(sum, zip(self, other, strict=True)))
+
+    def toward(self, other: Account, share: float) -> Account:
+        """Returns what is `share` of the way to `other`."""
+        pairs = zip(self, other, strict=True)
+        return Account(*(own + share * (theirs - own) for own, theirs in pairs))
 
     @classmethod
     def mean(cls, accounts: Sequence[Account]) -> Account:
@@ -156,6 +164,15 @@ def account_of(
             )
         )
     return accounts
+
+
+def mean_delays(schedule: Schedule, measured: Spans) -> tuple[float, float]:
+    """Returns how late actions begin on the mean: by the host, and by messages between devices."""
+    delays, between = _delays(schedule, measured)
+    late = [
+        delays[action] - between[action] for action in delays if delays[action] > between[action]
+    ]
+    return sum(between.values()) / len(between), sum(late) / max(1, len(late))
 
 
 _Times = Mapping[Action, float]
