@@ -531,7 +531,7 @@ class Trainer:
 
     @property
     def account(self) -> dict[str, Any] | None:
-        """Where the time of the recorded steps has gone, in milliseconds; None: none is recorded.
+        """The time of the recorded steps by its parts, in milliseconds; None: none is recorded.
 
         `mean` over all devices, and `devices` one by one; see `hybridtrain.schedule.Account`.
         """
@@ -539,7 +539,7 @@ class Trainer:
 
     @property
     def advice(self) -> list[str]:
-        """What would make a step shorter and by how much, by the last one that was recorded."""
+        """Changes that would make a step shorter, and by how much; by the last recorded step."""
         return self._stats.advice()
 
     @property

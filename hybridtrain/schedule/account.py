@@ -5,7 +5,7 @@ device, is divided by steps that did not happen: the same table of actions, each
 reason to wait. What a reason makes the step longer is its part:
 
     equal stages           |compute.........|bubble|
-    + stages as they are   |compute.........|bubble|imbalance|
+    + their own times      |compute.........|bubble|imbalance|
     + between two actions  |compute.........|bubble|imbalance|host|
     + messages             |compute.........|bubble|imbalance|host|messages|
     + the all-reduce       |compute.........|bubble|imbalance|host|messages|reduction|
@@ -131,7 +131,7 @@ def account_of(
         _length(schedule, reduced, delays),
         _length(schedule, whole, delays),
     ]
-    # Each step is no shorter than the one before, since nothing in it ends earlier.
+    # Each step is as long as the one before or longer, since nothing in it ends earlier.
     host, messages, reduction, stragglers = (after - before for before, after in pairwise(lengths))
     equal = _equal_stages(schedule, computing)
     busy_if_equal = sum(equal.values()) / len(schedule.lanes)

@@ -1,4 +1,4 @@
-"""What would make a step shorter, by its own account: each proposal with its price.
+"""Proposals to make a step shorter, by its own account, each with its price.
 
 A price is what the step would take with one thing changed, by the times that this run has measured:
 the same table of actions with other durations, or the table for other settings. What has no price

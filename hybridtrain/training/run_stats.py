@@ -23,7 +23,7 @@ from hybridtrain.training.advice import Recorded, advise
 
 
 class DeviceAccount(NamedTuple):
-    """Where the time of a device goes.
+    """The time of a device in a step, by its parts.
 
     Attributes:
         replica: the copy of the model that it works for.
