@@ -127,7 +127,7 @@ def _smaller_microbatches(step: Recorded) -> Proposal | None:
 
 
 def _even_stages(step: Recorded) -> Proposal | None:
-    """Another cut, by the times of the layers as far as they are known."""
+    """Another cut, by the times of the layers, where they are known."""
     if step.options.split == "time" or not isinstance(step.options.split, str):
         return None
     costs, plan = _costs(step), step.plan
