@@ -18,6 +18,12 @@ def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
     ]
 
 
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown; the first line is its head, and numbers are flush right."""
+    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body])
+
+
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Returns a number with its noun, such as `1 node` or `2 nodes`."""
     return f"{number} {noun}{plural * (number != 1)}"

@@ -154,7 +154,7 @@ class Trainer:
         if callback_states := CallbackStates(self, self.callbacks):
             self.states["callbacks"] = callback_states
         self.throughput = Throughput()
-        self._stats = RunStats(model)
+        self._stats = RunStats(model, self.train)
         self._interruptions = Interruptions(
             self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
         )
@@ -247,7 +247,7 @@ class Trainer:
         Args:
             batches: this replica's, `accumulate` of them or fewer.
             weights: of each batch in the step; see `HybridModel.step_weights`.
-            timeline: whether to record the last batch.
+            timeline: whether to record the batches.
 
         Returns:
             the result of each batch. The gradients are in `parameter.grad`, averaged over the
@@ -262,7 +262,7 @@ class Trainer:
                 weight=weights[index],
                 sync=index == last,
                 scale_loss=self.scaler.scale,
-                timeline=timeline and index == last,
+                timeline=timeline,
             )
             for index, batch in enumerate(batches)
         ]
@@ -461,6 +461,8 @@ class Trainer:
             "samples_per_second": speed.samples_per_second,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
             "bubble_fraction": self._stats.bubble,
+            "account": self.account,
+            "advice": self.advice,
             "stages": self._stats.stages(self.optimizer),
             "device_memory": self.model.pipeline.device_memory(),
             "world": {
@@ -529,6 +531,19 @@ class Trainer:
         return self.step >= self.total_steps or any(each.stops for each in self.callbacks)
 
     @property
+    def account(self) -> dict[str, Any] | None:
+        """The time of the recorded steps by its parts, in milliseconds; None: none is recorded.
+
+        `mean` over all devices, and `devices` one by one; see `hybridtrain.schedule.Account`.
+        """
+        return self._stats.account_summary()
+
+    @property
+    def advice(self) -> list[str]:
+        """Changes that would make a step shorter, and by how much; by the last recorded step."""
+        return self._stats.advice()
+
+    @property
     def skipped_steps(self) -> int:
         """Steps without an optimizer step because the loss or a gradient was not finite."""
         return self._finite.skipped
@@ -557,8 +572,10 @@ class Trainer:
         """
         start, number = self.train.position, self.step
         try:
+            self._stats.begin_step(timeline)
             activity.now(f"step {self.step + 1}: data")
             batches = take(stream, self.options.accumulate)
+            self._stats.end_phase("data")
             activity.now(f"step {self.step + 1}: train")
             self._between_steps = False
             weights = self._step.begin(batches, self.loss_fn)
@@ -568,8 +585,10 @@ class Trainer:
                     f"training_step has returned {len(results)} results for {len(batches)} "
                     f"batches: return that of train_step for each batch"
                 )
-            self._stats.record(results[-1].timeline)
+            self._stats.record(results)
+            self._stats.end_phase("pipeline")
             norm = self._step.finish(results)
+            self._stats.end_phase("optimizer")
         except BaseException:
             if self.step == number:  # what is saved, or fitted again, goes on with this step
                 self.train.position = start
@@ -578,6 +597,7 @@ class Trainer:
         self.samples += samples
         self.throughput.tick(samples)
         self._tell("on_step", samples)
+        self._stats.end_phase("host")
         return norm
 
     def _log(self, lr: float, norm: torch.Tensor) -> None:
@@ -596,7 +616,7 @@ class Trainer:
                 values[f"train/{name}"] = count
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
-        values |= self._stats.read_stages(self.optimizer)
+        values |= self._stats.read(self.optimizer)
         self._tell("on_log", values)
 
     def _save_and_evaluate_if_due(self, save: bool = False) -> None:

@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
 from hybridtrain.app.compose import given_keys, read_overrides, to_yaml, with_later
-from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig
+from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig, with_config_keys
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
 from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words
@@ -128,17 +129,26 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
     prediction = predict_run(context) if world.is_main else None
-    summary = trainer.fit({"config": shown, "layout": placement})
+    summary = trainer.fit({"config": shown, "layout": placement, "overrides": _overrides(settings)})
     if prediction is not None:
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared})
         _log.info("%s", prediction_in_words(**compared))
+        for line in summary["advice"]:
+            _log.info("%s", with_config_keys(line))
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.tensorboard:
-            _log.info("dashboard: tensorboard --logdir %s/tensorboard", directory.path)
+            _log.info("dashboard: tensorboard --logdir %s", directory.path)
     world.close()
     return {"step": trainer.step, **(summary["eval"] or {})}
+
+
+def _overrides(settings: Settings) -> str:
+    """Returns what the command line sets, as YAML: what a dashboard compares runs by."""
+    pairs = (override.partition("=") for override in settings.overrides)
+    chosen = {key.lstrip("+"): yaml.safe_load(value) for key, _, value in pairs if key[0] != "~"}
+    return yaml.safe_dump(chosen, sort_keys=False) if chosen else ""
 
 
 def plan(settings: Settings) -> Result:

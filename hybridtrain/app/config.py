@@ -221,7 +221,7 @@ class MonitorConfig(Group):
     """The reports of a run while it trains."""
 
     tensorboard: bool = True
-    """Write event files for TensorBoard to `tensorboard/` in the run directory."""
+    """Write event files for TensorBoard to the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
 

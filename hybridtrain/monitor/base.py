@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,9 @@ class Monitor(Callback):
     and `close` at the end, also after an exception.
 
     The tags of `scalars` are `<group>/<name>`: `train/loss`, `train/lr`, `train/grad_norm`,
-    `train/samples_per_second`, `train/step_ms`, `stage0/forward_ms`, `stage0/memory_bytes`,
-    `eval/loss`, `eval/accuracy`. The values are numbers on the host, because only the loop may
+    `train/samples_per_second`, `train/step_ms`, `account/bubble_ms` (the mean of all devices; see
+    `hybridtrain.schedule.Account`), `stage0/forward_ms`, `stage0/memory_bytes`, `eval/loss`,
+    `eval/accuracy`. The values are numbers on the host, because only the loop may
     decide to wait for a device.
 
     A monitor that raises does not end the run: it is left out from then on, with one warning. What
@@ -92,6 +93,15 @@ class Monitor(Callback):
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """Reports the predicted and the measured spans of `step`, in seconds."""
 
+    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
+        """Reports where the time of the recorded steps up to `step` has gone, and what to change.
+
+        Args:
+            step: that was recorded last.
+            account: as in `summary.json`: the `mean` and the `devices`, in milliseconds by part.
+            advice: a sentence each.
+        """
+
     def close(self) -> None:
         """Writes out what is pending; may be called twice, or without `start`."""
 
@@ -119,6 +129,8 @@ class Monitor(Callback):
     def on_timeline(self, trainer: Trainer, predicted: Spans, measured: Spans) -> None:
         """Calls `timeline`."""
         self.timeline(trainer.step, predicted, measured)
+        if (account := trainer.account) is not None:
+            self.account(trainer.step, account, trainer.advice)
 
     def on_end(self, trainer: Trainer) -> None:
         """Calls `close`."""
@@ -150,6 +162,10 @@ class Monitors(Monitor):
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`."""
         self._tell("timeline", step, predicted, measured)
+
+    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
+        """See `Monitor.account`."""
+        self._tell("account", step, account, advice)
 
     def close(self) -> None:
         """See `Monitor.close`."""

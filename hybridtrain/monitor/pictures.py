@@ -27,6 +27,21 @@ MEMORY = {
     "activations": ("activations", "#fd8d3c"),
     "boundaries": ("from other stages", "#bdbdbd"),
 }
+# the parts of an account, from the bottom of a bar: computing, then idle, in its words and colour
+PARTS = {
+    "forward": ("forward", "#6baed6"),
+    "backward": ("backward", "#74c476"),
+    "recompute": ("computed again", "#c7e9c0"),
+    "optimizer": ("optimizer", "#9e9ac8"),
+    "bubble": ("bubble", "#d9d9d9"),
+    "imbalance": ("uneven stages", "#fdae6b"),
+    "messages": ("messages", "#e6550d"),
+    "reduction": ("all-reduce", "#fa9fb5"),
+    "stragglers": ("slower replicas", "#c51b8a"),
+    "data": ("waiting for data", "#cb181d"),
+    "host": ("host", "#737373"),
+}
+_MOST_BARS = 60
 _CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
 _INK, _FAINT, _GRID, _LIMIT = "black", "#444444", "#dddddd", "#cb181d"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -207,6 +222,45 @@ def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
         for x, y in line if len(line) < 30 else ():
             canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
         across -= canvas.text(across, 8, name, colour, "ra") + 14
+    return canvas.image
+
+
+def draw_accounts(
+    accounts: Sequence[tuple[int, Mapping[str, float]]], title: str = ""
+) -> Image.Image:
+    """Draws a bar for each recorded step, divided into the parts of its time.
+
+    Args:
+        accounts: steps, and their parts in milliseconds, by name, in the order of `Account`.
+        title: above them.
+    """
+    accounts = accounts[-_MOST_BARS:]
+    names = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for _, parts in accounts)]
+    height, top, below, legend = 420, 40, 30, 200
+    canvas = _Canvas(900, height)
+    canvas.text(8, 10, f"{title}: milliseconds of a step, the mean of all devices", size=14)
+    most = max(sum(parts.values()) for _, parts in accounts) or 1e-9
+    bottom = float(height - below)
+    scale = (bottom - top) / most
+    for tick in ticks(most):
+        y = bottom - tick * scale
+        canvas.line((_LEFT, y, 900 - legend, y), fill=_GRID)
+        canvas.text(_LEFT - 6, y, f"{tick:g}", _FAINT, "rm")
+    column = min(80.0, (900 - legend - _LEFT) / len(accounts))
+    every = -(-60 // round(column))
+    for number, (step, parts) in enumerate(accounts):
+        left, y = _LEFT + number * column, bottom
+        for name in names:
+            above = y - parts.get(name, 0.0) * scale
+            canvas.rectangle((left, above, left + column * 0.9, y), fill=PARTS[name][1])
+            y = above
+        if number % every == 0:
+            canvas.text(left + column * 0.45, bottom + 6, str(step), _FAINT, "ma")
+    last = accounts[-1][1]
+    for line, name in enumerate(reversed(names)):
+        share = last.get(name, 0.0) / (sum(last.values()) or 1.0)
+        text = f"{PARTS[name][0]} {share:.1%}"
+        canvas.entry(900 - legend + 14, top + 22 * line, PARTS[name][1], text)
     return canvas.image
 
 

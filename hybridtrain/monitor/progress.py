@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from hybridtrain.monitor.base import Monitor
+from hybridtrain.schedule import COMPUTING
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
 _BAR_WITHOUT_END = "{n_fmt} steps  {desc}  running for {elapsed}"
@@ -114,7 +115,16 @@ def _describe_training(values: Mapping[str, float]) -> list[str]:
         ("train/samples_per_second", "{} samples/s", _format_rate),
         ("train/lr", "lr {}", _format_value),
     )
-    return [text.format(write(values[tag])) for tag, text, write in shown if tag in values]
+    parts = [text.format(write(values[tag])) for tag, text, write in shown if tag in values]
+    return parts + _describe_account(values)
+
+
+def _describe_account(values: Mapping[str, float]) -> list[str]:
+    """Returns the largest part of a step in which devices do not compute, as a share of it."""
+    parts = {t[8:-3]: value for t, value in values.items() if t.startswith("account/")}
+    idle = {name: value for name, value in parts.items() if name not in COMPUTING}
+    largest = max(idle, key=idle.__getitem__, default=None)
+    return [] if largest is None else [f"{largest} {idle[largest] / sum(parts.values()):.0%}"]
 
 
 def _describe_evaluation(values: Mapping[str, float]) -> list[str]:

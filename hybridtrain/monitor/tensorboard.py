@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,34 +12,73 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import yaml
+from PIL import Image
 
 from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.pictures import draw
+from hybridtrain.monitor.pictures import draw, draw_accounts
 from hybridtrain.schedule import Spans
+from hybridtrain.text_table import markdown_table
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# one chart for all stages, of each of these
-_STAGE_CHARTS = {"forward_ms": "forward, ms per micro-batch", "backward_ms": "backward, ms per "
-                 "micro-batch", "memory_bytes": "peak memory, bytes"}  # fmt: skip
+# Each tag of `Monitor.scalars`, what it is shown as, its factor, and what it is. TensorBoard sorts
+# groups by name: the numbers put first what is looked at first.
+_SHOWN = tuple(
+    (re.compile(pattern), tag, factor, description)
+    for pattern, tag, factor, description in (
+        (r"train/(loss)", r"1_learning/train_\1", 1, "mean loss of the steps since the last point"),
+        (r"eval/(.*)", r"1_learning/eval_\1", 1, "over all samples of the evaluation"),
+        (r"train/(\w+_per_second)", r"2_speed/\1", 1, "over all replicas, without pauses"),
+        (r"train/step_ms", r"2_speed/step_ms", 1, "milliseconds of an optimizer step, the mean"),
+        (r"pipeline/bubble_fraction", r"3_time/pipeline_idle_percent", 100,
+         "idle time of the devices between the first action of a batch and the last, in percent"),
+        (r"stage(\d+)/memory_bytes", r"4_memory/stage_\1_mib", 2**-20,
+         "peak memory of the stage's device in MiB; on a CPU weights and activations, as counted"),
+        (r"stage(\d+)/(\w+_ms)", r"5_stages/\2/\1", 1, "milliseconds for a micro-batch, the mean"),
+        (r"train/(.*)", r"6_optimizer/\1", 1, ""),
+    )
+)  # fmt: skip
+_CHARTS = {
+    "is it learning": {"loss, training and evaluation": r"1_learning/(train|eval)_loss"},
+    "where a step's time goes": {"percent of a step": r"3_time/(?!pipeline).*"},
+    "stages": {
+        "forward, ms per micro-batch": "5_stages/forward_ms/.*",
+        "backward, ms per micro-batch": "5_stages/backward_ms/.*",
+        "peak memory, MiB": "4_memory/stage_.*",
+    },
+}
+# What names a run, and does not change what it learns or how fast.
+_NO_HYPERPARAMETERS = re.compile(
+    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\..*|submit\..*|cluster.*"
+)
 
 
 class TensorBoard(Monitor):
-    """Writes scalars, texts and timelines to event files in `directory`.
+    """Writes scalars, texts and pictures to event files in `directory`.
 
-    TensorBoard sorts its groups by name. So that those of the stages come after `train`, the tag
-    `stage0/forward_ms` is shown as `train_stages/forward_ms/0`, and `pipeline/bubble_fraction` as
-    `train_stages/bubble_fraction`. The tab of custom scalars has one chart for all stages. The
-    config, if it is one of the texts, is what the tab of hyperparameters lists.
+    The groups are numbered, so that the first screen has what a person looks for first: is it
+    learning, how fast, where does the time go, how full is memory. A tag of `Monitor.scalars` such
+    as `train/loss` is shown as `1_learning/train_loss`, and other tags unchanged. The tab of custom
+    scalars has one chart for all stages, and one for the parts of a step.
+
+    Of the texts, `overrides` (YAML, a mapping of dotted keys), or else `config`, is what the tab of
+    hyperparameters lists.
 
     The files of earlier attempts are kept. A mark in the new file makes TensorBoard drop their
     points after the step that the run resumed from.
+
+    Args:
+        directory: of the event files; TensorBoard names the run by it.
+        title: above the pictures; None: the name of `directory`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, title: str | None = None) -> None:
         self.directory = directory
+        self._title = title
         self._writer: SummaryWriter | None = None
+        self._described: set[str] = set()
+        self._accounts: list[tuple[int, Mapping[str, float]]] = []
 
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; the texts appear in the tab of that name."""
@@ -56,31 +95,52 @@ class TensorBoard(Monitor):
             self._writer.add_text(title, textwrap.indent(text, "    "), first_step)
         self._writer.add_custom_scalars(
             {
-                "stages": {
-                    title: ["Multiline", [f"train_stages/{name}/.*"]]
-                    for name, title in _STAGE_CHARTS.items()
-                },
-                "loss": {"training and evaluation": ["Multiline", ["(train|eval)/loss"]]},
+                group: {title: ["Multiline", [tags]] for title, tags in charts.items()}
+                for group, charts in _CHARTS.items()
             }
         )
-        if "config" in texts:
-            _add_hyperparameters(self._writer, texts["config"])
+        if hyperparameters := texts.get("overrides", texts.get("config")):
+            _add_hyperparameters(self._writer, hyperparameters)
         self._writer.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`; queues them for the writer's thread."""
-        if self._writer is None:
-            raise RuntimeError("call TensorBoard.start() first")
+        account = {
+            tag.removeprefix("account/").removesuffix("_ms"): value
+            for tag, value in values.items()
+            if tag.startswith("account/")
+        }
+        if account:
+            self._accounts.append((step, account))
+        total = sum(account.values()) or 1.0
+        for name, value in account.items():
+            self._add(step, f"3_time/{name}_percent", 100 * value / total, "of a step, the mean of "
+                      "all devices; docs/performance.md says what it is")  # fmt: skip
         for tag, value in values.items():
-            self._writer.add_scalar(shown_tag(tag), value, step)
+            if not tag.startswith("account/"):
+                self._add(step, *shown(tag, value))
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """See `Monitor.timeline`; a picture in the tab of images."""
-        if self._writer is None:
-            raise RuntimeError("call TensorBoard.start() first")
-        title = f"{self.directory.resolve().name}, step {step}"
-        picture = torch.from_numpy(np.asarray(draw(predicted, measured, title)).copy())
-        self._writer.add_image("timeline", picture, step, dataformats="HWC")
+        """See `Monitor.timeline`; pictures in the tab of images."""
+        title = f"{self._title or self.directory.resolve().name}, step {step}"
+        self._add_picture(step, "7_pictures/timeline", draw(predicted, measured, title))
+        if self._accounts:
+            picture = draw_accounts(self._accounts, title)
+            self._add_picture(step, "7_pictures/where_the_time_goes", picture)
+
+    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
+        """See `Monitor.account`; a table in the tab of texts."""
+        lines = [["device", *account["mean"], "step"]]
+        devices = {f"{d['replica']}.{d['device']}": d for d in account["devices"]}
+        for name, parts in {**devices, "mean": account["mean"]}.items():
+            times = [parts[part] for part in account["mean"]]
+            lines.append([name, *(f"{time:.2f}" for time in (*times, sum(times)))])
+        text = [
+            "Milliseconds of a step, by device (replica.device); the mean of the recorded steps.",
+            markdown_table(lines),
+            *(f"- {line}" for line in advice),
+        ]
+        self._started().add_text("where the time goes", "\n\n".join(text), step)
 
     def close(self) -> None:
         """See `Monitor.close`."""
@@ -92,22 +152,49 @@ class TensorBoard(Monitor):
         """See `Monitor.abandon`."""
         self._writer = None
 
+    def _started(self) -> SummaryWriter:
+        if self._writer is None:
+            raise RuntimeError("call TensorBoard.start() first")
+        return self._writer
 
-def shown_tag(tag: str) -> str:
-    """Returns the name that TensorBoard shows for a tag of `Monitor.scalars`."""
-    if stage := re.fullmatch(r"stage(\d+)/(.*)", tag):
-        return f"train_stages/{stage[2]}/{stage[1]}"
-    if tag.startswith("pipeline/"):
-        return "train_stages/" + tag.removeprefix("pipeline/")
-    return tag
+    def _add(self, step: int, tag: str, value: float, description: str = "") -> None:
+        writer = self._started()
+        if tag in self._described or not description:
+            writer.add_scalar(tag, value, step)
+            return
+        # SummaryWriter has no argument for it, and TensorBoard takes it from the first point.
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[import-untyped]
+
+        self._described.add(tag)
+        plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+        metadata = SummaryMetadata(summary_description=description, plugin_data=plugin)
+        point = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
+        writer._get_file_writer().add_summary(Summary(value=[point]), step)
+
+    def _add_picture(self, step: int, tag: str, picture: Image.Image) -> None:
+        pixels = torch.from_numpy(np.asarray(picture).copy())
+        self._started().add_image(tag, pixels, step, dataformats="HWC")
 
 
-def _add_hyperparameters(writer: Any, config: str) -> None:
-    """Writes the config's values; the dashboard finds the metrics among the curves."""
+def shown(tag: str, value: float) -> tuple[str, float, str]:
+    """Returns what TensorBoard shows of a tag of `Monitor.scalars`: tag, value and description."""
+    for pattern, replacement, factor, description in _SHOWN:
+        if match := pattern.fullmatch(tag):
+            return match.expand(replacement), value * factor, description
+    return tag, value, ""
+
+
+def _add_hyperparameters(writer: Any, settings: str) -> None:
+    """Writes settings, in YAML; the dashboard finds the metrics among the curves."""
     from torch.utils.tensorboard.summary import hparams
 
     with suppress(yaml.YAMLError):
-        _, started, _ = hparams(dict(_flat(yaml.safe_load(config))), {})
+        values = {
+            key: value
+            for key, value in _flat(yaml.safe_load(settings))
+            if not _NO_HYPERPARAMETERS.fullmatch(key)
+        }
+        _, started, _ = hparams(values, {})
         writer._get_file_writer().add_summary(started)
 
 

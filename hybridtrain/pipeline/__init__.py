@@ -30,13 +30,14 @@ from hybridtrain.pipeline.own_stages import (
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases
-from hybridtrain.pipeline.timeline import Timeline, stage_times
+from hybridtrain.pipeline.timeline import Phases, Timeline, stage_times
 
 __all__ = [
     "ENGINES",
     "BatchCheck",
     "Head",
     "HeadOutput",
+    "Phases",
     "Pipeline",
     "ReplayedDraws",
     "Timeline",

@@ -322,6 +322,21 @@ class Pipeline:
         peers = LanePeers(world.pipeline_rank, self.gather, partial(seconds_ahead, world))
         return Timeline(schedule, devices, peers)
 
+    def recomputed(self, chunks: int) -> list[list[float]]:
+        """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
+
+        Of single layers it is their share of the stage's time, as far as the plan knows it.
+        """
+        whole = whole_stages(self._policy.mode, chunks)
+        shares, first = [], 0
+        for stage in self.plan.stages:
+            times = [cost.forward_ms or 1.0 for cost in stage.layers]
+            again = [t for n, t in enumerate(times, first) if n in self._policy.layers]
+            first += len(times)
+            share = sum(again) / sum(times)
+            shares.append([1.0 if i in whole else share for i in range(chunks)])
+        return shares
+
     @property
     def has_ties(self) -> bool:
         """True if a parameter of this process is shared by several stages."""

@@ -59,6 +59,7 @@ class Timeline:
         self._zero = [mark(device) for device in devices]
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
+        self._behind = 0.0  # how much later this process began than the first one
 
     def record(self, lane: int, action: Action, start: Mark, end: Mark) -> None:
         """Notes that `lane` ran `action` between two marks."""
@@ -84,6 +85,7 @@ class Timeline:
         if len({lane.clock for lane in lanes}) > 1:
             ahead = peers.gather([peers.seconds_ahead()])
         began = [lane.began - seconds for lane, seconds in zip(lanes, ahead, strict=True)]
+        self._behind = began[peers.own_lane] - min(began)
         return tuple(
             tuple(
                 Span(Action(*action), start + own - min(began), end + own - min(began))
@@ -101,6 +103,54 @@ class Timeline:
                 tuple(Span(action, _since(zero, a), _since(zero, b)) for action, a, b in marks)
             )
         return tuple(lanes)
+
+    @property
+    def own_lanes(self) -> range:
+        """The lanes that are in this process."""
+        if self._peers is None:
+            return range(len(self._devices))
+        return range(self._peers.own_lane, self._peers.own_lane + 1)
+
+    def window(self, lane: int, since: Mark) -> tuple[float, float]:
+        """Returns when the first action of all lanes began and the last ended.
+
+        Args:
+            lane: one of this process's.
+            since: a mark on its device, from which the seconds count.
+        """
+        spans = self.spans()
+        zero = _since(since, self._zero[lane]) - self._behind
+        begin, end = min(each[0].start for each in spans), max(each[-1].end for each in spans)
+        return zero + begin, zero + end
+
+
+class Phases:
+    """The phases of a step around its actions, as this process's devices see them.
+
+    On a GPU their ends are events in its stream.
+
+    Args:
+        devices: those whose time is told.
+
+    Attributes:
+        begin: of the step, a mark on each device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.begin = [mark(device) for device in devices]
+        self._devices = devices
+        self._ends: dict[str, list[Mark]] = {}
+
+    def end(self, name: str) -> None:
+        """Notes that the phase `name` ends, and the next one begins."""
+        self._ends[name] = [mark(device) for device in self._devices]
+
+    def ends(self, device: int) -> dict[str, float]:
+        """Returns when each phase ended, in seconds of the step, on a device by its number."""
+        if accelerator := accelerator_of(self._devices[device]):
+            accelerator.synchronize(self._devices[device])
+        begin = self.begin[device]
+        return {name: _since(begin, marks[device]) for name, marks in self._ends.items()}
 
 
 class _Lane(NamedTuple):

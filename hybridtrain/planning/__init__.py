@@ -22,7 +22,7 @@ from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
 from hybridtrain.planning.manual_split import partition, set_partition
-from hybridtrain.planning.objective import needs_costs
+from hybridtrain.planning.objective import Objective, cut_by_costs, needs_costs, stage_costs
 from hybridtrain.planning.plan import Plan, StagePlan, table
 from hybridtrain.planning.planner import (
     PlannedLayers,
@@ -48,6 +48,7 @@ __all__ = [
     "Job",
     "LayerCost",
     "Layout",
+    "Objective",
     "Plan",
     "PlannedLayers",
     "Planner",
@@ -57,6 +58,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "cut_by_costs",
     "divisors",
     "find_layouts",
     "find_plans",
@@ -67,6 +69,7 @@ __all__ = [
     "plan",
     "predict_step",
     "set_partition",
+    "stage_costs",
     "table",
     "why_not_priced",
 ]

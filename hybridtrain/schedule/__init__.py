@@ -2,14 +2,21 @@
 
     table        actions, spans, and the proof that an engine can execute a schedule
     named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
-    placement    the device of each stage
     simulation   when each action runs, for given costs
+    account      where the time of a measured step went
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
 `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts when
 everything runs. Nothing here needs torch.
 """
 
+from hybridtrain.schedule.account import (
+    COMPUTING,
+    Account,
+    account_of,
+    mean_delays,
+    reduction_excess,
+)
 from hybridtrain.schedule.named import (
     SCHEDULES,
     forward_only,
@@ -27,11 +34,13 @@ from hybridtrain.schedule.simulation import (
     mean_costs,
     predict,
     simulate,
+    spans_for,
 )
 from hybridtrain.schedule.table import (
     STAGES_PER_DEVICE,
     WORDS,
     Action,
+    ActionKind,
     Placement,
     Schedule,
     Span,
@@ -46,15 +55,19 @@ from hybridtrain.schedule.table import (
 )
 
 __all__ = [
+    "COMPUTING",
     "SCHEDULES",
     "STAGES_PER_DEVICE",
     "WORDS",
+    "Account",
     "Action",
+    "ActionKind",
     "Durations",
     "Placement",
     "Schedule",
     "Span",
     "Spans",
+    "account_of",
     "bubble_fraction",
     "divided_backwards",
     "forward_only",
@@ -62,13 +75,16 @@ __all__ = [
     "make_schedule",
     "mean_backwards",
     "mean_costs",
+    "mean_delays",
     "one_forward_one_backward",
     "peak_in_flight",
     "peak_waiting",
     "place_of",
     "placement_of",
     "predict",
+    "reduction_excess",
     "simulate",
+    "spans_for",
     "splits_backwards",
     "stages_at",
     "validate",

@@ -2,7 +2,8 @@
 
 checkpoints, best_checkpoint   the last one, and the one of the best evaluation
 interruption                   signals, time limits, saves by the clock
-run_stats                      times and memory of the stages
+run_stats                      where the time goes, times and memory of the stages
+advice                         what would make a step shorter, with its price
 checks                         what is refused before or in the first step
 """
 

@@ -1,64 +1,221 @@
-"""Statistics of a run: the times and memory of its stages."""
+"""Statistics of a run: where the time of its steps goes, and the times and memory of its stages."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from hybridtrain.model import HybridModel
-from hybridtrain.pipeline import Timeline, stage_times
-from hybridtrain.schedule import Spans, bubble_fraction, predict
+from hybridtrain.data import Loader, OwnLoader
+from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.pipeline import Phases, Timeline, stage_times
+from hybridtrain.schedule import (
+    Account,
+    Spans,
+    account_of,
+    bubble_fraction,
+    predict,
+    reduction_excess,
+)
+from hybridtrain.training.advice import Recorded, advise
+
+
+class DeviceAccount(NamedTuple):
+    """The time of a device in a step, by its parts.
+
+    Attributes:
+        replica: the copy of the model that it works for.
+        device: its number in the pipeline.
+        account: the parts of a step.
+    """
+
+    replica: int
+    device: int
+    account: Account
+
+
+def around_pipeline(
+    ends: Mapping[str, float], windows: Sequence[tuple[float, float]], parts: Sequence[Account]
+) -> Account:
+    """Returns the account of a device for a whole step.
+
+        begin      data         host   window 1   host   window 2         optimizer   host
+          |------------------|.......|==========|......|==========|......|----------|......|
+                                                               own part done ^
+
+    A process may still wait for its batch while another one of its pipeline has begun: there that
+    time is a message that comes late, and here it is the data's. One whose own actions are done
+    waits in the optimizer's phase for the end of the others': that time is in the window already.
+
+    Args:
+        ends: of the phases `data`, `pipeline`, `optimizer` and `host`, in seconds of the step.
+        windows: of each batch, the begin and end of the actions of all devices.
+        parts: of each batch, the device's account of that time.
+    """
+    account = parts[0]
+    for part in parts[1:]:
+        account = account.plus(part)
+    begin, end = windows[0][0], windows[-1][1]
+    late = max(0.0, ends["data"] - begin)
+    told = min(late, account.messages)
+    between = sum(b[0] - a[1] for a, b in pairwise(windows))
+    optimizer = max(0.0, ends["optimizer"] - max(ends["pipeline"], end))
+    return account._replace(
+        data=ends["data"] - late + told,
+        messages=account.messages - told,
+        optimizer=optimizer,
+        host=account.host
+        + max(0.0, begin - ends["data"])
+        + between
+        + ends["host"]
+        - end
+        - optimizer,
+    )
 
 
 class RunStats:
-    """Keeps the timeline of the last recorded step; only the reading methods wait for a device.
+    """Keeps the timelines of the last recorded step; only the reading methods wait for a device.
+
+    Args:
+        model: that is trained.
+        train: its data.
 
     Attributes:
         bubble: the mean bubble fraction of the recorded steps.
+        accounts: of all devices of all replicas, the means over the recorded steps.
     """
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self, model: HybridModel, train: Loader) -> None:
         self.bubble: float | None = None
+        self.accounts: list[DeviceAccount] = []
         self._model = model
+        self._train = train
+        self._last: Recorded | None = None
+        self._samples = 0
         self._reduced = model.world.replicas > 1  # the last backward waits for other replicas
-        self._timeline: Timeline | None = None
+        self._timelines: list[Timeline] = []
+        self._phases: Phases | None = None
         self._bubbles: list[float] = []
+        self._accounted = 0
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
-    def record(self, timeline: Timeline | None) -> None:
-        """Keeps the timeline of the last batch, if it was recorded."""
-        self._timeline = timeline
+    def begin_step(self, recorded: bool) -> None:
+        """Begins a step; its phases are timed if it is `recorded`."""
+        self._timelines = []
+        self._phases = Phases(self._model.world.devices) if recorded else None
+
+    def end_phase(self, name: str) -> None:
+        """Notes that a phase of the step ends: `data`, `pipeline`, `optimizer` or `host`."""
+        if self._phases is not None:
+            self._phases.end(name)
+
+    def record(self, results: Sequence[TrainStepResult]) -> None:
+        """Keeps the timelines of the step's batches, as far as they were recorded."""
+        self._samples = results[-1].samples if results else 0
+        self._timelines = [result.timeline for result in results if result.timeline is not None]
+        if len(self._timelines) < len(results):
+            self._phases = None  # what was not recorded has no account
 
     @property
     def recorded(self) -> bool:
-        """True if the last batch was recorded: a user's own `training_step` need not do so."""
-        return self._timeline is not None
+        """True if the last step was recorded: a user's own `training_step` need not do so."""
+        return bool(self._timelines)
 
-    def read_stages(self, optimizer: Optimizer) -> dict[str, float]:
-        """Returns times, memory and bubble of the last batch, if it was recorded, by tag."""
-        if self._timeline is None:
+    def read(self, optimizer: Optimizer) -> dict[str, float]:
+        """Returns the account, times, memory and bubble of the last step, if it was recorded.
+
+        By tag; those of `account/` are in milliseconds, the mean over all devices. All processes
+        call it together.
+        """
+        if not self._timelines:
             return {}
-        spans = self._timeline.spans()
+        spans = self._timelines[-1].spans()
         self._bubbles.append(bubble_fraction(spans))
         self.bubble = sum(self._bubbles) / len(self._bubbles)
         times = stage_times(spans, len(self._times), self._reduced)
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
+        if self._phases is not None:
+            mean = Account.mean([each.account for each in self._read_account(self._phases)])
+            self._last = Recorded(
+                mean,
+                self._timelines[-1].schedule,
+                spans,
+                batches=len(self._timelines),
+                samples=-(-self._samples // self._timelines[-1].schedule.chunks),
+                plan=self._model.plan,
+                options=self._model.options,
+                workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
+                reduced=self._reduced,
+            )
+            values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
         for index, stage in enumerate(self.stages(optimizer)):
             values[f"stage{index}/forward_ms"] = stage["forward_ms"]
             values[f"stage{index}/backward_ms"] = stage["backward_ms"]
             values[f"stage{index}/memory_bytes"] = stage["peak_memory_bytes"]
         return values
 
+    def _read_account(self, phases: Phases) -> list[DeviceAccount]:
+        """Returns the account of the last step of all devices, and adds it to the means."""
+        world = self._model.world
+        in_pipeline = [self._accounts_in_pipeline(timeline) for timeline in self._timelines]
+        own = []
+        for number, lane in enumerate(self._timelines[-1].own_lanes):
+            windows = [each.window(lane, phases.begin[number]) for each in self._timelines]
+            parts = [of_batch[lane] for of_batch in in_pipeline]
+            account = around_pipeline(phases.ends(number), windows, parts)
+            own.append(DeviceAccount(world.replica, lane, account))
+        accounts = [each for of_rank in world.gather(own) for each in of_rank]
+        self._accounted += 1
+        before = self.accounts or [each._replace(account=Account()) for each in accounts]
+        self.accounts = [
+            each._replace(account=old.account.toward(each.account, 1 / self._accounted))
+            for old, each in zip(before, accounts, strict=True)
+        ]
+        return accounts
+
+    def _accounts_in_pipeline(self, timeline: Timeline) -> list[Account]:
+        """Returns the parts of a batch's time between its first action and its last."""
+        schedule, spans = timeline.schedule, timeline.spans()
+        excess = least = None
+        if self._reduced and timeline is self._timelines[-1]:  # others are not averaged
+            excess = reduction_excess(schedule, spans)
+            # An all-reduce ends everywhere at one time: it was shortest for whom nobody waited.
+            least = list(map(min, zip(*self._model.world.gather(excess), strict=True)))
+        again = self._model.pipeline.recomputed(schedule.chunks)
+        return account_of(schedule, spans, excess, least, again)
+
     def timelines(self) -> tuple[Spans, Spans]:
-        """Returns the predicted and the measured spans of the last recorded step, in seconds.
+        """Returns the predicted and the measured spans of the last recorded batch, in seconds.
 
         The prediction is the schedule's, for the mean measured costs of each stage.
         """
-        assert self._timeline is not None
-        spans = self._timeline.spans()
-        return predict(self._timeline.schedule, spans, self._reduced), spans
+        spans = self._timelines[-1].spans()
+        return predict(self._timelines[-1].schedule, spans, self._reduced), spans
+
+    def advice(self) -> list[str]:
+        """Returns what would make a step shorter, by the last recorded one; see `advise`."""
+        return [] if self._last is None else [each.text for each in advise(self._last)]
+
+    def account_summary(self) -> dict[str, Any] | None:
+        """Returns the means over the recorded steps, in milliseconds; None: no step has any."""
+        if not self.accounts:
+            return None
+
+        def in_ms(account: Account) -> dict[str, float]:
+            return {name: seconds * 1e3 for name, seconds in account._asdict().items()}
+
+        mean = Account.mean([each.account for each in self.accounts])
+        return {
+            "step_ms": mean.total * 1e3,
+            "mean": in_ms(mean),
+            "devices": [
+                {"replica": each.replica, "device": each.device, **in_ms(each.account)}
+                for each in self.accounts
+            ],
+        }
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the summary of each stage, with the times that were last read."""

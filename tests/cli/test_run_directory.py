@@ -14,6 +14,7 @@ from hybridtrain import models
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
 from hybridtrain.files import write_atomically
+from hybridtrain.schedule import Account
 
 
 def test_config_yaml_is_the_resolved_config_and_overrides_yaml_the_command_line(
@@ -86,18 +87,19 @@ def test_summary_json_keeps_its_contract(finished: Path) -> None:
 def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished / "tensorboard"))
+    events = EventAccumulator(str(finished))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
     assert scalars >= {
-        *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_second", "step_ms")),
-        *(f"train_stages/{name}/{i}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),
-        *(f"train_stages/memory_bytes/{i}" for i in (0, 1)),
-        "eval/accuracy",
-        "eval/loss",
+        *(f"1_learning/{name}" for name in ("train_loss", "eval_loss", "eval_accuracy")),
+        *(f"2_speed/{name}" for name in ("samples_per_second", "step_ms")),
+        *(f"3_time/{name}_percent" for name in Account._fields),
+        *(f"4_memory/stage_{i}_mib" for i in (0, 1)),
+        *(f"5_stages/{name}/{i}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),
+        *(f"6_optimizer/{name}" for name in ("lr", "grad_norm")),
     }
-    assert [point.step for point in events.Scalars("train/loss")] == [2, 4, 6]
-    assert [point.step for point in events.Scalars("eval/accuracy")] == [4, 6]
+    assert [point.step for point in events.Scalars("1_learning/train_loss")] == [2, 4, 6]
+    assert [point.step for point in events.Scalars("1_learning/eval_accuracy")] == [4, 6]
     texts = [
         event.tensor_proto.string_val[0].decode()
         for tag in events.Tags()["tensors"]
@@ -117,7 +119,7 @@ def test_the_terminal_shows_the_placement_the_progress_and_the_run_directory(
     )
     assert re.search(r"^ +0 +\S+ +cpu cpu$", said, re.M)
     steps = re.findall(
-        r"^step (\d)/6  loss [\d.]+  [\d,.]+ samples/s  lr \S+  left \S+$", said, re.M
+        r"^step (\d)/6  loss [\d.]+  [\d,.]+ samples/s  lr \S+  \w+ \d+%  left \S+$", said, re.M
     )
     assert steps == ["2", "4", "6"]
     assert re.findall(r"^step (\d)/6  eval: loss \S+  accuracy \S+$", said, re.M) == ["4", "6"]
@@ -128,7 +130,7 @@ def test_the_terminal_shows_the_placement_the_progress_and_the_run_directory(
     logged = (here / "logs" / "rank_000.log").read_text()
     assert logged.count("1 process x 2 stages") == 1
     assert f"run directory: {here.resolve()}" in logged
-    assert not (here / "tensorboard").exists()
+    assert not list(here.glob("events.out.tfevents.*"))
 
 
 def test_checkpoint_keep_and_every_steps_decide_which_checkpoints_stay(

@@ -1,0 +1,232 @@
+"""The account of a step: where the time of each device went, in parts that add up to the whole.
+
+A step of a device has six phases. The pipeline's own, from the first action to the last of any
+device, is divided by steps that did not happen: the same table of actions, each time with one more
+reason to wait. What a reason makes the step longer is its part:
+
+    equal stages           |compute.........|bubble|
+    + their own times      |compute.........|bubble|imbalance|
+    + between two actions  |compute.........|bubble|imbalance|host|
+    + messages             |compute.........|bubble|imbalance|host|messages|
+    + the all-reduce       |compute.........|bubble|imbalance|host|messages|reduction|
+    + slower replicas      |compute.........|bubble|imbalance|host|messages|reduction|stragglers|
+                           first action                                                last one
+
+So a message that is late counts for all that waits because of it, on any device, and an all-reduce
+that runs while its device would be idle anyway costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from hybridtrain.schedule.simulation import mean_costs
+from hybridtrain.schedule.table import Action, Schedule, Spans, needs_of
+
+COMPUTING = ("forward", "backward", "recompute")
+"""The parts of an account in which a device computes."""
+
+
+class Account(NamedTuple):
+    """The time of one device in one step, in seconds; the parts add up to the step.
+
+    Attributes:
+        data: waiting for the batch.
+        forward: computing.
+        backward: computing, without what is computed again.
+        recompute: forwards that are run again in a backward, taken as long as the first time.
+        bubble: idle as the schedule has it with equal stages, at this number of devices and
+            micro-batches.
+        imbalance: idle because other stages take longer.
+        messages: idle because a value was on its way.
+        reduction: the all-reduce of the gradients, where it is not hidden.
+        stragglers: waiting in the all-reduce for the slowest replica.
+        optimizer: the norm, clipping, the check, and the optimizer's step.
+        host: what is left: Python between actions, and before and after them.
+    """
+
+    data: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    bubble: float = 0.0
+    imbalance: float = 0.0
+    messages: float = 0.0
+    reduction: float = 0.0
+    stragglers: float = 0.0
+    optimizer: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The time of the step."""
+        return sum(self)
+
+    def plus(self, other: Account) -> Account:
+        """Returns both added up."""
+        return Account(*map(sum, zip(self, other, strict=True)))
+
+    def toward(self, other: Account, share: float) -> Account:
+        """Returns what is `share` of the way to `other`."""
+        pairs = zip(self, other, strict=True)
+        return Account(*(own + share * (theirs - own) for own, theirs in pairs))
+
+    @classmethod
+    def mean(cls, accounts: Sequence[Account]) -> Account:
+        """Returns the mean over devices."""
+        return cls(*(sum(part) / len(accounts) for part in zip(*accounts, strict=True)))
+
+
+def reduction_excess(schedule: Schedule, measured: Spans) -> list[float]:
+    """Returns how much longer each stage's last gradients took than those before, in seconds.
+
+    In replicas these wait for the all-reduce. 0 where there is only one micro-batch, which has none
+    to be compared with.
+    """
+    costs = mean_costs(measured, schedule.stages, reduced=True)
+    excess = [0.0] * schedule.stages
+    for lane in measured:
+        for action, start, end in lane:
+            if action.microbatch == schedule.chunks - 1 and action.ends_microbatch:
+                excess[action.stage] = max(0.0, end - start - costs[action.kind][action.stage])
+    return excess
+
+
+def account_of(
+    schedule: Schedule,
+    measured: Spans,
+    excess: Sequence[float] | None = None,
+    excess_of_last: Sequence[float] | None = None,
+    recomputed: Sequence[Sequence[float]] | None = None,
+) -> list[Account]:
+    """Returns where the time from the first action to the last went, of each device.
+
+    Args:
+        schedule: of the step.
+        measured: its spans, in seconds.
+        excess: of each stage, how long its last gradients waited for the all-reduce; see
+            `reduction_excess`. None: there is none.
+        excess_of_last: the same of the replica that came last, for which nobody had to wait: the
+            all-reduce itself. None: as `excess`.
+        recomputed: by stage and micro-batch, the share of the forward that its backward runs again.
+    """
+    excess = excess or [0.0] * schedule.stages
+    excess_of_last = excess_of_last or excess
+    whole = {span.action: span.end - span.start for lane in measured for span in lane}
+    computing, reduced = dict(whole), dict(whole)
+    for action, seconds in whole.items():
+        if action.microbatch == schedule.chunks - 1 and action.ends_microbatch:
+            waited = min(excess[action.stage], seconds)
+            computing[action] -= waited
+            reduced[action] = computing[action] + min(excess_of_last[action.stage], waited)
+    delays, between = _delays(schedule, measured)
+    nothing = dict.fromkeys(whole, 0.0)
+    lengths = [
+        _length(schedule, computing, nothing),
+        _length(schedule, computing, between),
+        _length(schedule, computing, delays),
+        _length(schedule, reduced, delays),
+        _length(schedule, whole, delays),
+    ]
+    # Each step is as long as the one before or longer, since nothing in it ends earlier.
+    host, messages, reduction, stragglers = (after - before for before, after in pairwise(lengths))
+    equal = _equal_stages(schedule, computing)
+    busy_if_equal = sum(equal.values()) / len(schedule.lanes)
+    least_idle = _length(schedule, equal, nothing) - busy_if_equal
+    accounts = []
+    for lane in schedule.lanes:
+        forward = sum(computing[action] for action in lane if action.kind == "F")
+        backward = sum(computing[action] for action in lane if action.kind != "F")
+        again = 0.0
+        if recomputed is not None:
+            again = sum(
+                computing[action] * recomputed[action.stage][action.microbatch]
+                for action in lane
+                if action.kind == "F"
+            )
+            again = min(again, backward)
+        idle = lengths[0] - forward - backward
+        bubble = max(0.0, min(least_idle, idle))
+        accounts.append(
+            Account(
+                forward=forward,
+                backward=backward - again,
+                recompute=again,
+                bubble=bubble,
+                imbalance=idle - bubble,
+                messages=messages,
+                reduction=reduction,
+                stragglers=stragglers,
+                host=host,
+            )
+        )
+    return accounts
+
+
+def mean_delays(schedule: Schedule, measured: Spans) -> tuple[float, float]:
+    """Returns how late actions begin on the mean: by the host, and by messages between devices."""
+    delays, between = _delays(schedule, measured)
+    late = [
+        delays[action] - between[action] for action in delays if delays[action] > between[action]
+    ]
+    return sum(between.values()) / len(between), sum(late) / max(1, len(late))
+
+
+_Times = Mapping[Action, float]
+
+
+def _delays(schedule: Schedule, measured: Spans) -> tuple[_Times, _Times]:
+    """Returns how long each action began after all that it needs was there, and the host's part.
+
+    An action that needs nothing of another device is late because of the host alone; one that does
+    is given as much of the host's time as those usually take, and the rest is the message's.
+    """
+    ends = {span.action: span.end for lane in measured for span in lane}
+    made = {
+        **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},
+        **{("I", a.stage, a.microbatch): a for a in ends if a.kind in "BI"},
+    }
+    begin = min(lane[0].start for lane in measured)
+    delays: dict[Action, float] = {}
+    crossing: set[Action] = set()
+    for device, lane in enumerate(measured):
+        free = begin
+        for action, start, end in lane:
+            needed = [made[need] for need in needs_of(action, schedule.stages)]
+            ready = max([free, *(ends[other] for other in needed)])
+            delays[action] = max(0.0, start - ready)
+            if any(schedule.lane_of[other.stage] != device for other in needed):
+                crossing.add(action)
+            free = end
+    usual = median([delay for action, delay in delays.items() if action not in crossing] or [0.0])
+    between = {a: min(delay, usual) if a in crossing else delay for a, delay in delays.items()}
+    return delays, between
+
+
+def _length(schedule: Schedule, durations: _Times, delays: _Times) -> float:
+    """Returns the time of a step whose actions begin `delays` after what they need is there."""
+    clock = [0.0] * len(schedule.lanes)
+    ends: dict[tuple[str, int, int], float] = {}
+    for device, action in schedule.in_one_order:
+        ready = [ends[need] for need in needs_of(action, schedule.stages)]
+        end = max([clock[device], *ready]) + delays[action] + durations[action]
+        clock[device] = ends[action.kind, action.stage, action.microbatch] = end
+        if action.kind == "B":
+            ends["I", action.stage, action.microbatch] = end
+    return max(clock)
+
+
+def _equal_stages(schedule: Schedule, durations: _Times) -> _Times:
+    """Returns the durations of stages that are all the mean of those that there are."""
+    sums = dict.fromkeys("FBIW", 0.0)
+    for action, seconds in durations.items():
+        sums[action.kind] += seconds
+    count = schedule.stages * schedule.chunks
+    backward = (sums["B"] + sums["I"] + sums["W"]) / count
+    in_parts = sums["I"] + sums["W"]
+    to_input = backward * sums["I"] / in_parts if in_parts else 0.0
+    mean = {"F": sums["F"] / count, "B": backward, "I": to_input, "W": backward - to_input}
+    return {action: mean[action.kind] for action in durations}

@@ -1,0 +1,152 @@
+"""The account of a trained step, and the advice that follows from it."""
+
+import json
+
+import pytest
+import torch
+from support.slow import SlowData, SlowLinear
+from torch import nn
+
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.data import TrainLoader
+from hybridtrain.losses import cross_entropy
+from hybridtrain.monitor import Monitor
+from hybridtrain.schedule import Account
+from hybridtrain.training.run_stats import around_pipeline
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def trained(stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, **settings):
+    """A trainer that has trained four steps, of which it has recorded two."""
+    world = World.from_env(len(stages), "cpu")
+    net = nn.Sequential(*map(SlowLinear, stages))
+    model = HybridModel(net, world, chunks=chunks, split="uniform", checkpoint="never")
+    data = TrainLoader(SlowData(loading), batch_size, world)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    settings = {"steps": 4, "log_every": 2, **settings}
+    trainer = Trainer(model, optimizer, cross_entropy, data, **settings)
+    trainer.fit()
+    return trainer
+
+
+def mean_of(trainer):
+    return Account(*(trainer.account["mean"][name] for name in Account._fields))
+
+
+class Kept(Monitor):
+    def __init__(self):
+        self.reports = []
+        self.values = []
+
+    def scalars(self, step, values):
+        self.values.append((step, dict(values)))
+
+    def account(self, step, account, advice):
+        self.reports.append((step, account, advice))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumulate):
+    kept = Kept()
+    trainer = trained(monitor=kept, accumulate=accumulate)
+    account = json.loads(json.dumps(trainer.summary()["account"]))
+    assert [device["device"] for device in account["devices"]] == [0, 1]
+    for device in account["devices"]:
+        parts = [device[name] for name in Account._fields]
+        assert all(part >= 0 for part in parts)
+        # the clock is read for one device after the other
+        assert sum(parts) == pytest.approx(account["step_ms"], rel=1e-2)
+    logged = [
+        sum(v for t, v in values.items() if t.startswith("account/")) for _, values in kept.values
+    ]
+    assert account["step_ms"] == pytest.approx(sum(logged) / 2)
+    ((step, reported, _),) = kept.reports
+    assert (step, reported) == (4, trainer.account)
+
+
+def test_a_step_that_is_not_recorded_is_in_no_account():
+    kept = Kept()
+    trained(monitor=kept, log_every=100, steps=3)
+    assert [step for step, _ in kept.values] == [3]
+    assert [step for step, *_ in kept.reports] == [3]
+
+
+def test_slow_loading_is_data():
+    account = mean_of(trained(loading=5e-3))
+    assert max(account) == account.data
+
+
+def test_a_slow_stage_is_imbalance_on_the_other_one():
+    trainer = trained(stages=(1e-4, 2e-3))
+    first, second = trainer.account["devices"]
+    assert max(Account._fields, key=first.__getitem__) == "imbalance"
+    assert max(Account._fields, key=second.__getitem__) == "backward"
+
+
+def test_a_bubble_of_one_micro_batch_is_larger_than_one_of_many():
+    few = mean_of(trained(stages=(1e-3, 1e-3), chunks=1))
+    many = mean_of(trained(stages=(1e-3, 1e-3), chunks=16))
+    assert few.bubble / few.total > 2 * many.bubble / many.total
+
+
+def test_a_forward_that_is_run_again_is_recomputation():
+    world = World.from_env(2, "cpu")
+    net = nn.Sequential(SlowLinear(1e-3), SlowLinear(1e-3))
+    model = HybridModel(net, world, chunks=4, split="uniform", checkpoint="always")
+    data = TrainLoader(SlowData(0.0), 16, world)
+    trainer = Trainer(
+        model, torch.optim.SGD(net.parameters(), 0.1), cross_entropy, data, steps=2, log_every=2
+    )
+    trainer.fit()
+    account = mean_of(trainer)
+    assert account.recompute == pytest.approx(account.forward)
+    assert account.backward > account.recompute
+
+
+@pytest.mark.parametrize(
+    ("pipeline_end", "expected"),
+    [
+        # the process's own part of the pipeline ends with the others'
+        (7.0, Account(data=2.0, forward=4.0, bubble=1.0, optimizer=2.0, host=1.0)),
+        # or before them: the wait in the optimizer's phase is the window's
+        (6.0, Account(data=2.0, forward=4.0, bubble=1.0, optimizer=2.0, host=1.0)),
+    ],
+)
+def test_what_is_around_the_pipeline_is_told_once(pipeline_end, expected):
+    ends = {"data": 2.0, "pipeline": pipeline_end, "optimizer": 9.0, "host": 10.0}
+    parts = [Account(forward=4.0, bubble=1.0)]
+    assert around_pipeline(ends, [(2.0, 7.0)], parts) == pytest.approx(expected)
+
+
+def test_a_batch_that_comes_while_another_process_has_begun_is_data_and_no_message():
+    ends = {"data": 3.0, "pipeline": 8.0, "optimizer": 9.0, "host": 9.0}
+    account = around_pipeline(ends, [(2.0, 8.0)], [Account(forward=4.0, messages=2.0)])
+    assert account == pytest.approx(Account(data=3.0, forward=4.0, messages=1.0, optimizer=1.0))
+    assert account.total == pytest.approx(9.0)
+
+
+# Advice.
+def test_slow_loading_is_answered_with_workers():
+    (advice, *_) = trained(loading=5e-3).advice
+    assert "workers=" in advice
+    assert " ms instead of " in advice
+
+
+def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring():
+    (advice,) = trained(stages=(2e-3, 2e-3), chunks=2).advice
+    assert "chunks=4" in advice
+    assert " ms instead of " in advice
+
+
+def test_micro_batches_of_one_sample_are_not_divided():
+    assert not any("chunks=" in line for line in trained(chunks=4, batch_size=4).advice)
+
+
+def test_uneven_stages_are_answered_with_a_split_by_time():
+    advice = trained(stages=(2e-4, 2e-3), chunks=8).advice
+    assert any("stage 1 takes" in line and "split=time" in line for line in advice)
+
+
+def test_a_run_in_which_all_is_well_is_told_nothing():
+    assert trained(stages=(2e-3,), chunks=1).advice == []
