@@ -66,7 +66,6 @@ __all__ = [
     "hooks_of",
     "is_traced",
     "loader_workers",
-    "lowered",
     "operator_overloads",
     "operator_schema",
     "run_backward",
@@ -477,56 +476,6 @@ def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 # --- processes
-
-
-def lowered(
-    lanes: Sequence[Sequence[tuple[str, int, int]]], process_of: Callable[[int], int], stages: int
-) -> list[list[tuple[str, int, int]]]:
-    """Returns the actions of each process with its sends and receives between them.
-
-    `torch.distributed.pipelining.schedules._add_send_recv`, and the `_Action` that it works on: the
-    order in which PyTorch's own pipelines send and receive, alike in 2.11 and 2.15. Each receive is
-    put where its send is, in one order over all processes, so that none waits in a circle, also
-    where messages between two processes share one queue, as with NCCL.
-
-    Args:
-        lanes: for each process its actions, "F", "B", "I" or "W" of (stage, micro-batch).
-        process_of: which process has a stage.
-        stages: how many there are.
-
-    Returns:
-        for each process the actions, and among them "SEND_F", "SEND_B" of a stage and "RECV_F",
-        "RECV_B" to a stage.
-    """
-    # takes a second, which only those who need it should wait
-    from torch.distributed.pipelining import schedules
-
-    kinds = {
-        "F": schedules._ComputationType.FORWARD,
-        "B": schedules._ComputationType.FULL_BACKWARD,
-        "I": schedules._ComputationType.BACKWARD_INPUT,
-        "W": schedules._ComputationType.BACKWARD_WEIGHT,
-    }
-    names = {kind: name for name, kind in kinds.items()}
-    order = schedules._add_send_recv(
-        {
-            process: [schedules._Action(stage, kinds[kind], i) for kind, stage, i in lane]
-            for process, lane in enumerate(lanes)
-        },
-        process_of,
-        stages,
-    )
-    return [
-        [
-            (
-                names.get(action.computation_type) or action.computation_type.name,
-                int(action.stage_index),
-                int(action.microbatch_index or 0),
-            )
-            for action in order[process]
-        ]
-        for process in range(len(lanes))
-    ]
 
 
 def get_default_store() -> Store:

@@ -247,35 +247,13 @@ class Generators:
         try:
             yield
             if self.states() != before:
-                raise Untraceable("draws a random number outside PyTorch, which a graph would keep")
+                raise Untraceable(
+                    "draws from a generator of Python's or NumPy's that it keeps, whose number a "
+                    "graph would keep"
+                )
         finally:
             for (_, write), state in zip(self._generators, before, strict=True):
                 write(pickle.loads(state))
-
-    @contextmanager
-    def watched(self) -> Iterator[list[str]]:
-        """Yields a list that gets the user's line that draws first; slow."""
-        found: list[str] = []
-        states = self.states()
-        last: FrameType | None = None
-        number = 0
-
-        def look(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal last, number
-            if not is_user_code(frame):
-                return None
-            if event in ("line", "return") and not found:
-                if last is not None and self.states() != states:
-                    found.append(line_of(last, number))
-                last, number = frame, frame.f_lineno
-            return look
-
-        before = sys.gettrace()
-        sys.settrace(look)
-        try:
-            yield found
-        finally:
-            sys.settrace(before)
 
 
 @contextmanager

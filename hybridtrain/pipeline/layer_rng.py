@@ -91,10 +91,6 @@ class LayerRNG:
         if self.looks_apart:
             self._unseen.update(range(len(self._units)))
 
-    def look_again(self, layer: int) -> None:
-        """Looks at the compiled `layer` before its next run in training."""
-        self._unseen.add(layer)
-
     def end_step(self) -> None:
         """Moves to the next step."""
         self.step += 1

@@ -192,7 +192,3 @@ class Engine(Protocol):
                 next step.
         """
         ...
-
-    def forget(self) -> None:
-        """Forgets what it has learned from earlier steps: other parameters are trained now."""
-        ...

@@ -41,6 +41,7 @@ from hybridtrain.schedule.table import (
     peak_waiting,
     place_of,
     placement_of,
+    receiver_of,
     stages_at,
     validate,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "place_of",
     "placement_of",
     "predict",
+    "receiver_of",
     "simulate",
     "splits_backwards",
     "stages_at",

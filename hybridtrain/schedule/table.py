@@ -9,6 +9,7 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,14 @@ def made_by(action: Action) -> list[Need]:
     return [(one, action.stage, action.microbatch) for one in _MAKES[action.kind]]
 
 
+def receiver_of(action: Action, stages: int) -> Action | None:
+    """Returns what waits for what `action` sends, `B` for any backward; None: it sends nothing."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return Action("F", stage + 1, microbatch) if stage + 1 < stages else None
+    return Action("B", stage - 1, microbatch) if kind != "W" and stage > 0 else None
+
+
 def needs_of(action: Action, stages: int) -> list[Need]:
     """Returns what must be there before `action` can run."""
     kind, stage, microbatch = action
@@ -150,26 +159,22 @@ def validate(schedule: Schedule) -> None:
 
 
 def _as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields the device and the action of each, after all that it needs.
+    """Yields the device and the action of each, after all that it needs; the devices take turns.
 
     Raises:
         ScheduleError: the actions that are left wait for one another in a circle; names them.
     """
     made: set[Need] = set()
-    position = [0] * len(schedule.lanes)
+    left = list(map(deque, schedule.lanes))
     moved = True
     while moved:
         moved = False
-        for device, lane in enumerate(schedule.lanes):
-            while position[device] < len(lane):
-                action = lane[position[device]]
-                if not made.issuperset(needs_of(action, schedule.stages)):
-                    break
-                yield device, action
-                made.update(made_by(action))
-                position[device] += 1
+        for device, lane in enumerate(left):
+            if lane and made.issuperset(needs_of(lane[0], schedule.stages)):
+                yield device, lane[0]
+                made.update(made_by(lane.popleft()))
                 moved = True
-    stuck = [lane[p] for lane, p in zip(schedule.lanes, position, strict=True) if p < len(lane)]
+    stuck = [lane[0] for lane in left if lane]
     if stuck:
         raise ScheduleError(
             f"{schedule.name}: deadlock; waiting for one another: {', '.join(map(str, stuck))}"

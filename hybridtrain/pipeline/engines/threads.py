@@ -128,8 +128,8 @@ _WARM_UP = 2
 _LONGEST_ACTION_S = 1e-3
 # What must be won to change, or noise would decide.
 _GAIN = 0.9
-# Steps between two trials; it doubles while they have the same outcome.
-_FIRST_PAUSE, _LONGEST_PAUSE = 50, 3200
+# Steps between two trials.
+_PAUSE = 500
 
 
 class ThreadEngine:
@@ -162,13 +162,10 @@ class ThreadEngine:
             self._inboxes.append(inbox)
         weakref.finalize(self, _shut_down, self._inboxes)
 
-    def forget(self) -> None:
-        """Nothing to forget; see `Engine.forget`."""
-
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
         trial = self._trial if step.schedule.trains else None
-        one_thread = trial is not None and trial.one_thread_for(recorded=step.timeline is not None)
+        one_thread = trial is not None and trial.one_thread
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         begun = time.perf_counter()
         if self._gpus:
@@ -328,55 +325,35 @@ class ThreadTrial:
 
     Args:
         tells: whether the first choice of one thread is logged.
+
+    Attributes:
+        one_thread: whether the next step runs in one thread.
     """
 
     def __init__(self, tells: bool) -> None:
+        self.one_thread = False
         self._tells = tells
-        self._chosen = self._next = False
+        self._chosen = False  # another than `one_thread` during a trial
         self._times = {one: deque[float](maxlen=_COMPARED) for one in (False, True)}
-        self._pause = _FIRST_PAUSE
-        self._until_trial = _WARM_UP + _COMPARED
-
-    def one_thread_for(self, recorded: bool) -> bool:
-        """Returns whether the next step runs in one thread.
-
-        Args:
-            recorded: its timeline is shown to the user, so it is not one of a trial.
-        """
-        return self._chosen if recorded else self._next
+        self._left = _WARM_UP + _COMPARED  # steps until the next decision
 
     def took(self, seconds: float, schedule: Schedule) -> None:
         """Notes the time of a step that was not recorded, and chooses for the next one."""
-        lanes = len(schedule.lanes)
-        of_action = seconds * lanes / sum(map(len, schedule.lanes))  # as if all lanes were busy
-        self._times[self._next].append(of_action)
-        if self._next is not self._chosen:
-            self._look_at_trial()
-        elif self._chosen and of_action > lanes * _LONGEST_ACTION_S:
-            self._choose(False)  # they have become long
-        else:
-            self._until_trial -= 1
-            if self._until_trial <= 0 and self._may_try():
-                self._next = not self._chosen
-                self._times[self._next].clear()
-
-    def _may_try(self) -> bool:
-        return self._chosen or statistics.median(self._times[False]) < _LONGEST_ACTION_S
-
-    def _look_at_trial(self) -> None:
-        tried, present = self._times[self._next], statistics.median(self._times[self._chosen])
-        if len(tried) == _COMPARED:
-            wins = statistics.median(tried) < _GAIN * present
-            self._choose(self._next if wins else self._chosen)
-        elif min(tried) > 2 * present:  # no need to go on
-            self._choose(self._chosen)
+        lanes, times = len(schedule.lanes), self._times[self.one_thread]
+        times.append(seconds * lanes / sum(map(len, schedule.lanes)))  # as if all lanes were busy
+        self._left -= 1
+        if self.one_thread and times[-1] > lanes * _LONGEST_ACTION_S:
+            self._choose(False)  # they are long, or have become so
+        elif self._left > 0:
+            return
+        elif self.one_thread is not self._chosen:
+            tried, present = map(statistics.median, (times, self._times[self._chosen]))
+            self._choose(self.one_thread if tried < _GAIN * present else self._chosen)
+        elif self._chosen or statistics.median(times) < _LONGEST_ACTION_S:
+            self.one_thread, self._left = not self._chosen, _COMPARED
 
     def _choose(self, one_thread: bool) -> None:
-        changes = one_thread is not self._chosen
-        self._pause = _FIRST_PAUSE if changes else min(2 * self._pause, _LONGEST_PAUSE)
-        self._until_trial = self._pause
-        self._chosen = self._next = one_thread
-        if changes and one_thread and self._tells:
+        if one_thread and self._tells:
             self._tells = False
             each, all_in_one = (statistics.median(self._times[one]) for one in (False, True))
             _log.info(
@@ -384,6 +361,8 @@ class ThreadTrial:
                 "step takes %.0f%% of the time",
                 100 * all_in_one / each,
             )
+        self.one_thread = self._chosen = one_thread
+        self._left = _PAUSE
 
 
 class InlineEngine:
@@ -399,9 +378,6 @@ class InlineEngine:
         # in the caller's thread `cuda` must mean this GPU
         if (accelerator := stages[0].accelerator) is not None:
             accelerator.set_device(stages[0].device)
-
-    def forget(self) -> None:
-        """Nothing to forget; see `Engine.forget`."""
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
