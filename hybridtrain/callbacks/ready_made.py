@@ -1,12 +1,7 @@
-"""Early stopping.
+"""The callbacks of this project, which a config has by name.
 
-Callbacks that add to the log: gradient norms of parts, and learning rates of all groups.
-
-The weights of the best evaluations, as files.
-
-Parameters that are trained in a part of the run only.
-
-A moving average of the weights.
+They end a run early (`EarlyStopping`), keep weights (`BestWeights`, `EMA`), freeze parameters for a
+part of a run (`Freeze`), and add to the log (`GradientNorms`, `LearningRates`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A module's forward as a graph, and the tools of both tracers that record one.
-
-Finds what a graph would freeze: random choices, clocks, and values that change between calls.
+"""A module's forward as a graph, and what both tracers need that record one.
 
 A graph holds the numbers that the forward computed while it was traced. A number from Python's or
 NumPy's generators, from a clock, or from a counter is another one at the next call, and a branch
@@ -248,8 +246,8 @@ class Generators:
             yield
             if self.states() != before:
                 raise Untraceable(
-                    "draws from a generator of Python's or NumPy's that it keeps, whose number a "
-                    "graph would keep"
+                    "draws a random number outside PyTorch, which a graph would keep: a generator "
+                    "that the model holds has moved"
                 )
         finally:
             for (_, write), state in zip(self._generators, before, strict=True):

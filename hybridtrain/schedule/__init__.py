@@ -1,8 +1,8 @@
 """Schedules as data: for every device, the ordered list of its actions.
 
-    table        actions, spans, and the proof that an engine can execute a schedule
+    table        actions, spans, the device of each stage, and the proof that an engine can
+                 execute a schedule
     named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
-    placement    the device of each stage
     simulation   when each action runs, for given costs
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,

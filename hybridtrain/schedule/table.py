@@ -1,6 +1,6 @@
 """The table of a schedule: actions by device, and the proof that an engine can execute it.
 
-The placement of stages on the devices of a pipeline.
+The stages are placed on the devices of a pipeline in one of two ways:
 
 loop    device 0: stages 0, P, ...      the stages go round the devices
 v       device 0: stages 0 and 2P-1     the second half comes back, so that the first device

@@ -1,9 +1,8 @@
-"""Looks for values that are not finite: in tensors by name, and where in a step they began.
-
-The buffers of a model before a step, to undo what a step that is skipped did to them.
+"""What a step that is not finite needs: the buffers of before, and the place where it began.
 
 A forward changes running statistics and counters in place, and a batch that is not finite would
-leave NaN in them for ever.
+leave NaN in them for ever, so `BufferSnapshot` keeps what they were. `find_origin` repeats the
+forward of a `StepRecord`, and names the first module, loss or gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -74,13 +73,12 @@ class BufferSnapshot:
         )
 
     @torch.no_grad()
-    def take(self) -> bool:
-        """Copies the buffers that may have changed; returns whether there may be new ones."""
-        new = not self._is_as_before()
-        if new:
+    def take(self) -> None:
+        """Copies the buffers that may have changed."""
+        if not self._is_as_before():
             self._look()
         if not self._places:
-            return new
+            return
         self._takes += 1
         if self._takes == 2:
             self._compare()
@@ -93,7 +91,6 @@ class BufferSnapshot:
                 self._taken[index] = None, -1
                 continue
             if buffer is not self._taken[index][0]:
-                new |= self._taken[index][0] is None
                 self._copies[index] = torch.empty_like(buffer)
             self._taken[index] = buffer, buffer._version
             copies, buffers = groups[buffer.device, buffer.dtype]
@@ -101,7 +98,6 @@ class BufferSnapshot:
             buffers.append(buffer)
         for copies, buffers in groups.values():
             torch._foreach_copy_(copies, buffers)
-        return new
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -161,6 +161,7 @@ class ActionRunner:
                 own, passing = self._routes[index].own_values(own)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
+        # autocast around each forward, and off between: a backward runs without
         with step.thread_state.autocast():
             sent = stage.forward(microbatch, own, head, microbatch in step.checkpointed)  # 3
         if step.timeline:
@@ -182,6 +183,7 @@ class ActionRunner:
             own = self._wire.receive(action, doing)  # 5
             if index in self._routes:
                 own, passing = self._routes[index].own_gradients(own)  # 6
+        # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
         start = mark(stage.device) if step.timeline else 0.0

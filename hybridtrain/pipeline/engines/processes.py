@@ -119,6 +119,7 @@ class MessageWire:
         works: list[Any] = []
         held: list[Tensor] = []
         if known is None:
+            # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
@@ -135,6 +136,7 @@ class MessageWire:
             for t, one in zip(tensors, form.tensors, strict=True)
         ]
         works += self._begin(dist.isend, parts, to.stage)
+        # not waited for: the receiver may itself be about to send to this process
         if len(self._sent) >= self._most_sent:
             self._doing.wait(True)
             self._wait_for_oldest()
@@ -145,11 +147,12 @@ class MessageWire:
         """Begins to receive the message to `action`, before it is needed."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action not in self._formats:
+            # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
         tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
         parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
-        works = self._begin(dist.irecv, parts, sender)
+        works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
         self._coming[action] = _Coming(form, tensors, parts, works)
 
     def receive(self, action: Action, doing: Lane) -> list[Any]:
@@ -247,7 +250,7 @@ class ProcessEngine:
         try:
             with stage_thread():
                 runner.run_actions(self._actions(schedule, wire), doing)
-        except BaseException:
+        except BaseException:  # the others wait for this process, and are ended by its failure
             for stage in self._stages.values():
                 stage.clear()
             raise

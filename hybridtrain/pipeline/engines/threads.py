@@ -1,20 +1,23 @@
-"""The engine for stages that all live in this process: one worker thread per device.
+"""The engines for stages that all live in this process, and their wire, of queues.
 
-Each thread runs its lane of the schedule from left to right, or one thread runs all lanes where
-that is faster (see `ThreadTrial`); between the stages there are queues (see `queue_wire`). In an
-evaluation, where no backward holds the first stage back, it waits while the pipeline has
-`_MOST_INSIDE` micro-batches for each stage, since what waits before a slow stage is memory. PyTorch
-releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
-CPU a backward runs in the thread that calls it.
+`ThreadEngine` has a worker thread for each device, or one thread for all where that is faster
+(`ThreadTrial`). Each runs its lane of the schedule from left to right. `InlineEngine` is for stages
+that are all on one device, which it runs in the caller's thread.
 
-The engine for stages that are all on one device: they run in the caller's thread.
+    caller     [1]                                              [4] all have ended
+    thread 0       F0 [2]  F1 [2]  [3] . . . . . B0      F2 [2]  ...
+    thread 1       [3] . . F0      B0 [2]        F1      B1 [2]  ...
 
-The wire between stages of one process: two queues for each border, and copies between devices.
+[1] Each thread has an inbox, which gets the step's lane. [2] A message goes into a queue, of which
+each border has one in each direction; where the devices differ, its copy begins. [3] A thread whose
+message is not there yet waits in the queue; there is no barrier and no clock. [4] The first failure
+[5] stops the others after their action, wakes those that wait, and comes out of `run` once every
+thread has ended: no thread works on a step that the caller believes to be over.
 
-    lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
-    lane 1      F0 B0 F1 ..                <---gradients---
-
-A thread whose message is not there yet waits in the queue; there is no barrier and no clock.
+PyTorch releases the interpreter's lock inside its kernels, so the threads compute in parallel, and
+on the CPU a backward runs in the thread that calls it. In an evaluation, where no backward holds
+the first stage back, it waits while the pipeline has `_MOST_INSIDE` micro-batches for each stage,
+since what waits before a slow stage is memory.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class QueueWire:
     def send(self, to: Action, message: list[Any]) -> None:
         """Puts the message into a queue; begins the copy if it goes to another device."""
         queue, between = self._lines[to.kind, to.stage]
-        queue.put(message if between is None else transfer.send(message, *between))
+        queue.put(message if between is None else transfer.send(message, *between))  # 2
 
     def receive(self, action: Action, doing: Lane) -> list[Any]:
         """Takes the next message out of a queue.
@@ -86,13 +89,13 @@ class QueueWire:
         queue, between = self._lines[action.kind, action.stage]
         if queue.empty():
             doing.wait(True)
-            message = queue.get()
+            message = queue.get()  # 3
             doing.wait(False)
         else:
             message = queue.get()
         if message is None or self._aborted:
             raise Aborted
-        if between is not None:
+        if between is not None:  # on a GPU its stream waits for the copy, not this thread
             message = transfer.receive(message, between[1])
         return message  # type: ignore[no-any-return]
 
@@ -100,7 +103,7 @@ class QueueWire:
         """Ends the waits in `receive`, and those to come."""
         self._aborted = True
         for queue, _ in self._lines.values():
-            queue.put(None)
+            queue.put(None)  # after the flag: who takes it, or a message before it, sees that
 
 
 _log = logging.getLogger(__name__)
@@ -169,10 +172,11 @@ class ThreadEngine:
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         begun = time.perf_counter()
         if self._gpus:
+            # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
         try:
-            self._dispatch(run)
-            run.join()
+            self._dispatch(run)  # 1
+            run.join()  # 4
         except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
             if run.runner.stopped:
                 raise
@@ -181,7 +185,7 @@ class ThreadEngine:
                 raise
             self._dispatch(run)
             run.join()
-        if self._gpus:
+        if self._gpus:  # and the caller's stream for theirs
             sync_streams(self._gpus, before=False, values=run.runner.values)
         failure, run.failure = run.failure, None
         if failure is None:
@@ -252,7 +256,7 @@ class _StepRun:
         except BaseException as error:
             self.abort(error)
         finally:
-            self._running.discard(thread)
+            self._running.discard(thread)  # before the entry that wakes `join`, which looks there
             self._ends.put(thread)
 
     def _bounded(self, work: _Work, free: SimpleQueue[None], doing: Lane) -> _Work:
@@ -283,10 +287,10 @@ class _StepRun:
 
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""
-        with self._lock:
+        with self._lock:  # two threads may fail at one time
             if not self.runner.stopped:
                 self.failure = error
-            self.runner.stopped = True
+            self.runner.stopped = True  # 5: before a thread is woken, or it would go on
         self._wire.abort()
         if self._free is not None:
             self._free.put(None)
