@@ -179,11 +179,6 @@ class StepLoss(Tensor):
         return repr(self.as_subclass(Tensor))
 
 
-def no_item(index: Any) -> NoReturn:
-    """Raises a TypeError that says where to find a submodule."""
-    raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
-
-
 def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
     """Raises an AttributeError that says where to find `name`."""
     text = f"'HybridModel' object has no attribute {name!r}"
@@ -775,7 +770,7 @@ class HybridModel:
         no_attribute(self.__dict__.get("net"), name)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        no_item(index)
+        raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
 
     def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(

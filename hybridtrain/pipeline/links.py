@@ -1,4 +1,4 @@
-"""What crosses the borders between stages, and what an engine is given to run.
+"""The links between stages, whose values cross borders, and the steps that an engine runs.
 
 A value goes from a stage to the next border by border, also one that skips stages:
 

@@ -5,7 +5,7 @@ that shares the memory on the same device, and is a copy on another one. So two 
 never add to one gradient, and each stage's DDP has parameters that no other has.
 
     before a step    owner's value --[1]--> alias 2, alias 3
-    in the step      each stage adds to the gradient of its own leaf
+    in the step      each stage adds to the gradient that its leaf has
     after it         owner.grad + alias 2's [2] + alias 3's [3], in the order of the stages
 
 With stages in several processes [1] to [3] are sends and receives. Every process goes through its

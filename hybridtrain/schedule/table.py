@@ -10,7 +10,7 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -72,12 +72,27 @@ class Schedule:
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:
-        """The device and the action of each, after all that it needs.
+        """The device and the action of each, after all that it needs; the devices take turns.
 
         Raises:
             ScheduleError: the actions wait for one another in a circle; names them.
         """
-        return tuple(_as_needs_allow(self))
+        order: list[tuple[int, Action]] = []
+        made: set[Need] = set()
+        left = list(map(deque, self.lanes))
+        moved = True
+        while moved:
+            moved = False
+            for device, lane in enumerate(left):
+                if lane and made.issuperset(needs_of(lane[0], self.stages)):
+                    order.append((device, lane[0]))
+                    made.update(made_by(lane.popleft()))
+                    moved = True
+        if stuck := [str(lane[0]) for lane in left if lane]:
+            raise ScheduleError(
+                f"{self.name}: deadlock; waiting for one another: {', '.join(stuck)}"
+            )
+        return tuple(order)
 
 
 class Span(NamedTuple):
@@ -156,29 +171,6 @@ def validate(schedule: Schedule) -> None:
             if seen.get((made, stage), 0) != schedule.chunks:
                 raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
     _ = schedule.in_one_order
-
-
-def _as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields the device and the action of each, after all that it needs; the devices take turns.
-
-    Raises:
-        ScheduleError: the actions that are left wait for one another in a circle; names them.
-    """
-    made: set[Need] = set()
-    left = list(map(deque, schedule.lanes))
-    moved = True
-    while moved:
-        moved = False
-        for device, lane in enumerate(left):
-            if lane and made.issuperset(needs_of(lane[0], schedule.stages)):
-                yield device, lane[0]
-                made.update(made_by(lane.popleft()))
-                moved = True
-    stuck = [lane[0] for lane in left if lane]
-    if stuck:
-        raise ScheduleError(
-            f"{schedule.name}: deadlock; waiting for one another: {', '.join(map(str, stuck))}"
-        )
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -21,11 +21,9 @@ which it passes on, outside of autograd, says its `Route` (see `links`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
 from hybridtrain.pipeline.links import Route, Step
@@ -63,13 +61,6 @@ class Wire(Protocol):
             action: a forward, a backward, or the first part of one.
             doing: notes that it waits.
         """
-
-
-@contextmanager
-def stage_thread() -> Iterator[None]:
-    """Lets this thread run stages: what layers stash and draw there is theirs."""
-    with skip_scope(None), ThreadDraws():
-        yield
 
 
 class Aborted(Exception):
@@ -110,7 +101,7 @@ class ActionRunner:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
     def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
-        """Executes `actions`, each with its lane, in this thread, which is inside `stage_thread`.
+        """Executes `actions`, each with its lane, in this thread.
 
         Raises:
             Aborted: another thread has failed.
@@ -118,7 +109,8 @@ class ActionRunner:
         """
         current: Action | None = None
         try:
-            with self._step.thread_state.applied():
+            # layers that stash something declare it, and get their own scope
+            with skip_scope(None), self._step.thread_state.applied():
                 for lane, action in actions:
                     if self.stopped:
                         break

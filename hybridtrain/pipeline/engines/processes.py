@@ -5,11 +5,11 @@ their messages to one another in the same order: they share a queue for each dir
 NCCL one for both. That order is the one over all processes that proves the schedule
 (`Schedule.in_one_order`). Each process goes through all of it:
 
-    in one order   F0@0     F0@1         F1@0     B0@1         F1@1     B0@0
-    process 0      F0 send               F1 send  [receive B0]          B0      stages 0, 2, ...
-    process 1      [receive F0]  F0      [rec. F1]  B0 send    F1               stages 1, 3, ...
+    in one order   F0@0        F0@1   F1@0        B0@1        B0@0   F1@1   ...
+    process 0      F0 send            F1 send     receive B0  B0             stages 0, 2, ...
+    process 1      receive F0  F0     receive F1  B0 send            F1      stages 1, 3, ...
 
-An action of its own it runs, and begins the send of what that makes. At an action of another
+Its own actions it runs, and begins the send of what each makes. At an action of another
 process that makes something for it, it begins to receive that, and goes on. So both ends of a
 message stand at one place of one order, and no two processes can wait for one another.
 
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.errors import SplitError
 from hybridtrain.launch import Lane, activity
-from hybridtrain.pipeline.engines.actions import ActionRunner, stage_thread
+from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link, Step, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
@@ -248,8 +248,7 @@ class ProcessEngine:
         wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            with stage_thread():
-                runner.run_actions(self._actions(schedule, wire), doing)
+            runner.run_actions(self._actions(schedule, wire), doing)
         except BaseException:  # the others wait for this process, and are ended by its failure
             for stage in self._stages.values():
                 stage.clear()

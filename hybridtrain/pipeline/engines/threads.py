@@ -40,7 +40,7 @@ from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Lane, activity, ends_at_once
 from hybridtrain.pipeline import transfer
-from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, stage_thread
+from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner
 from hybridtrain.pipeline.links import Link, Route, Step, routes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import sync_streams
@@ -150,7 +150,10 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - set(self._stages):
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
-        self._trial = None if self._gpus else ThreadTrial(tells=world.is_main)
+        # Not with replicas: two that have other numbers of micro-batches would take the last
+        # backwards of their stages in another order each, and wait for one another's all-reduce.
+        alone = world.replicas == 1 and not self._gpus
+        self._trial = ThreadTrial(tells=world.is_main) if alone else None
         self._inboxes: list[Inbox] = []
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
@@ -306,10 +309,9 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
     if (accelerator := accelerator_of(device)) is not None:
         accelerator.set_device(device)
-    with stage_thread():
-        while (run_lane := inbox.get()) is not None:
-            run_lane()
-            del run_lane  # or this frame would keep the step's activations until the next one
+    while (run_lane := inbox.get()) is not None:
+        run_lane()
+        del run_lane  # or this frame would keep the step's activations until the next one
 
 
 def _shut_down(inboxes: Sequence[Inbox]) -> None:
@@ -388,8 +390,7 @@ class InlineEngine:
         runner = ActionRunner(step, self._of_index, self._routes, QueueWire(self._stages))
         (doing,) = activity.begin_step(1)
         try:
-            with stage_thread():
-                runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
+            runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
         except BaseException:
             for stage in self._stages:
                 stage.clear()
