@@ -41,7 +41,6 @@ __all__ = [
     "StopRecomputation",
     "Store",
     "TCPStore",
-    "ThreadDraws",
     "TorchDispatchMode",
     "adds_up_gradients",
     "allow_recompilations",
@@ -66,7 +65,6 @@ __all__ = [
     "hooks_of",
     "is_traced",
     "loader_workers",
-    "lowered",
     "operator_overloads",
     "operator_schema",
     "run_backward",
@@ -230,16 +228,10 @@ _DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
 _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
 
-class _Thread(threading.local):
-    """The context of a thread's random operations."""
-
-    draws: ThreadDraws | None = None
-
-
-# Not kept in PyTorch's own thread-local state: that goes along into the works of process groups,
-# whose threads would need Python's lock to drop it, also while the interpreter ends.
-_own = _Thread()
-_active: dict[int, ThreadDraws] = {}
+# The innermost context of each thread, by its number. Not in PyTorch's own thread-local state: that
+# goes along into the works of process groups, whose threads would need Python's lock to drop it,
+# also while the interpreter ends.
+_active: dict[int, InterceptedDraws] = {}
 
 _known_operations: set[str] = set()
 _libraries: dict[str, torch.library.Library] = {}
@@ -279,10 +271,7 @@ def _intercept(name: str) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _set_draws_key(_DRAWS_KEY, False)
         try:
-            context = _context()
-            if context is None:
-                return operation(*args, **kwargs)
-            return context.draw(operation, args, kwargs)
+            return _context().draw(operation, args, kwargs)
         finally:
             _set_draws_key(_DRAWS_KEY, True)
 
@@ -291,11 +280,11 @@ def _intercept(name: str) -> None:
     _libraries[space].impl(operation, kernel, _DRAWS_NAME)
 
 
-def _context() -> InterceptedDraws | None:
-    if _own.draws is not None:
-        return _own.draws.context
+def _context() -> InterceptedDraws:
+    if (own := _active.get(threading.get_ident())) is not None:
+        return own
     # a thread that a layer has started, such as TorchScript's, has the key and no context
-    active = [one.context for one in list(_active.values()) if one.context is not None]
+    active = list(_active.values())
     if torch._C._current_graph_task_id() != -1:  # or it is autograd's, for a GPU
         active = [one for one in active if one.in_backward][:1]
     if len(active) == 1:
@@ -305,28 +294,6 @@ def _context() -> InterceptedDraws | None:
         "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
         "or set engine=distributed"
     )
-
-
-class ThreadDraws(AbstractContextManager[Any]):
-    """A context in which to enter and leave `InterceptedDraws` takes less time in this thread.
-
-    Attributes:
-        context: the innermost of them; None: random operations run as ever.
-    """
-
-    def __init__(self) -> None:
-        self.context: InterceptedDraws | None = None
-
-    def __enter__(self) -> None:
-        if not _libraries:
-            find_random_operations()
-        if _own.draws is None:
-            _own.draws = _active[threading.get_ident()] = self
-
-    def __exit__(self, *error: object) -> None:
-        if _own.draws is self:
-            _own.draws = None
-            del _active[threading.get_ident()]
 
 
 class InterceptedDraws(AbstractContextManager[Any]):
@@ -345,23 +312,22 @@ class InterceptedDraws(AbstractContextManager[Any]):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        thread, self._own_thread = _own.draws, None
-        if thread is None:
-            thread = self._own_thread = ThreadDraws()
-            thread.__enter__()
-        self._thread, self._outer = thread, thread.context
-        thread.context = self
+        if not _libraries:
+            find_random_operations()
+        thread = threading.get_ident()
+        self._outer = _active.get(thread)
+        _active[thread] = self
         if self._outer is None:  # the key may be on: another thread's, which has started this one
             self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
             _set_draws_key(_DRAWS_KEY, True)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.context = self._outer
-        if self._outer is None:
-            _set_draws_key(_DRAWS_KEY, self._was_on)
-        if self._own_thread is not None:
-            self._own_thread.__exit__()
+        if self._outer is not None:
+            _active[threading.get_ident()] = self._outer
+            return
+        _set_draws_key(_DRAWS_KEY, self._was_on)
+        del _active[threading.get_ident()]
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:
@@ -477,56 +443,6 @@ def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 # --- processes
-
-
-def lowered(
-    lanes: Sequence[Sequence[tuple[str, int, int]]], process_of: Callable[[int], int], stages: int
-) -> list[list[tuple[str, int, int]]]:
-    """Returns the actions of each process with its sends and receives between them.
-
-    `torch.distributed.pipelining.schedules._add_send_recv`, and the `_Action` that it works on: the
-    order in which PyTorch's own pipelines send and receive, alike in 2.11 and 2.15. Each receive is
-    put where its send is, in one order over all processes, so that none waits in a circle, also
-    where messages between two processes share one queue, as with NCCL.
-
-    Args:
-        lanes: for each process its actions, "F", "B", "I" or "W" of (stage, micro-batch).
-        process_of: which process has a stage.
-        stages: how many there are.
-
-    Returns:
-        for each process the actions, and among them "SEND_F", "SEND_B" of a stage and "RECV_F",
-        "RECV_B" to a stage.
-    """
-    # takes a second, which only those who need it should wait
-    from torch.distributed.pipelining import schedules
-
-    kinds = {
-        "F": schedules._ComputationType.FORWARD,
-        "B": schedules._ComputationType.FULL_BACKWARD,
-        "I": schedules._ComputationType.BACKWARD_INPUT,
-        "W": schedules._ComputationType.BACKWARD_WEIGHT,
-    }
-    names = {kind: name for name, kind in kinds.items()}
-    order = schedules._add_send_recv(
-        {
-            process: [schedules._Action(stage, kinds[kind], i) for kind, stage, i in lane]
-            for process, lane in enumerate(lanes)
-        },
-        process_of,
-        stages,
-    )
-    return [
-        [
-            (
-                names.get(action.computation_type) or action.computation_type.name,
-                int(action.stage_index),
-                int(action.microbatch_index or 0),
-            )
-            for action in order[process]
-        ]
-        for process in range(len(lanes))
-    ]
 
 
 def get_default_store() -> Store:

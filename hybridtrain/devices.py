@@ -1,6 +1,6 @@
-"""The devices of a process, and the backend that fits them.
+"""The devices of a process, the backend that fits them, and the memory that models take there.
 
-The memory of a stage, counted where the device itself cannot tell.
+The memory of a stage is counted where the device itself cannot tell.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """HybridModel: the user's module as a pipeline of stages, kept equal over the replicas.
 
-Messages for what one would do with an `nn.Module`, and a `HybridModel` does otherwise.
+Before the class stand the checks and messages for what one would do with an `nn.Module`, and a
+`HybridModel` does otherwise.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from hybridtrain.losses import (
     BatchWeight,
     CountedLoss,
     LossFn,
-    LossProof,
+    ModelLossProof,
+    OutputProof,
     StepWeights,
     can_be_copied,
+    is_of_model,
     kind_of,
     resolve,
     zero_of,
@@ -174,11 +177,6 @@ class StepLoss(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
-
-
-def no_item(index: Any) -> NoReturn:
-    """Raises a TypeError that says where to find a submodule."""
-    raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
 
 
 def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
@@ -456,7 +454,7 @@ class HybridModel:
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
-    ) -> LossProof | None:
+    ) -> OutputProof | None:
         """Returns what looks at the outputs of a first step with a loss; None if nothing must.
 
         All processes of a pipeline call it together: a loss of the model's own takes a forward.
@@ -466,9 +464,10 @@ class HybridModel:
         self._proven.add(kind)
         if not can_be_copied(loss):
             return None
-        proof = LossProof(loss, inputs, targets, sizes, warns=self.world.replica == 0)
-        if not proof.is_of_model:
-            return proof
+        warns = self.world.replica == 0
+        if not is_of_model(loss, targets):
+            return OutputProof(loss, inputs, targets, sizes, warns)
+        proof = ModelLossProof(loss, inputs, targets, sizes, warns)
         try:
             # without dropout, and without changes of running statistics
             with self.evaluating(), torch.no_grad():
@@ -771,7 +770,7 @@ class HybridModel:
         no_attribute(self.__dict__.get("net"), name)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        no_item(index)
+        raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
 
     def __reduce__(self) -> NoReturn:  # copy asks for it too
         raise TypeError(

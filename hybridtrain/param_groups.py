@@ -1,7 +1,4 @@
-"""Parameter groups by name patterns, and several optimizers as one.
-
-Patterns for the names of parameters.
-"""
+"""Parameter groups by patterns for the names of parameters, and several optimizers as one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Session: what a script needs of the processes, devices and stages, in one object.
 
-The objects that `Session.prepare` returns in the place of the user's.
+`Session.prepare` gives `PreparedModel`, `PreparedOptimizer`, `PreparedScheduler` and
+`PreparedLoader` in the place of a script's own objects. They share the `StepInUse`: the batches of
+an optimizer step, and how far the script's loop is in them.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from hybridtrain.microbatch import merge
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Monitors
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.step import OptimizerStep
+from hybridtrain.step import OptimizerStep, replay
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -139,14 +140,6 @@ class PreparedScheduler:
             self.scheduler.step()
             self.steps += 1
 
-    def catch_up(self, steps: int) -> None:
-        """Steps on to `steps`, whether or not the optimizer has stepped in between."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it has not
-            while self.steps < steps:
-                self.scheduler.step()
-                self.steps += 1
-
     def __getattr__(self, name: str) -> Any:
         return _attribute(self, "scheduler", name)
 
@@ -207,7 +200,8 @@ class PreparedLoader:
                     session.in_use = step = StepInUse(group, looping=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
-                        yield batch.inputs, session._on_output_device(batch.targets)
+                        targets = session.model.pipeline.to_output_device(batch.targets)
+                        yield batch.inputs, targets
                         if session.in_use is not step and session.in_use.looping:
                             raise BatchError(
                                 "two prepared loaders are read by one loop, and a step has the "
@@ -371,7 +365,6 @@ class Session:
         self.states: dict[str, Stateful] = {}
         self._max_skipped = max_skipped
         self._seed = seed
-        self._model: HybridModel | None = None
         self._before: set[int] = set()  # the module's parameters before it was prepared
         self._optimizer_step: OptimizerStep | None = None
         self._schedulers: list[PreparedScheduler] = []
@@ -405,14 +398,13 @@ class Session:
             if isinstance(each, DataLoader | TrainLoader | StreamLoader)
         }
         nets = [each for each in objects if isinstance(each, nn.Module)]
-        if len(nets) + (self._model is not None) > 1:
+        if len(nets) + (self._optimizer_step is not None) > 1:
             raise ConfigError("a Session prepares one model: wrap several in one module")
         if nets:
             if example_inputs is None and loaders:
                 example_inputs = self._example(next(iter(loaders.values())))
             self._before = {id(parameter) for parameter in nets[0].parameters()}
             hybrid = HybridModel(nets[0], self.world, self.options, example_inputs=example_inputs)
-            self._model = hybrid
             self._optimizer_step = OptimizerStep(hybrid, max_skipped=self._max_skipped)
         self._loaders += loaders.values()
         prepared = tuple(self._prepared(each, loaders) for each in objects)
@@ -458,9 +450,7 @@ class Session:
         Raises:
             ConfigError: none was.
         """
-        if self._model is None:
-            raise ConfigError("prepare() a model first, or together with its optimizer")
-        return self._model
+        return self._step.model
 
     @property
     def _step(self) -> OptimizerStep:
@@ -608,7 +598,8 @@ class Session:
         )
         if saved is not None:
             for scheduler, steps in zip(self._schedulers, self._schedule_steps(saved), strict=True):
-                scheduler.catch_up(steps)
+                replay(scheduler.scheduler, steps - scheduler.steps)
+                scheduler.steps = steps
         return saved is not None
 
     def save_state(self, directory: str | Path, keep: int | None = None) -> Path:
@@ -653,7 +644,7 @@ class Session:
     def close(self) -> None:
         """Closes the monitors and leaves the other processes; the session cannot be used again."""
         self._monitor.close()
-        self._model = self._optimizer_step = None
+        self._optimizer_step = None
         self.world.close()
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
@@ -666,9 +657,6 @@ class Session:
             self.in_use = outer
         elif not step.at_last:  # else its last batch may be used after the loop
             self.in_use = StepInUse()
-
-    def _on_output_device(self, targets: Any) -> Any:
-        return self.model.pipeline.to_output_device(targets)
 
     def _take(self, optimizer: Optimizer) -> None:
         """Has a prepared optimizer step; the first of several counts the step."""

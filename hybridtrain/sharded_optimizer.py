@@ -30,25 +30,23 @@ _PACKED_BYTES = 1 << 20
 
 
 class _Share(NamedTuple):
-    """A stage's parameters, the replica that updates each, and the bytes that each replica has.
-
-    Frozen parameters, which have no state yet, are spread by themselves.
-    """
+    """A stage's parameters, the replica that updates each, and the bytes that each replica has."""
 
     group: dist.ProcessGroup | None
     parameters: list[Parameter]
     owners: list[int]
     loads: list[int]
-    frozen_loads: list[int]
 
     def add(self, parameters: Sequence[Parameter]) -> None:
-        """Spreads `parameters`: the largest first, to the replica with the fewest bytes."""
-        for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):
-            loads = self.loads if parameter.requires_grad else self.frozen_loads
-            owner = loads.index(min(loads))
+        """Spreads `parameters`: the largest first, to the replica with the fewest bytes.
+
+        Frozen ones come last, since they have no state yet.
+        """
+        for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.nbytes)):
+            owner = self.loads.index(min(self.loads))
             self.parameters.append(parameter)
             self.owners.append(owner)
-            loads[owner] += parameter.nbytes
+            self.loads[owner] += parameter.nbytes
 
 
 class ReplicaShares:
@@ -76,8 +74,7 @@ class ReplicaShares:
         for index, of_stage in by_stage.items():
             if index not in self._shares:
                 group = model.pipeline.groups[index]
-                none = [0] * model.world.replicas
-                self._shares[index] = _Share(group, [], [], none, list(none))
+                self._shares[index] = _Share(group, [], [], [0] * model.world.replicas)
             self._shares[index].add(of_stage)
         self._own = {
             id(parameter)

@@ -70,13 +70,6 @@ class Compared:
         if difference > self.largest:
             self.largest, self.where = difference, name
 
-    def join(self, other: Compared) -> None:
-        """Counts the tensors of another process."""
-        self.tensors += other.tensors
-        self.bitwise += other.bitwise
-        if other.largest > self.largest:
-            self.largest, self.where = other.largest, other.where
-
 
 @dataclass
 class Verification:
@@ -273,7 +266,8 @@ class _Comparison:
         remove_aliases(net)
         self._net = net.to(self._device)
         self._tolerance = TOLERANCES[model.options.precision]
-        self._kinds: dict[str, Compared] = {}
+        # the kind of each tensor, its name and the difference
+        self._compared: list[tuple[str, str, float]] = []
         self._first: str | None = None
 
     def state(self) -> None:
@@ -300,11 +294,10 @@ class _Comparison:
     def result(self, title: str) -> Verification:
         """Returns what all processes have found; a collective call."""
         kinds: dict[str, Compared] = {}
-        for rank, own in enumerate(self._world.gather(self._kinds)):
-            for kind, compared in own.items():
-                if self._world.size > 1 and compared.where:
-                    compared.where += f" on rank {rank}"
-                kinds.setdefault(kind, Compared()).join(compared)
+        for rank, own in enumerate(self._world.gather(self._compared)):
+            on_rank = f" on rank {rank}" if self._world.size > 1 else ""
+            for kind, name, difference in own:
+                kinds.setdefault(kind, Compared()).add(name + on_rank, difference)
         model, reasons = self._model, []
         if model.pipeline.has_ties:
             reasons.append("stages share a parameter, and add its gradients up at the end")
@@ -489,11 +482,10 @@ class _Comparison:
 
     @property
     def _differs(self) -> bool:
-        return any(found.largest > self._tolerance for found in self._kinds.values())
+        return any(difference > self._tolerance for _, _, difference in self._compared)
 
     def _add(self, kind: str, name: str, mine: Any, theirs: Any, least: float = 0.0) -> None:
-        compared = self._kinds.setdefault(kind, Compared())
-        compared.add(name, _difference(mine, theirs, least))
+        self._compared.append((kind, name, _difference(mine, theirs, least)))
 
 
 def _difference(mine: Any, theirs: Any, least: float = 0.0) -> float:

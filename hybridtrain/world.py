@@ -148,10 +148,7 @@ class World:
             raise WorldError(launch.problem)
         if nb_part is None:
             nb_part = launch.nb_part
-        check_nb_part(nb_part)
-        per_replica = nb_part if engine == "distributed" else 1
-        _check_shape(launch.size, per_replica, inner)
-        own = choose_devices(nb_part // per_replica, devices, launch, torch.cuda.device_count())
+        per_replica, own = _shape(launch, nb_part, devices, engine, inner)
         chosen = choose_backend(backend, own)
         end_with_parent()
         world = cls(
@@ -183,11 +180,7 @@ class World:
         Raises:
             WorldError: the devices or the number of processes do not fit.
         """
-        check_nb_part(nb_part)
-        per_replica = nb_part if self.engine == "distributed" else 1
-        _check_shape(self.size, per_replica, self.inner)
-        launch = detect(os.environ)
-        own = choose_devices(nb_part // per_replica, devices, launch, torch.cuda.device_count())
+        per_replica, own = _shape(detect(os.environ), nb_part, devices, self.engine, self.inner)
         if own[0].type == "cuda":
             torch.cuda.set_device(own[0])
         divided = replace(self, devices=own, processes_per_replica=per_replica)
@@ -461,7 +454,12 @@ class World:
         )
 
 
-def _check_shape(size: int, per_replica: int, inner: str) -> None:
+def _shape(
+    launch: Launch, nb_part: int, devices: DeviceSpec, engine: str, inner: str
+) -> tuple[int, tuple[torch.device, ...]]:
+    """Returns the number of processes of a replica, and the devices of this one."""
+    check_nb_part(nb_part)
+    per_replica, size = nb_part if engine == "distributed" else 1, launch.size
     if inner not in ("pp", "dp"):
         raise WorldError(f"inner={inner} is unknown; it is pp or dp")
     if size % per_replica:
@@ -470,6 +468,8 @@ def _check_shape(size: int, per_replica: int, inner: str) -> None:
             f"nb_part={per_replica} processes: start a multiple of {per_replica}, or set "
             f"engine=local"
         )
+    gpus = torch.cuda.device_count()
+    return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)
 
 
 def _join(

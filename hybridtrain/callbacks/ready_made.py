@@ -1,12 +1,7 @@
-"""Early stopping.
+"""The callbacks of this project, which a config has by name.
 
-Callbacks that add to the log: gradient norms of parts, and learning rates of all groups.
-
-The weights of the best evaluations, as files.
-
-Parameters that are trained in a part of the run only.
-
-A moving average of the weights.
+They end a run early (`EarlyStopping`), keep weights (`BestWeights`, `EMA`), freeze parameters for a
+part of a run (`Freeze`), and add to the log (`GradientNorms`, `LearningRates`).
 """
 
 from __future__ import annotations
@@ -131,15 +126,10 @@ class GradientNorms(Callback):
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """Adds the norms; parts that several processes share are put together."""
+        own = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
         squares: dict[str, float] = {}
-        own = {part: float(norm) ** 2 for part, norm in self._norms.items()}
-        world = trainer.world
-        found = [own]
-        if world.pipeline_group is not None:
-            found = world.gather(own if world.replica == 0 else {})
-        for each in found:
-            for part, square in each.items():
-                squares[part] = squares.get(part, 0.0) + square
+        for part, square in trainer.model.pipeline.gather(own):
+            squares[part] = squares.get(part, 0.0) + square
         values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})
 
 
@@ -381,12 +371,10 @@ class EMA(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the average of all stages; with stages in several processes it is gathered."""
         assert self._model is not None
-        world = self._model.world
         average = self.average()
-        if world.pipeline_group is not None:
-            own = {name: value.cpu() for name, value in average.items()}
-            found = world.gather(own if world.replica == 0 else {})
-            average = {name: value for part in found for name, value in part.items()}
+        if self._model.world.pipeline_group is not None:  # the CPU's tensors travel
+            own = [(name, value.cpu()) for name, value in average.items()]
+            average = dict(self._model.pipeline.gather(own))
         return {"average": average, "updates": self._updates, "evaluates": self._evaluates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,10 +1,11 @@
 """Any `nn.Module` as a chain of layers: the elements of a Sequential, or segments of a graph.
 
-chain              a module as a chain of layers; layer, segment: one of them
-tracer, exporter   a forward as a graph, by torch.fx or torch.export; traced_graph: what both give
+chain              a module as a chain of layers
+segment            a layer, and one that is a part of a graph
+tracer, exporter   a forward as a graph, by torch.fx or torch.export
+traced_graph       what both give, and what must not be frozen into it
 mode_graphs        one graph for training and one for evaluation, and what they depend on
 call_signature     a batch as the arguments of a forward
-frozen             what changes from call to call, and must not be frozen
 """
 
 from hybridtrain.graph.call_signature import CallSignature

@@ -1,4 +1,7 @@
-"""Segments of a traced graph, each a layer with its own graph.
+"""The layers of a chain, and those that are segments of a traced graph.
+
+A chain is an ordered list of `Layer`s, each with its name in the user's model: the elements of an
+`nn.Sequential`, or the `Segment`s that `cut` makes of a graph.
 
 Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
 that a later segment needs has a name, by which it skips the segments between: an earlier segment
@@ -7,8 +10,6 @@ stashes it, and a later one pops it (see `hybridtrain.skip`).
 Such a value begins a new autograd graph, and the tensor that it is a view of does not come along.
 So a change in place of a view must stay with the tensor that is viewed. A buffer that one segment
 changes and another one reads must not be used by two threads at a time.
-
-A model as an ordered list of layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A module's forward as a graph, and the tools of both tracers that record one.
-
-Finds what a graph would freeze: random choices, clocks, and values that change between calls.
+"""A module's forward as a graph, and what both tracers need that record one.
 
 A graph holds the numbers that the forward computed while it was traced. A number from Python's or
 NumPy's generators, from a clock, or from a counter is another one at the next call, and a branch
@@ -247,35 +245,13 @@ class Generators:
         try:
             yield
             if self.states() != before:
-                raise Untraceable("draws a random number outside PyTorch, which a graph would keep")
+                raise Untraceable(
+                    "draws a random number outside PyTorch, which a graph would keep: a generator "
+                    "that the model holds has moved"
+                )
         finally:
             for (_, write), state in zip(self._generators, before, strict=True):
                 write(pickle.loads(state))
-
-    @contextmanager
-    def watched(self) -> Iterator[list[str]]:
-        """Yields a list that gets the user's line that draws first; slow."""
-        found: list[str] = []
-        states = self.states()
-        last: FrameType | None = None
-        number = 0
-
-        def look(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal last, number
-            if not is_user_code(frame):
-                return None
-            if event in ("line", "return") and not found:
-                if last is not None and self.states() != states:
-                    found.append(line_of(last, number))
-                last, number = frame, frame.f_lineno
-            return look
-
-        before = sys.gettrace()
-        sys.settrace(look)
-        try:
-            yield found
-        finally:
-            sys.settrace(before)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -143,12 +143,6 @@ class _Tracer(fx.Tracer):
         try:
             with _guards(self, module):
                 graph = self.trace(module)
-        except Untraceable as error:
-            if not user_line(error).endswith(f": {error}"):  # the generators have moved unseen
-                with suppress(Exception), _guards(self, module), self.generators.watched() as found:
-                    self.trace(module)
-                error.place = "".join(found)
-            raise
         finally:
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}

@@ -16,7 +16,13 @@ from hybridtrain.losses.by_name import (
     nll,
 )
 from hybridtrain.losses.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
-from hybridtrain.losses.proof import LossProof, can_be_copied, kind_of
+from hybridtrain.losses.proof import (
+    ModelLossProof,
+    OutputProof,
+    can_be_copied,
+    is_of_model,
+    kind_of,
+)
 from hybridtrain.losses.transformers_counts import count_of_output
 from hybridtrain.losses.weights import BatchWeight, StepWeights
 from hybridtrain.metrics import IGNORED
@@ -28,14 +34,16 @@ __all__ = [
     "BatchWeight",
     "CountedLoss",
     "LossFn",
-    "LossProof",
     "MeanLoss",
+    "ModelLossProof",
+    "OutputProof",
     "StepWeights",
     "SumLoss",
     "accuracy",
     "can_be_copied",
     "count_of_output",
     "cross_entropy",
+    "is_of_model",
     "kind_of",
     "model_output",
     "mse",

@@ -24,7 +24,7 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +61,61 @@ def _code_of(function: Any) -> Hashable:
     return code
 
 
-class LossProof:
-    """Compares the loss of some samples of a batch with those of two parts of them.
+def is_of_model(loss: CountedLoss, targets: Any) -> bool:
+    """Returns whether a loss comes out of the model, so that its output has no samples to cut."""
+    has_counts = not (loss.is_sum or loss.counts_samples)
+    return loss.function is model_output or (targets is None and has_counts)
 
-    The head of the training step calls `look`. The output of a loss that comes out of the model has
-    no samples to cut: for it alone, `inputs` are the micro-batches of a forward that ends with
-    `head`.
+
+class _Samples(NamedTuple):
+    """Some samples of a batch, in two parts.
+
+    Attributes:
+        start: the first of them.
+        sizes: of the parts.
+        counts: of the parts.
+        microbatches: those that have them.
+    """
+
+    start: int
+    sizes: Sequence[int]
+    counts: Sequence[float]
+    microbatches: range
+
+    def of(self, batch: Any, batch_size: int) -> list[Any]:
+        """Returns these samples of a batch: together, and in two parts."""
+        samples = sum(self.sizes)
+        both = split(batch, [self.start, samples, batch_size - self.start - samples])[1]
+        return [both, *split(both, self.sizes)]
+
+
+def _of_first(sizes: Sequence[int]) -> _Samples:
+    """Returns all samples of the first micro-batches, of these sizes, whose counts they are."""
+    halves = _halves(sum(sizes))
+    return _Samples(0, halves, halves, range(len(sizes)))
+
+
+def _telling(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) -> _Samples:
+    """Returns the samples of a micro-batch, or of two of one sample, that tell most of a count."""
+    # each micro-batch in two parts; one of a single sample stays whole
+    parts = [part for size in sizes for part in _halves(size) if part]
+    microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
+    has_counts = not (loss.is_sum or loss.counts_samples)
+    counts = copied_to_host(loss.counts(inputs, targets, parts))() if has_counts else parts
+
+    def unevenness(first: int) -> tuple[bool, float]:
+        (a, b), (size_a, size_b) = counts[first : first + 2], parts[first : first + 2]
+        return bool(a and b), abs(a / size_a - b / size_b) / (a + b) if a + b else -1.0
+
+    pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
+    first = max(pairs or range(len(parts) - 1), key=unevenness)
+    two = slice(first, first + 2)
+    within = range(microbatch[first], microbatch[first + 1] + 1)
+    return _Samples(sum(parts[:first]), parts[two], counts[two], within)
+
+
+class ModelLossProof:
+    """Compares a loss that comes out of the model, by a forward of some samples and of their parts.
 
     Args:
         loss: of the step.
@@ -76,44 +125,44 @@ class LossProof:
         warns: whether this process says what is only a warning.
 
     Attributes:
-        inputs: both parts together, and each of them.
-        is_of_model: whether the loss comes out of the model.
+        inputs: the micro-batches of the forward, which ends with `head`.
     """
 
     def __init__(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warns: bool
     ) -> None:
-        self._loss, self._warns, self._chunk_sizes = loss, warns, sizes
-        has_counts = not (loss.is_sum or loss.counts_samples)
-        self.is_of_model = loss.function is model_output or (targets is None and has_counts)
-        self._batch_targets = targets
-        self._outputs: list[Any] = []
-        self._values: list[Tensor] = []
-        self._copy: Any = None
-        self._half = False
-        # each micro-batch in two parts; one of a single sample stays whole
-        parts = [part for size in sizes for part in _halves(size) if part]
-        microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
-        counts = copied_to_host(loss.counts(inputs, targets, parts))() if has_counts else parts
+        samples = _telling(loss, inputs, targets, sizes)
+        self.inputs = samples.of(inputs, sum(sizes))
+        self._values = _Values(loss, samples, samples.of(targets, sum(sizes)), warns)
 
-        def unevenness(first: int) -> tuple[bool, float]:
-            (a, b), (size_a, size_b) = counts[first : first + 2], parts[first : first + 2]
-            return bool(a and b), abs(a / size_a - b / size_b) / (a + b) if a + b else -1.0
+    def head(self, number: int, output: Any) -> HeadOutput:
+        """Takes the output for one of `inputs`.
 
-        pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
-        first = max(pairs or range(len(parts) - 1), key=unevenness)
-        self._sizes, self._counts = parts[first : first + 2], counts[first : first + 2]
-        self._microbatches = range(microbatch[first], microbatch[first + 1] + 1)
-        self.inputs = self._samples(inputs, sum(parts[:first]))
-        self._targets = self._samples(targets, sum(parts[:first]))
-        if loss.counts_samples:
-            self._microbatches = range(len(sizes))
+        Raises:
+            ConfigError: the loss is not what it is said to be.
+        """
+        self._values.add(number, output)
+        return HeadOutput(None)
 
-    def _samples(self, batch: Any, start: int) -> list[Any]:
-        """Returns the samples from `start` on, together and in two parts."""
-        samples = sum(self._sizes)
-        both = split(batch, [start, samples, sum(self._chunk_sizes) - start - samples])[1]
-        return [both, *split(both, self._sizes)]
+
+class OutputProof:
+    """Compares the loss of outputs of the training step, whose head calls `look`.
+
+    Args:
+        loss: of the step.
+        inputs: of the batch.
+        targets: of the batch.
+        sizes: of its micro-batches; two samples or more.
+        warns: whether this process says what is only a warning.
+    """
+
+    def __init__(
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warns: bool
+    ) -> None:
+        self._loss, self._targets, self._sizes, self._warns = loss, targets, sizes, warns
+        plain = loss.counts_samples
+        self._samples = _of_first(sizes) if plain else _telling(loss, inputs, targets, sizes)
+        self._outputs: list[Any] | None = []  # None: they cannot be cut, or the proof is done
 
     def look(self, microbatch: int, output: Any) -> None:
         """Looks at the output of a micro-batch of the training step.
@@ -121,38 +170,56 @@ class LossProof:
         Raises:
             ConfigError: the loss is not what it is said to be.
         """
-        if microbatch not in self._microbatches:
+        if self._outputs is None or microbatch not in self._samples.microbatches:
             return
         tensors = _tensors_of(output)
-        if any(not t.dim() or t.shape[0] != self._chunk_sizes[microbatch] for t in tensors):
-            self._microbatches = range(0)  # not cut along its samples
+        if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
+            self._outputs = None  # not cut along its samples
             return
         self._outputs.append(map_tensors(_single, output))
-        if self._loss.counts_samples:
-            samples = sum(self._chunk_sizes[: microbatch + 1])
-            kept = len(self._outputs) * sum(t.nbytes for t in tensors)
-            if samples > 1 and kept > _KEPT_BYTES:
-                self._microbatches = range(microbatch + 1)
-            self._sizes = self._counts = _halves(samples)
-        if microbatch + 1 < self._microbatches.stop:
+        seen = self._sizes[: microbatch + 1]
+        kept = len(self._outputs) * sum(t.nbytes for t in tensors)
+        if self._loss.counts_samples and sum(seen) > 1 and kept > _KEPT_BYTES:
+            self._samples = _of_first(seen)
+        if microbatch + 1 < self._samples.microbatches.stop:
             return
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs, None
         try:
             both = merge(outputs)
         except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
             return
-        if self._loss.counts_samples:
-            self._targets = self._samples(self._batch_targets, 0)
+        targets = self._samples.of(self._targets, sum(self._sizes))
+        values = _Values(self._loss, self._samples, targets, self._warns)
         with torch.autocast(_device_of(tensors).type, enabled=False):
-            for number, part in enumerate([both, *split(both, self._sizes)]):
+            for number, part in enumerate([both, *split(both, self._samples.sizes)]):
                 # a copy: a loss may work in place
-                self.head(number, map_tensors(torch.clone, part))
+                values.add(number, map_tensors(torch.clone, part))
 
-    def head(self, number: int, output: Any) -> HeadOutput:
-        """Calls a copy of the loss for both parts together (0), or for one of them.
+
+class _Values:
+    """The values of a loss for some samples, and for two parts of them.
+
+    Args:
+        loss: of the step.
+        samples: the samples.
+        targets: theirs: together, and in two parts.
+        warns: see `OutputProof`.
+    """
+
+    def __init__(
+        self, loss: CountedLoss, samples: _Samples, targets: Sequence[Any], warns: bool
+    ) -> None:
+        self._loss, self._targets, self._warns = loss, targets, warns
+        self._sizes, self._counts = samples.sizes, samples.counts
+        self._values: list[Tensor] = []
+        self._copy: Any = None
+        self._half = False
+
+    def add(self, number: int, output: Any) -> None:
+        """Calls a copy of the loss for both parts (0), or for one; compares after the last.
 
         Raises:
-            ConfigError: as of `look`.
+            ConfigError: the loss is not what it is said to be.
         """
         tensors = _tensors_of(output)
         device = _device_of(tensors)
@@ -164,7 +231,6 @@ class LossProof:
                 self._call(output, self._targets[number], device)
         if len(self._values) == 3:
             self._judge()
-        return HeadOutput(None)
 
     def _call(self, output: Any, targets: Any, device: torch.device) -> None:
         gpus = [device] if device.type == "cuda" else []

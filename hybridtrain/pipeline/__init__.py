@@ -1,19 +1,22 @@
 """The pipeline: a batch in micro-batches, a schedule as data, and the engine that executes it.
 
-pipeline           the stages of this process; placement puts layers on their devices
-stage              layers on a device, and what they keep between forward and backward
-boundary           what comes into a stage as a leaf, and leaves it detached
-split_backward     a backward in two parts: to the input, and to the weights
-layer_runner       runs the layers: seeded, checkpointed, with errors that name them
-layer_rng          the random numbers of a layer; layer_state: what a forward changes in it
-links              what crosses a border, and what a stage passes on; transfer, messages
-engines            who runs which actions in which order, over one of two wires
-reducer            one stage's DDP, told when to average; gradients: norm and fp16 scale
-ties, batch_norm, activation_checkpoint, compilation
-process_checks     do all processes have the same batch, the same weights?
-own_stages         the part of a model that a process constructs
-model_watch        a model that was changed after wrapping
-timeline           when each action ran, in all processes
+pipeline               the stages of this process, and what concerns the whole model
+placement              makes the stages: layers on their devices, with links, ties and reducers
+own_stages             a process's part of a model; do the processes agree?
+stage                  layers on a device, and what they keep between forward and backward
+boundary               what comes into a stage as a leaf, and leaves it detached
+split_backward         a backward in two parts: to the input, and to the weights
+layer_runner           runs the layers: seeded, recomputed, compiled, with errors that name them
+layer_rng              the random numbers of a layer
+layer_state            what a forward changes in its layer
+activation_checkpoint  what a backward recomputes
+links                  what crosses a border, and what a stage passes on; steps and engines
+engines/               who runs which actions in which order, over one of two wires
+transfer, messages     values on their way to another device, to another process
+reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
+ties, batch_norm       parameters of several stages; statistics of several micro-batches
+model_watch            a model that was changed after wrapping
+timeline               when each action ran, in all processes
 """
 
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm

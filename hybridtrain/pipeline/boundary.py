@@ -10,8 +10,7 @@ begin a graph of the stage's own, so that its backward is a separate call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from itertools import combinations
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -254,40 +253,18 @@ def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
     """
     if changer is None or (len(values) == 1 and type(values[0]) is Tensor):
         return
-    by_memory: dict[int, dict[int, Tensor]] = {}
+    by_memory: dict[int, Tensor] = {}
     for leaf in tree_flatten(values)[0]:
-        if isinstance(leaf, Tensor):
-            by_memory.setdefault(_memory_of(leaf), {})[id(leaf)] = leaf
-    for tensors in by_memory.values():
-        for one, other in combinations(tensors.values(), 2):
-            if one.dtype != other.dtype or _overlap(_place_of(one), _place_of(other)):
-                raise SplitError(
-                    f"tensors of shapes {tuple(one.shape)} and {tuple(other.shape)} have memory in "
-                    f"common and are given to layer {changer!r}, which works in place, over a cut "
-                    f"or to be recomputed, where each has its own: return a copy of one of them "
-                    f"(.clone()), set inplace=False, or cut elsewhere"
-                )
-
-
-# Where the elements of a tensor lie: the number in its memory, its shape, strides and offset.
-_Place = tuple[int, tuple[int, ...], tuple[int, ...], int]
-
-
-def _place_of(tensor: Tensor) -> _Place:
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    # an expanded dimension has one element
-    shape = [
-        n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    return size, tuple(shape), tensor.stride(), int(tensor.storage_offset())
-
-
-@lru_cache(maxsize=64)
-def _overlap(one: _Place, other: _Place) -> bool:
-    """Returns whether two tensors in one memory have elements in common; halves have none."""
-    memory = torch.zeros(one[0], dtype=torch.bool)
-    memory.as_strided(*one[1:]).fill_(True)
-    return bool(memory.as_strided(*other[1:]).any())
+        if not isinstance(leaf, Tensor):
+            continue
+        other = by_memory.setdefault(_memory_of(leaf), leaf)
+        if other is not leaf:
+            raise SplitError(
+                f"tensors of shapes {tuple(other.shape)} and {tuple(leaf.shape)} have memory in "
+                f"common and are given to layer {changer!r}, which works in place, over a cut or "
+                f"to be recomputed, where each has its own: return a copy of one of them "
+                f"(.clone()), set inplace=False, or cut elsewhere"
+            )
 
 
 def _memory_of(tensor: Tensor) -> int:

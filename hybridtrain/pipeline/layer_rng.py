@@ -31,7 +31,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -91,10 +91,6 @@ class LayerRNG:
         if self.looks_apart:
             self._unseen.update(range(len(self._units)))
 
-    def look_again(self, layer: int) -> None:
-        """Looks at the compiled `layer` before its next run in training."""
-        self._unseen.add(layer)
-
     def end_step(self) -> None:
         """Moves to the next step."""
         self.step += 1
@@ -115,7 +111,7 @@ class LayerRNG:
         if layer in self._seen:
             self._drawing.add(layer)
 
-    def seeded(self, microbatch: int) -> LayerDraws:
+    def seeded(self, microbatch: int) -> _SeededDraws | _NotSeeded:
         """Returns a context in which the random operations of layers are seeded by place."""
         if not self.active:
             return _NOT_SEEDED
@@ -187,23 +183,13 @@ _CPU_GENERATOR = torch.default_generator
 default_generator_lock = threading.Lock()
 
 
-class LayerDraws(Protocol):
-    """A context around the runs of layers on one micro-batch."""
-
-    def at(self, layer: int) -> None:
-        """Notes that `layer` is run from now on."""
-
-    def __enter__(self) -> LayerDraws: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
 class _NotSeeded:
     """The context of an evaluation: random operations draw as ever."""
 
     def at(self, layer: int) -> None:
-        """See `LayerDraws`."""
+        """See `_SeededDraws`."""
 
-    def __enter__(self) -> LayerDraws:
+    def __enter__(self) -> _NotSeeded:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -214,7 +200,7 @@ _NOT_SEEDED = _NotSeeded()
 
 
 class _SeededDraws(InterceptedDraws):
-    """Seeds the random operations of layers that run on one micro-batch; a `LayerDraws`.
+    """A context that seeds the random operations of layers that run on one micro-batch.
 
     Args:
         rng: is told of them.
@@ -231,7 +217,7 @@ class _SeededDraws(InterceptedDraws):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def at(self, layer: int) -> None:
-        """See `LayerDraws`."""
+        """Notes that `layer` is run from now on."""
         self._layer = layer
         self._operations = 0
         rng = self._rng
@@ -297,7 +283,7 @@ class _OwnDraws(_SeededDraws):
         super().__init__(rng, microbatch)
         self._own = own
 
-    def __enter__(self) -> LayerDraws:
+    def __enter__(self) -> _OwnDraws:
         self._found = self._own.initial_seed(), self._own.get_offset()
         self._own.manual_seed(0)  # at the offset 0: nothing is drawn yet
         super().__enter__()
@@ -311,7 +297,7 @@ class _OwnDraws(_SeededDraws):
         self._own.set_offset(offset)
 
     def at(self, layer: int) -> None:
-        """See `LayerDraws`."""
+        """See `_SeededDraws`."""
         self._note_unseen()
         self._own.manual_seed(self._rng.seed_of_unseen(layer, self._microbatch))
         super().at(layer)

@@ -1,9 +1,8 @@
-"""Running a stage's layers on one micro-batch: seeded, checkpointed, with errors that name them.
+"""Running a stage's layers on one micro-batch: seeded, recomputed, compiled, with named errors.
 
-Layers under torch.compile.
-
-A layer that draws random numbers in training runs plainly there, since compiled code draws others
-(Inductor makes its own kernels): the masks would be those of a run with `compile=False` no more.
+A layer that draws random numbers in training runs plainly under torch.compile too, since compiled
+code draws others (Inductor makes its own kernels): the masks would not be those of a run with
+`compile=False`.
 """
 
 from __future__ import annotations
@@ -43,37 +42,6 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
             module.compile(dynamic=dynamic)
         else:
             compile_module(module, dynamic=dynamic)
-
-
-class LayerSettings:
-    """Notices layers that were set otherwise, by the numbers and flags of their modules.
-
-    Whether a layer draws depends on them: the rate of a dropout, the mode of one module. What it
-    reads elsewhere, in a global or inside an object that is an attribute, is seen once it draws.
-
-    Args:
-        layers: the layers.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._places = [_settings_of(layer) for layer in layers]
-        self._values = [_read(places) for places in self._places]
-
-    def changed(self) -> list[int]:
-        """Returns the numbers of the layers that were set otherwise since the last call."""
-        values = [_read(places) for places in self._places]
-        numbers = [n for n, own in enumerate(values) if own != self._values[n]]
-        self._values = values
-        return numbers
-
-
-def _settings_of(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    tables = [vars(module) for module in layer.modules()]
-    return [(table, key) for table in tables for key in table if type(table[key]) in (bool, float)]
-
-
-def _read(places: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:
-    return [table.get(key) for table, key in places]
 
 
 def run_plainly(module: nn.Module, value: Any) -> Any:

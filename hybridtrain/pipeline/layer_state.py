@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -77,9 +77,6 @@ class LayerState:
             isinstance(part, torch.jit.ScriptModule | GraphModule | Segment) or _is_of_torch(part)
             for part in self._parts
         ]
-        self._norms = {
-            part for part in self._parts if isinstance(part, _NormBase) and _is_of_torch(part)
-        }
         self._mutated: set[_Place] = set()  # that a forward has changed
         self._is_first = True
 
@@ -87,7 +84,7 @@ class LayerState:
     def of(self, snapshots: dict[int, Snapshot], index: int) -> Iterator[None]:
         """Surrounds a forward: the first saves `snapshots[index]`, the second runs from it."""
         if index in snapshots:
-            with _restored(snapshots[index]), _copied_statistics(self._norms):
+            with _restored(snapshots[index]):
                 yield
             return
         snapshot = self._save(self._is_first)
@@ -112,9 +109,12 @@ class LayerState:
         snapshot = Snapshot([], {}, [])
         containers: dict[int, Any] = {}  # what is at two places has one copy
         for number, part in enumerate(self._parts):
-            held: list[tuple[str, _Holder]] = [("parameter", part._parameters)]
-            if everything or part not in self._norms:
-                held.append(("buffer", part._buffers))
+            held: list[tuple[str, _Holder]] = [
+                ("parameter", part._parameters),
+                ("buffer", part._buffers),
+            ]
+            # running statistics change without a new version
+            changing = "buffer" if isinstance(part, _NormBase) and part.training else ""
             if not self._quiet[number] or part._forward_pre_hooks or part._forward_hooks:
                 held.append(("attribute", vars(part)))
             for kind, holder in held:
@@ -135,7 +135,7 @@ class LayerState:
                         values[name] = value.detach()
                     else:
                         snapshot.versions.append((place, value, value._version))
-                        if everything or place in self._mutated:
+                        if everything or kind == changing or place in self._mutated:
                             if id(value) not in snapshot.copies:
                                 saved = _Copy(value, value.detach().clone())
                                 snapshot.copies[id(value)] = saved
@@ -198,20 +198,6 @@ def _restored(snapshot: Snapshot) -> Iterator[None]:
             _put(holder, name, now)
 
 
-@contextmanager
-def _copied_statistics(norms: Iterable[_NormBase]) -> Iterator[None]:
-    """Lets norms update copies of their statistics, which their output in training is not of."""
-    present = [(n, dict(n._buffers)) for n in norms if n.training and n.track_running_stats]
-    for norm, buffers in present:
-        # not None, which would save fewer tensors than the first run did
-        norm._buffers.update({k: None if b is None else b.clone() for k, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in present:
-            norm._buffers.update(buffers)
-
-
 def _changes(snapshot: Snapshot) -> Iterator[tuple[_Holder, str, Any, Any]]:
     """Yields what is another object or has other contents: holder, name, now and before."""
     for holder, values in snapshot.holders:
@@ -248,11 +234,8 @@ def _tensors_in(container: Any) -> list[Tensor]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    # as bytes, so that a NaN equals itself
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.is_meta:  # another process has it, and an alias stands for it
-        return other.is_meta
+    if one.shape != other.shape or one.is_meta:  # another process has it
+        return one.is_meta
     return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
 
 

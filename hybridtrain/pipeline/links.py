@@ -1,13 +1,16 @@
-"""The links between stages, and how their values travel: border by border, from stage to stage.
+"""The links between stages, whose values cross borders, and the steps that an engine runs.
+
+A value goes from a stage to the next border by border, also one that skips stages:
 
     border 0|1            border 1|2            border 2|3
     output of 0      -->  output of 1      -->  output of 2
     "a", 0 to 3      -->  "a"              -->  "a"
 
 All that crosses a border for a micro-batch is one message: for each link over it the link's values,
-or their gradients. A stage takes what is for it, and passes the rest on.
+or their gradients. A stage takes what is for it, and passes the rest on, as its `Route` says.
 
-The interface between a pipeline and the engine that executes its steps.
+An `Engine` runs a `Step`: a schedule, a source of the first stage's inputs, and a head that ends
+the forward at the last stage.
 """
 
 from __future__ import annotations
@@ -191,8 +194,4 @@ class Engine(Protocol):
                 notes that name the layer, the stage and the micro-batch. The engine can run the
                 next step.
         """
-        ...
-
-    def forget(self) -> None:
-        """Forgets what it has learned from earlier steps: other parameters are trained now."""
         ...

@@ -1,6 +1,6 @@
-"""The part of a model that a process has when stages are in several processes.
+"""The part of a model that a process has, and checks that the processes agree on what they have.
 
-A model is constructed in three steps, none of which holds the whole of it:
+Where stages are in several processes, none of these steps holds the whole model:
 
     rank 0       build() without values  ->  plan, which all processes receive
     each process build() without values  ->  the layers of the plan  ->  the names that it owns
@@ -8,14 +8,11 @@ A model is constructed in three steps, none of which holds the whole of it:
 
 Layers that are measured for the plan have random values, one layer at a time.
 
-Checks that the processes agree: on a batch, on the weights, and on what is trained.
-
-The first stage of a pipeline takes the inputs and the last one the targets. Batches that differ, as
-those of a sampler that divides the samples over all processes, would train on wrong pairs without a
-word.
-
-The weights of replicas begin equal, and averaged gradients keep them equal, to the last bit. A
-replica that leaves out an optimizer step, or changes a weight by itself, would go on unnoticed.
+Three checks find what would train on wrongly without a word. The first stage takes the inputs and
+the last one the targets, so the processes of a pipeline must be given one batch (`BatchCheck`). The
+weights of replicas begin equal, and averaged gradients keep them equal to the last bit, unless a
+replica leaves out a step or changes a weight by itself (`check_replicas`). And all must freeze the
+same parameters before the same step (`check_frozen_alike`).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,29 +117,22 @@ def plan_without_values(
         SplitError, ConfigError: the model cannot be divided like this.
     """
     draws = default_generators()
-    for make in _ways(build, options):
-        try:
-            return make_planner(make()).plan()
-        except Exception as error:
-            log.debug("no plan for a model without values: %r", error)
-        rewind(draws)
-        gc.collect()
+    try:
+        return make_planner(_without_values(build, options)).plan()
+    except Exception as error:
+        log.debug("no plan for a model without values: %r", error)
+    rewind(draws)
+    gc.collect()
     return make_planner(build()).plan()
 
 
-def _ways(
-    build: Callable[[], nn.Module], options: PipelineOptions
-) -> Iterator[Callable[[], nn.Module]]:
-    """Yields ways to make a model without the values of its parameters, for a plan."""
+def _without_values(build: Callable[[], nn.Module], options: PipelineOptions) -> nn.Module:
+    """Returns `build()` on the meta device; where layers are measured, buffers have values."""
+    outline = construct_on_meta(build)
     if not needs_costs(options):
-        yield partial(construct_on_meta, build)
-        return
-
-    def with_buffers() -> nn.Module:
-        parameters = dict(construct_on_meta(build).named_parameters(remove_duplicate=False))
-        return construct_part(build, lambda name: name not in parameters)
-
-    yield with_buffers
+        return outline
+    parameters = dict(outline.named_parameters(remove_duplicate=False))
+    return construct_part(build, lambda name: name not in parameters)
 
 
 def _own_part(

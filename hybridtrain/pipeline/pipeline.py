@@ -27,7 +27,7 @@ from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engines import ENGINES, make_engine
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
-from hybridtrain.pipeline.layer_runner import LayerSettings, compile_layers
+from hybridtrain.pipeline.layer_runner import compile_layers
 from hybridtrain.pipeline.links import Head, Source, Step, links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import check_frozen_alike, drop_other_stages
@@ -102,7 +102,7 @@ class Pipeline:
         owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
             drop_other_stages(net, planned.stages, owned)
-        links = links_between(planned.stages)
+        links = self._links = links_between(planned.stages)
         uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
         self.stages = build_stages(
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
@@ -113,10 +113,8 @@ class Pipeline:
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
-        self._settings: LayerSettings | None = None
         if options.compile:
             compile_layers(own_layers, self._policy.is_active)
-            self._settings = LayerSettings([layer.module for layer in layers])
         segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
         world.say_stages(owned)
@@ -204,7 +202,8 @@ class Pipeline:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
             if stage.reducer is not None:
                 stage.reducer.build()
-        self._engine.forget()
+        # one that has learned nothing: messages have other formats where gradients are others
+        self._engine = make_engine(self.stages, self._links, self._world)
         self._watch.look()
 
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
@@ -220,9 +219,6 @@ class Pipeline:
         for own, copy in self._buffer_copies:
             copy.copy_(own, non_blocking=True)
         self.rng.begin_step(self._net.training)
-        if self._settings is not None and self.rng.active:
-            for number in self._settings.changed():
-                self.rng.look_again(number)
         with (
             activity.step(step.schedule.trains),
             second_signal_ends(),

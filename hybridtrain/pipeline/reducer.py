@@ -1,12 +1,21 @@
-"""Data parallelism of one stage: DistributedDataParallel, told when to reduce.
+"""The gradients of a stage over its replicas, and the norm and scale of those of all stages.
 
-Each stage has its own DDP and its own process group, so that the stages' threads never wait for one
-another inside a collective. DDP expects one forward, then one backward. A pipeline step has many of
-both, in the order of the schedule, and the gradients must be reduced once, in the last
-micro-batch's backward. So the layers are called without DDP, and DDP's reducer is prepared right
-before that backward, as PyTorch's `torch.distributed.pipelining.stage` does.
+Each stage has its own DistributedDataParallel and its own process group, so that the stages'
+threads never wait for one another inside a collective. DDP expects one forward, then one backward.
+A pipeline step has many of both, and the gradients must be reduced once, in the last micro-batch's
+backward. So the layers are called without DDP, and DDP's reducer is told right before that
+backward, as PyTorch's `torch.distributed.pipelining.stage` does:
 
-The norm of the gradients of stages on several devices or in processes, and their fp16 scale.
+    stage 1   F0  F1  [1] B0  F2  [1] B1  [2] B2 ...................... [3]
+                                              bucket 1 full: all-reduce
+                                                   bucket 0 full: all-reduce
+
+[1] An earlier backward adds to DDP's buckets, and its hooks do nothing. [2] The last one is
+prepared: its hooks mark what is complete, and a full bucket's all-reduce runs beside the rest of
+the backward, and beside other stages. [3] Every gradient must have come by.
+
+The norm is of the norms of the single gradients, in the order of the parameters, so that it is the
+same number however stages are spread over devices and processes.
 """
 
 from __future__ import annotations
@@ -110,12 +119,12 @@ class StageReducer:
         """
         for parameter, place in self._in_buckets:
             if parameter.grad is None:
-                parameter.grad = place.zero_()
+                parameter.grad = place.zero_()  # 1
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
-            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])
+            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # 2
 
     def reset(self) -> None:
         """Forgets a prepared backward that failed, so that the next step can begin."""
@@ -131,7 +140,7 @@ class StageReducer:
         if self._ddp is None:
             return
         try:
-            private.ddp_check_reduced(self._ddp)
+            private.ddp_check_reduced(self._ddp)  # 3
         except RuntimeError as error:
             without = [
                 name
@@ -213,6 +222,7 @@ def norm_over_processes(
             places[place] = norm
         there[own] = 1
     norms = torch.stack(places)
+    # both in this order on all processes, also on one that has no gradient
     dist.all_reduce(norms, group=group)
     dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU
     flags = there.tolist()

@@ -194,6 +194,7 @@ class Stage:
         Returns:
             the gradients to send back over each incoming link.
         """
+        # popped, so that what is kept of the micro-batch is free when the backward is done
         begun = self._in_flight.pop(microbatch)
         self._backward(_starts(begun, gradients), reduce)  # 4, 5
         return self._input.gradients(begun.inputs)  # 6
@@ -214,7 +215,8 @@ class Stage:
             parts = split_backward(starts, leaves)
             self._may_split = self._may_split or parts is not None
         if parts is None:
-            # gradients are added up in the order of the micro-batches
+            # what this backward adds to the weights comes after that of earlier micro-batches, as
+            # in the unsplit model
             for earlier, left in sorted(self._to_weights.items()):
                 self._finish(left, reduce=False)
                 self._to_weights[earlier] = _ToWeights(None, ())
@@ -248,6 +250,8 @@ class Stage:
         """Tells the reducer of a backward in the block, which starts at `roots`."""
         assert self.reducer is not None
         if reduce:
+            # The collectives begin inside the backward, in the order of DDP's buckets. Stages have
+            # a process group each, so it does not matter which stage of a process comes first.
             self.reducer.prepare_for_backward(roots)
             yield
             self.reducer.check_reduced()

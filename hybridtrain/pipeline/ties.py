@@ -2,8 +2,15 @@
 
 The first stage that has the parameter owns it. Every other stage computes with an alias: a leaf
 that shares the memory on the same device, and is a copy on another one. So two stages' threads
-never add to one gradient, and each stage's DDP has parameters that no other has. After the backward
-the aliases' gradients are added to the parameter's, in the order of the stages.
+never add to one gradient, and each stage's DDP has parameters that no other has.
+
+    before a step    owner's value --[1]--> alias 2, alias 3
+    in the step      each stage adds to the gradient that its leaf has
+    after it         owner.grad + alias 2's [2] + alias 3's [3], in the order of the stages
+
+With stages in several processes [1] to [3] are sends and receives. Every process goes through its
+ends of all ties in one order, that of the stages (`placement.ties_of`), and each end does one thing
+at a time: so no two processes can wait for one another.
 
 An alias is put into the layer's instance dictionary, where Python looks first; the module keeps the
 parameter itself registered, under the user's names, counted once.
@@ -58,7 +65,7 @@ class Alias:
         # the same when a fused optimizer writes (AdamW(fused=True), PyTorch 2.15), or through .data
         if self.alias.data_ptr() != self.parameter.data_ptr():
             with torch.no_grad():
-                self.alias.copy_(self.parameter, non_blocking=True)
+                self.alias.copy_(self.parameter, non_blocking=True)  # 1
 
     def accumulate_into_owner(self) -> None:
         """Adds the alias's gradient to the parameter's and drops it."""
@@ -67,7 +74,7 @@ class Alias:
             here = gradient.to(self.parameter.device, non_blocking=True)
             if here is gradient and self.parameter.grad is None:
                 here = gradient.clone()  # DDP keeps the memory of a gradient
-            _add_gradient(self.parameter, here)
+            _add_gradient(self.parameter, here)  # 2, 3
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,11 @@ class AliasElsewhere:
     def refresh(self) -> None:
         """Sends the parameter's value."""
         value = self.parameter.detach().to(self.world.wire_device).contiguous()
-        dist.send(value, group=self.world.pipeline_group, group_dst=self.peer)
+        dist.send(value, group=self.world.pipeline_group, group_dst=self.peer)  # 1
 
     def accumulate_into_owner(self) -> None:
         """Receives the alias's gradient, if it has one, and adds it to the parameter's."""
-        there = torch.zeros(1, dtype=torch.uint8)
+        there = torch.zeros(1, dtype=torch.uint8)  # 2, 3: a flag first, since it may have none
         dist.recv(there, group=self.world.pipeline_group, group_src=self.peer)
         if not there:
             return

@@ -1,6 +1,7 @@
 """Schedules as data: for every device, the ordered list of its actions.
 
-    table        actions, spans, and the proof that an engine can execute a schedule
+    table        actions, spans, the device of each stage, and the proof that an engine can
+                 execute a schedule
     named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
@@ -50,6 +51,7 @@ from hybridtrain.schedule.table import (
     peak_waiting,
     place_of,
     placement_of,
+    receiver_of,
     stages_at,
     validate,
 )
@@ -82,6 +84,7 @@ __all__ = [
     "place_of",
     "placement_of",
     "predict",
+    "receiver_of",
     "reduction_excess",
     "simulate",
     "spans_for",

@@ -1,6 +1,6 @@
 """The table of a schedule: actions by device, and the proof that an engine can execute it.
 
-The placement of stages on the devices of a pipeline.
+The stages are placed on the devices of a pipeline in one of two ways:
 
 loop    device 0: stages 0, P, ...      the stages go round the devices
 v       device 0: stages 0 and 2P-1     the second half comes back, so that the first device
@@ -9,7 +9,8 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -71,12 +72,27 @@ class Schedule:
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:
-        """The device and the action of each, after all that it needs.
+        """The device and the action of each, after all that it needs; the devices take turns.
 
         Raises:
             ScheduleError: the actions wait for one another in a circle; names them.
         """
-        return tuple(_as_needs_allow(self))
+        order: list[tuple[int, Action]] = []
+        made: set[Need] = set()
+        left = list(map(deque, self.lanes))
+        moved = True
+        while moved:
+            moved = False
+            for device, lane in enumerate(left):
+                if lane and made.issuperset(needs_of(lane[0], self.stages)):
+                    order.append((device, lane[0]))
+                    made.update(made_by(lane.popleft()))
+                    moved = True
+        if stuck := [str(lane[0]) for lane in left if lane]:
+            raise ScheduleError(
+                f"{self.name}: deadlock; waiting for one another: {', '.join(stuck)}"
+            )
+        return tuple(order)
 
 
 class Span(NamedTuple):
@@ -97,6 +113,14 @@ Need = tuple[str, int, int]
 def made_by(action: Action) -> list[Need]:
     """Returns what `action` makes."""
     return [(one, action.stage, action.microbatch) for one in _MAKES[action.kind]]
+
+
+def receiver_of(action: Action, stages: int) -> Action | None:
+    """Returns what waits for what `action` sends, `B` for any backward; None: it sends nothing."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return Action("F", stage + 1, microbatch) if stage + 1 < stages else None
+    return Action("B", stage - 1, microbatch) if kind != "W" and stage > 0 else None
 
 
 def needs_of(action: Action, stages: int) -> list[Need]:
@@ -147,33 +171,6 @@ def validate(schedule: Schedule) -> None:
             if seen.get((made, stage), 0) != schedule.chunks:
                 raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
     _ = schedule.in_one_order
-
-
-def _as_needs_allow(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields the device and the action of each, after all that it needs.
-
-    Raises:
-        ScheduleError: the actions that are left wait for one another in a circle; names them.
-    """
-    made: set[Need] = set()
-    position = [0] * len(schedule.lanes)
-    moved = True
-    while moved:
-        moved = False
-        for device, lane in enumerate(schedule.lanes):
-            while position[device] < len(lane):
-                action = lane[position[device]]
-                if not made.issuperset(needs_of(action, schedule.stages)):
-                    break
-                yield device, action
-                made.update(made_by(action))
-                position[device] += 1
-                moved = True
-    stuck = [lane[p] for lane, p in zip(schedule.lanes, position, strict=True) if p < len(lane)]
-    if stuck:
-        raise ScheduleError(
-            f"{schedule.name}: deadlock; waiting for one another: {', '.join(map(str, stuck))}"
-        )
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

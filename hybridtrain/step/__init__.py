@@ -1,10 +1,9 @@
 """One optimizer step, from the weights of its batches to the update; see `OptimizerStep`.
 
-optimizer_step     the step; Trainer, Session, smp and own loops are made of it
-finite_check       may the optimizer step? buffer_snapshot: what to put back if not
-non_finite         where a value that is not finite began
+optimizer_step     the step, which Trainer, Session, smp and own loops are made of
+finite_check       may the optimizer step?
+non_finite         the buffers to put back if not, and where a value that is not finite began
 loss_mean          the mean loss over steps and replicas
-optimizer_check    does the optimizer train the whole model?
 """
 
 from hybridtrain.step.finite_check import FiniteCheck

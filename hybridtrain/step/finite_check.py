@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hybridtrain.errors import DataError, DivergedError
@@ -43,8 +41,7 @@ class FiniteCheck:
     """Decides after each backward whether the optimizer may step.
 
     Args:
-        model: the model; what its state has of values that are not finite when they appear, such
-            as the -inf of a mask, is meant to be there.
+        model: the model.
         scaler: of the loss, for fp16. Its own skips, which adapt the scale, are counted apart.
         max_skipped: see `TrainerOptions`.
         adaptive_scale: whether the scaler adapts its scale.
@@ -69,9 +66,6 @@ class FiniteCheck:
         self._max_skipped = max_skipped
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
-        self._meant = set(non_finite_names(model.net.state_dict()))
-        self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-        self._note_new()
         self._consecutive = 0
         self._began: tuple[int, str] = 0, ""  # the first of the consecutive ones
 
@@ -87,21 +81,7 @@ class FiniteCheck:
 
     def begin_step(self) -> None:
         """Remembers the buffers, which a step that is skipped must not change."""
-        if self._buffers.take():
-            self._note_new()
-
-    def _note_new(self) -> None:
-        """Notes what parameters and buffers that are new have of values that are not finite."""
-        fresh: dict[str, Tensor] = {}
-        for prefix, module in self._model.net.named_modules():
-            known = self._known.setdefault(module, set())
-            for key, value in chain(module._parameters.items(), module._buffers.items()):
-                if value is not None and key not in known and not is_lazy(value):
-                    known.add(key)
-                    fresh[f"{prefix}.{key}".lstrip(".")] = value
-        if fresh:
-            self._meant.difference_update(fresh)
-            self._meant.update(non_finite_names(fresh))
+        self._buffers.take()
 
     def restore_where_not_finite(self, norm: Tensor) -> None:
         """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
@@ -186,24 +166,32 @@ class FiniteCheck:
     def check_weights(self, step: int, optimizer: Optimizer) -> None:
         """Makes sure that what is about to be saved is finite; a collective call.
 
+        That is what training changes: trained parameters, running statistics and moments. What a
+        model keeps beside them, such as the -inf of a mask, is meant to be there.
+
         Args:
             step: the optimizer steps done.
-            optimizer: its moments are looked at too.
+            optimizer: of the moments.
 
         Raises:
             DivergedError: names the tensor.
         """
-        self._note_new()
-        own = [n for n in non_finite_names(self._model.net.state_dict()) if n not in self._meant]
+        trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        changing: dict[str, Tensor] = dict(trained)
+        changing |= {
+            f"{prefix}.{key}".lstrip("."): buffer
+            for prefix, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for key, buffer in module.named_buffers()
+        }
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own += non_finite_names(
-            {
-                f"the optimizer's {key} of {names.get(id(parameter), 'a parameter')}": value
-                for parameter, entry in optimizer.state.items()
-                if isinstance(entry, Mapping)
-                for key, value in entry.items()
-            }
-        )
+        changing |= {
+            f"the optimizer's {key} of {names.get(id(parameter), 'a parameter')}": value
+            for parameter, entry in optimizer.state.items()
+            if isinstance(entry, Mapping)
+            for key, value in entry.items()
+        }
+        own = non_finite_names(changing)
         found = [names for names in self._model.world.gather(own) if names]
         if found:
             more = f" and {len(found[0]) - 1} more tensors are" if len(found[0]) > 1 else " is"

@@ -1,9 +1,8 @@
-"""Looks for values that are not finite: in tensors by name, and where in a step they began.
-
-The buffers of a model before a step, to undo what a step that is skipped did to them.
+"""The buffers of before a step that is not finite, and the place where it began.
 
 A forward changes running statistics and counters in place, and a batch that is not finite would
-leave NaN in them for ever.
+leave NaN in them for ever, so `BufferSnapshot` keeps what they were. `find_origin` repeats the
+forward of a `StepRecord`, and names the first module, loss or gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,13 +26,46 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import HeadOutput
 
 
+class _Place:
+    """The place of a buffer, and what a `BufferSnapshot` has taken there.
+
+    Attributes:
+        taken: the buffer; None is one too, which a forward may fill.
+        version: of it.
+        copy: its values.
+        unversioned: its values may change under one version, as those of a batch norm do.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.taken: Tensor | None = None
+        self.version = -1
+        self.copy = torch.empty(0)
+        self.unversioned = isinstance(module, _NormBase)
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The buffer that is there now."""
+        return self.module._buffers.get(self.name)
+
+    @property
+    def may_have_changed(self) -> bool:
+        """True if what is there may not be what was taken."""
+        buffer = self.buffer
+        if buffer is not self.taken:  # replaced or deleted
+            return True
+        if buffer is None:
+            return False
+        return buffer._version != self.version or (self.unversioned and self.module.training)
+
+
 class BufferSnapshot:
     """Keeps copies of the buffers of `net`; a `take` copies those that have changed since the last.
 
     Masks and other constants are copied once, by the first `take`. A tensor's version tells of
     changes in place, but not of a batch norm's own: these are seen by their type, or by comparing
-    once, at the second `take`. Where modules or names of buffers are others than at the last
-    `take`, it begins anew; to notice that takes about 30 us for 200 modules.
+    once, at the second `take`. Where names of buffers are others than at the last `take`, it begins
+    anew.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -43,83 +73,56 @@ class BufferSnapshot:
         self._look()
 
     def _look(self) -> None:
-        """Notes where the buffers are now; None is a place too, which a forward may fill."""
+        """Notes where the buffers are now."""
         modules = list(self._net.modules())
-        # TorchScript's modules and buffers cannot be replaced
-        self._own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        self._children = [module._modules.values() for module in self._own]
-        self._tables = [module._buffers for module in self._own]
-        self._objects = list(chain.from_iterable(self._children))
-        self._names = list(chain.from_iterable(self._tables))
+        # TorchScript's buffers cannot be replaced
+        own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+        self._names = [(module, frozenset(module._buffers)) for module in own]
         self._places = [
-            (module, name)
+            _Place(module, name)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is None or not (buffer.is_inference() or buffer.is_meta)
         ]
-        self._known = [frozenset(table) for table in self._tables]
-        self._taken: list[tuple[Tensor | None, int]] = [(None, -1)] * len(self._places)
-        self._copies: list[Tensor] = [torch.empty(0)] * len(self._places)
         self._takes = 0
-        self._unversioned = {
-            index for index, (module, _) in enumerate(self._places) if isinstance(module, _NormBase)
-        }
-
-    def _is_as_before(self) -> bool:
-        children = list(chain.from_iterable(self._children))
-        return (
-            len(children) == len(self._objects)
-            and all(map(is_, children, self._objects))
-            and list(chain.from_iterable(self._tables)) == self._names
-        )
 
     @torch.no_grad()
-    def take(self) -> bool:
-        """Copies the buffers that may have changed; returns whether there may be new ones."""
-        new = not self._is_as_before()
-        if new:
+    def take(self) -> None:
+        """Copies the buffers that may have changed."""
+        if any(module._buffers.keys() != names for module, names in self._names):
             self._look()
-        if not self._places:
-            return new
         self._takes += 1
-        if self._takes == 2:
-            self._compare()
+        if self._takes == 2:  # what a step has changed under the same version
+            for place in self._places:
+                if place.taken is not None and not place.may_have_changed:
+                    place.unversioned |= not torch.equal(place.taken, place.copy)
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
-        for index in self._changed():
-            module, name = self._places[index]
-            buffer = module._buffers[name]
-            if buffer is None:
-                self._taken[index] = None, -1
+        for place in self._places:
+            if not place.may_have_changed:
                 continue
-            if buffer is not self._taken[index][0]:
-                new |= self._taken[index][0] is None
-                self._copies[index] = torch.empty_like(buffer)
-            self._taken[index] = buffer, buffer._version
-            copies, buffers = groups[buffer.device, buffer.dtype]
-            copies.append(self._copies[index])
-            buffers.append(buffer)
+            buffer, before = place.buffer, place.taken
+            place.taken, place.version = buffer, -1 if buffer is None else buffer._version
+            if buffer is not None:
+                if buffer is not before:
+                    place.copy = torch.empty_like(buffer)
+                copies, buffers = groups[buffer.device, buffer.dtype]
+                copies.append(place.copy)
+                buffers.append(buffer)
         for copies, buffers in groups.values():
             torch._foreach_copy_(copies, buffers)
-        return new
 
     @torch.no_grad()
     def restore(self) -> None:
         """Gives the buffers the values that they had at the last `take`; removes new ones."""
-        for module, table, known in zip(self._own, self._tables, self._known, strict=True):
-            for name in table.keys() - known:
+        for module, names in self._names:
+            for name in module._buffers.keys() - names:
                 delattr(module, name)
-        for index in self._may_have_changed():
-            module, name = self._places[index]
-            taken, _ = self._taken[index]
-            buffer = module._buffers.get(name)
-            if taken is not None and buffer is not None and buffer.device != taken.device:
-                buffer.copy_(self._copies[index])  # a new module, which was moved to its stage
-                continue
-            module._buffers[name] = taken
-            if taken is not None:
-                taken.copy_(self._copies[index])
-                self._taken[index] = taken, taken._version
+        for place in self._to_restore():
+            place.module._buffers[place.name] = place.taken
+            if place.taken is not None:
+                place.taken.copy_(place.copy)
+                place.version = place.taken._version
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
@@ -129,38 +132,16 @@ class BufferSnapshot:
         one of another shape is left unchanged.
         """
         flags: dict[torch.device, Tensor] = {}
-        for index in self._may_have_changed():
-            (module, name), copy = self._places[index], self._copies[index]
-            buffer = module._buffers.get(name)
-            if buffer is None or self._taken[index][0] is None or buffer.shape != copy.shape:
+        for place in self._to_restore():
+            buffer = place.buffer
+            if buffer is None or place.taken is None or buffer.shape != place.copy.shape:
                 continue
             here = flags.setdefault(buffer.device, put(flag, buffer.device))
-            buffer.copy_(torch.where(here, copy, buffer))
+            buffer.copy_(torch.where(here, place.copy, buffer))
 
-    def _may_have_changed(self) -> Sequence[int]:
+    def _to_restore(self) -> list[_Place]:
         # at the first step nothing is known yet, and every copy is new
-        return self._changed() if self._takes > 1 else range(len(self._places))
-
-    def _changed(self) -> list[int]:
-        """Returns the places whose buffer may not be what the last `take` has seen."""
-        return [
-            index
-            for index, ((module, name), (taken, version)) in enumerate(
-                zip(self._places, self._taken, strict=True)
-            )
-            if (buffer := module._buffers.get(name)) is not taken  # replaced or deleted
-            or (buffer is not None and buffer._version != version)
-            or (index in self._unversioned and module.training)
-        ]
-
-    def _compare(self) -> None:
-        """Finds the buffers that a step has changed under the same version."""
-        changed = set(self._changed())
-        for index, (taken, _) in enumerate(self._taken):
-            if index in changed or taken is None:
-                continue
-            if not torch.equal(taken, self._copies[index]):
-                self._unversioned.add(index)
+        return [p for p in self._places if self._takes < 2 or p.may_have_changed]
 
 
 @dataclass(frozen=True)

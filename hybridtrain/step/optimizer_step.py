@@ -7,9 +7,8 @@
         end          [5] the step is counted, the scale of the loss adapted
 
 `Trainer`, `Session`, `hybridtrain.smp` and loops of the user's own are made of it, so that at every
-height a step that is not finite is skipped and named.
-
-Checks that optimizers train the model as it is now.
+height a step that is not finite is skipped and named, and an optimizer that does not train the
+model as it is now is noticed in the first step (`OptimizerCheck`).
 """
 
 from __future__ import annotations

@@ -8,25 +8,26 @@ from unittest.mock import patch
 
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.engines.threads import ThreadTrial
+from hybridtrain.schedule import Schedule
 
 
 class InTurn(ThreadTrial):
     """A thread for each lane, and one for all, step by step."""
 
-    _one_thread = True
-
-    def one_thread_for(self, recorded: bool) -> bool:
-        """True and False in turn."""
-        self._one_thread = not self._one_thread
-        return self._one_thread
+    def took(self, seconds: float, schedule: Schedule) -> None:
+        """Takes turns."""
+        self.one_thread = not self.one_thread
 
 
-class OneThread(InTurn):
+class OneThread(ThreadTrial):
     """Every step in one thread."""
 
-    def one_thread_for(self, recorded: bool) -> bool:
-        """True."""
-        return True
+    def __init__(self, tells: bool) -> None:
+        super().__init__(tells)
+        self.one_thread = True
+
+    def took(self, seconds: float, schedule: Schedule) -> None:
+        """Stays."""
 
 
 @contextmanager

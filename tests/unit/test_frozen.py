@@ -136,8 +136,6 @@ class Ticking(Three):
         (Counter, "x = self.a(x) * calls"),
         (Ticking, "if x.sum() < 1e9:"),
         (HiddenCounter, "x = self.a(x) * calls"),
-        (OwnGenerator, "x = x * own_generator.random()"),
-        (ItsOwnGenerator, "if self.generator.random() < 0.5:"),
     ],
 )
 def test_draws_clocks_and_counters_in_the_models_own_forward_are_refused_with_their_line(
@@ -150,6 +148,12 @@ def test_draws_clocks_and_counters_in_the_models_own_forward_are_refused_with_th
     assert f"`{line}`" in str(caught.value)
     assert "contextlib" not in str(caught.value)
     assert (random.getstate(), np.random.get_state()[2]) == state
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, ItsOwnGenerator])
+def test_draws_from_a_generator_that_the_model_keeps_are_refused(kind):
+    with pytest.raises(SplitError, match=r"draws a random number .*that the model holds has moved"):
+        hybrid(kind(), 2, example_inputs=samples())
 
 
 @pytest.mark.parametrize("kind", [Scaled, LayerDrop, Clock, HiddenCounter, OwnGenerator])

@@ -21,11 +21,9 @@ which it passes on, outside of autograd, says its `Route` (see `links`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridtrain._torch_private import ThreadDraws
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
 from hybridtrain.pipeline.links import Route, Step
@@ -63,13 +61,6 @@ class Wire(Protocol):
             action: a forward, a backward, or the first part of one.
             doing: notes that it waits.
         """
-
-
-@contextmanager
-def stage_thread() -> Iterator[None]:
-    """Lets this thread run stages: what layers stash and draw there is theirs."""
-    with skip_scope(None), ThreadDraws():
-        yield
 
 
 class Aborted(Exception):
@@ -110,7 +101,7 @@ class ActionRunner:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
     def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
-        """Executes `actions`, each with its lane, in this thread, which is inside `stage_thread`.
+        """Executes `actions`, each with its lane, in this thread.
 
         Raises:
             Aborted: another thread has failed.
@@ -118,7 +109,8 @@ class ActionRunner:
         """
         current: Action | None = None
         try:
-            with self._step.thread_state.applied():
+            # layers that stash something declare it, and get their own scope
+            with skip_scope(None), self._step.thread_state.applied():
                 for lane, action in actions:
                     if self.stopped:
                         break
@@ -161,6 +153,7 @@ class ActionRunner:
                 own, passing = self._routes[index].own_values(own)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
+        # autocast around each forward, and off between: a backward runs without
         with step.thread_state.autocast():
             sent = stage.forward(microbatch, own, head, microbatch in step.checkpointed)  # 3
         if step.timeline:
@@ -182,6 +175,7 @@ class ActionRunner:
             own = self._wire.receive(action, doing)  # 5
             if index in self._routes:
                 own, passing = self._routes[index].own_gradients(own)  # 6
+        # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
         start = mark(stage.device) if step.timeline else 0.0

@@ -1,16 +1,17 @@
-"""The engine for a pipeline whose stages are in several processes, with a device each.
+"""The engine for a pipeline over several processes, with a device each, and its wire.
 
-Each process runs its own lane of the schedule, in the caller's thread. PyTorch's pipelines put the
-sends and receives into it (`_torch_private.lowered`), in an order in which no process can wait in a
-circle:
+Each process runs its own lane of the schedule, in the caller's thread. Two processes must name
+their messages to one another in the same order: they share a queue for each direction, and with
+NCCL one for both. That order is the one over all processes that proves the schedule
+(`Schedule.in_one_order`). Each process goes through all of it:
 
-    process 0   F0 send F1 send       receive B0      stages 0, 2, ...
-    process 1   receive F0 receive send B0            stages 1, 3, ...
+    in one order   F0@0        F0@1   F1@0        B0@1        B0@0   F1@1   ...
+    process 0      F0 send            F1 send     receive B0  B0             stages 0, 2, ...
+    process 1      receive F0  F0     receive F1  B0 send            F1      stages 1, 3, ...
 
-A send comes right after its action there, so that the wire begins it when it is given the message;
-a receive is begun in its place, which may be long before the action that waits for it.
-
-The wire between stages of several processes: messages, and the formats that both sides know.
+Its own actions it runs, and begins the send of what each makes. At an action of another
+process that makes something for it, it begins to receive that, and goes on. So both ends of a
+message stand at one place of one order, and no two processes can wait for one another.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which all
 processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
@@ -31,10 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import lowered
 from hybridtrain.errors import SplitError
 from hybridtrain.launch import Lane, activity
-from hybridtrain.pipeline.engines.actions import ActionRunner, stage_thread
+from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link, Step, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
@@ -47,7 +47,7 @@ from hybridtrain.pipeline.messages import (
     wire_device,
 )
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.schedule import WORDS, Action, Schedule
+from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
 
 Formats = dict[Action, MessageFormat]
@@ -119,6 +119,7 @@ class MessageWire:
         works: list[Any] = []
         held: list[Tensor] = []
         if known is None:
+            # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
@@ -135,6 +136,7 @@ class MessageWire:
             for t, one in zip(tensors, form.tensors, strict=True)
         ]
         works += self._begin(dist.isend, parts, to.stage)
+        # not waited for: the receiver may itself be about to send to this process
         if len(self._sent) >= self._most_sent:
             self._doing.wait(True)
             self._wait_for_oldest()
@@ -145,11 +147,12 @@ class MessageWire:
         """Begins to receive the message to `action`, before it is needed."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action not in self._formats:
+            # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
         tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
         parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
-        works = self._begin(dist.irecv, parts, sender)
+        works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
         self._coming[action] = _Coming(form, tensors, parts, works)
 
     def receive(self, action: Action, doing: Lane) -> list[Any]:
@@ -229,12 +232,8 @@ class ProcessEngine:
         self._stages = {stage.index: stage for stage in stages}
         self._routes = routes(links)
         self._world = world
-        self._orders: dict[Schedule, list[tuple[Any, int, int]]] = {}
+        self._orders: dict[Schedule, list[tuple[bool, Action]]] = {}
         self._formats: dict[Hashable, Formats] = {}
-
-    def forget(self) -> None:
-        """Forgets the formats of messages; see `Engine.forget`."""
-        self._formats.clear()
 
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
@@ -249,9 +248,8 @@ class ProcessEngine:
         wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            with stage_thread():
-                runner.run_actions(self._actions(schedule, wire), doing)
-        except BaseException:
+            runner.run_actions(self._actions(schedule, wire), doing)
+        except BaseException:  # the others wait for this process, and are ended by its failure
             for stage in self._stages.values():
                 stage.clear()
             raise
@@ -261,14 +259,27 @@ class ProcessEngine:
         """Yields the actions of this process; begins the receives between them."""
         lane = self._world.pipeline_rank
         if schedule not in self._orders:
-            process_of = schedule.lane_of.__getitem__
-            self._orders[schedule] = lowered(schedule.lanes, process_of, schedule.stages)[lane]
-        for kind, stage, microbatch in self._orders[schedule]:
-            if kind in WORDS:
-                yield lane, Action(kind, stage, microbatch)
-            elif kind.startswith("RECV"):
-                wire.begin_receive(Action("F" if kind == "RECV_F" else "B", stage, microbatch))
+            self._orders[schedule] = order_of(schedule, lane)
+        for is_own, action in self._orders[schedule]:
+            if is_own:
+                yield lane, action
+            else:
+                wire.begin_receive(action)
         wire.finish()
+
+
+def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
+    """Returns the actions of a process (True), and the receives between them (False).
+
+    A receive is the action that its message is for, see `receiver_of`.
+    """
+    order: list[tuple[bool, Action]] = []
+    for device, action in schedule.in_one_order:
+        if device == lane:
+            order.append((True, action))
+        elif (to := receiver_of(action, schedule.stages)) and schedule.lane_of[to.stage] == lane:
+            order.append((False, to))
+    return order
 
 
 def _kind(step: Step) -> Hashable:

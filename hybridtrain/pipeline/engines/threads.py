@@ -1,20 +1,23 @@
-"""The engine for stages that all live in this process: one worker thread per device.
+"""The engines for stages that all live in this process, and their wire, of queues.
 
-Each thread runs its lane of the schedule from left to right, or one thread runs all lanes where
-that is faster (see `ThreadTrial`); between the stages there are queues (see `queue_wire`). In an
-evaluation, where no backward holds the first stage back, it waits while the pipeline has
-`_MOST_INSIDE` micro-batches for each stage, since what waits before a slow stage is memory. PyTorch
-releases the interpreter's lock inside its kernels, so the threads compute in parallel, and on the
-CPU a backward runs in the thread that calls it.
+`ThreadEngine` has a worker thread for each device, or one thread for all where that is faster
+(`ThreadTrial`). Each runs its lane of the schedule from left to right. `InlineEngine` is for stages
+that are all on one device, which it runs in the caller's thread.
 
-The engine for stages that are all on one device: they run in the caller's thread.
+    caller     [1]                                              [4] all have ended
+    thread 0       F0 [2]  F1 [2]  [3] . . . . . B0      F2 [2]  ...
+    thread 1       [3] . . F0      B0 [2]        F1      B1 [2]  ...
 
-The wire between stages of one process: two queues for each border, and copies between devices.
+[1] Each thread has an inbox, which gets the step's lane. [2] A message goes into a queue, of which
+each border has one in each direction; where the devices differ, its copy begins. [3] A thread whose
+message is not there yet waits in the queue; there is no barrier and no clock. [4] The first failure
+[5] stops the others after their action, wakes those that wait, and comes out of `run` once every
+thread has ended: no thread works on a step that the caller believes to be over.
 
-    lane 0   F0 F1 .. B0 ..        stage 0 --activations--> stage 1
-    lane 1      F0 B0 F1 ..                <---gradients---
-
-A thread whose message is not there yet waits in the queue; there is no barrier and no clock.
+PyTorch releases the interpreter's lock inside its kernels, so the threads compute in parallel, and
+on the CPU a backward runs in the thread that calls it. In an evaluation, where no backward holds
+the first stage back, it waits while the pipeline has `_MOST_INSIDE` micro-batches for each stage,
+since what waits before a slow stage is memory.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Lane, activity, ends_at_once
 from hybridtrain.pipeline import transfer
-from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner, stage_thread
+from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner
 from hybridtrain.pipeline.links import Link, Route, Step, routes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import sync_streams
@@ -75,7 +78,7 @@ class QueueWire:
     def send(self, to: Action, message: list[Any]) -> None:
         """Puts the message into a queue; begins the copy if it goes to another device."""
         queue, between = self._lines[to.kind, to.stage]
-        queue.put(message if between is None else transfer.send(message, *between))
+        queue.put(message if between is None else transfer.send(message, *between))  # 2
 
     def receive(self, action: Action, doing: Lane) -> list[Any]:
         """Takes the next message out of a queue.
@@ -86,13 +89,13 @@ class QueueWire:
         queue, between = self._lines[action.kind, action.stage]
         if queue.empty():
             doing.wait(True)
-            message = queue.get()
+            message = queue.get()  # 3
             doing.wait(False)
         else:
             message = queue.get()
         if message is None or self._aborted:
             raise Aborted
-        if between is not None:
+        if between is not None:  # on a GPU its stream waits for the copy, not this thread
             message = transfer.receive(message, between[1])
         return message  # type: ignore[no-any-return]
 
@@ -100,7 +103,7 @@ class QueueWire:
         """Ends the waits in `receive`, and those to come."""
         self._aborted = True
         for queue, _ in self._lines.values():
-            queue.put(None)
+            queue.put(None)  # after the flag: who takes it, or a message before it, sees that
 
 
 _log = logging.getLogger(__name__)
@@ -128,8 +131,8 @@ _WARM_UP = 2
 _LONGEST_ACTION_S = 1e-3
 # What must be won to change, or noise would decide.
 _GAIN = 0.9
-# Steps between two trials; it doubles while they have the same outcome.
-_FIRST_PAUSE, _LONGEST_PAUSE = 50, 3200
+# Steps between two trials.
+_PAUSE = 500
 
 
 class ThreadEngine:
@@ -147,7 +150,10 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - set(self._stages):
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
-        self._trial = None if self._gpus else ThreadTrial(tells=world.is_main)
+        # Not with replicas: two that have other numbers of micro-batches would take the last
+        # backwards of their stages in another order each, and wait for one another's all-reduce.
+        alone = world.replicas == 1 and not self._gpus
+        self._trial = ThreadTrial(tells=world.is_main) if alone else None
         self._inboxes: list[Inbox] = []
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
@@ -162,20 +168,18 @@ class ThreadEngine:
             self._inboxes.append(inbox)
         weakref.finalize(self, _shut_down, self._inboxes)
 
-    def forget(self) -> None:
-        """Nothing to forget; see `Engine.forget`."""
-
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
         trial = self._trial if step.schedule.trains else None
-        one_thread = trial is not None and trial.one_thread_for(recorded=step.timeline is not None)
+        one_thread = trial is not None and trial.one_thread
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         begun = time.perf_counter()
         if self._gpus:
+            # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
         try:
-            self._dispatch(run)
-            run.join()
+            self._dispatch(run)  # 1
+            run.join()  # 4
         except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
             if run.runner.stopped:
                 raise
@@ -184,7 +188,7 @@ class ThreadEngine:
                 raise
             self._dispatch(run)
             run.join()
-        if self._gpus:
+        if self._gpus:  # and the caller's stream for theirs
             sync_streams(self._gpus, before=False, values=run.runner.values)
         failure, run.failure = run.failure, None
         if failure is None:
@@ -255,7 +259,7 @@ class _StepRun:
         except BaseException as error:
             self.abort(error)
         finally:
-            self._running.discard(thread)
+            self._running.discard(thread)  # before the entry that wakes `join`, which looks there
             self._ends.put(thread)
 
     def _bounded(self, work: _Work, free: SimpleQueue[None], doing: Lane) -> _Work:
@@ -286,10 +290,10 @@ class _StepRun:
 
     def abort(self, error: BaseException) -> None:
         """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""
-        with self._lock:
+        with self._lock:  # two threads may fail at one time
             if not self.runner.stopped:
                 self.failure = error
-            self.runner.stopped = True
+            self.runner.stopped = True  # 5: before a thread is woken, or it would go on
         self._wire.abort()
         if self._free is not None:
             self._free.put(None)
@@ -305,10 +309,9 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
     if (accelerator := accelerator_of(device)) is not None:
         accelerator.set_device(device)
-    with stage_thread():
-        while (run_lane := inbox.get()) is not None:
-            run_lane()
-            del run_lane  # or this frame would keep the step's activations until the next one
+    while (run_lane := inbox.get()) is not None:
+        run_lane()
+        del run_lane  # or this frame would keep the step's activations until the next one
 
 
 def _shut_down(inboxes: Sequence[Inbox]) -> None:
@@ -328,55 +331,35 @@ class ThreadTrial:
 
     Args:
         tells: whether the first choice of one thread is logged.
+
+    Attributes:
+        one_thread: whether the next step runs in one thread.
     """
 
     def __init__(self, tells: bool) -> None:
+        self.one_thread = False
         self._tells = tells
-        self._chosen = self._next = False
+        self._chosen = False  # another than `one_thread` during a trial
         self._times = {one: deque[float](maxlen=_COMPARED) for one in (False, True)}
-        self._pause = _FIRST_PAUSE
-        self._until_trial = _WARM_UP + _COMPARED
-
-    def one_thread_for(self, recorded: bool) -> bool:
-        """Returns whether the next step runs in one thread.
-
-        Args:
-            recorded: its timeline is shown to the user, so it is not one of a trial.
-        """
-        return self._chosen if recorded else self._next
+        self._left = _WARM_UP + _COMPARED  # steps until the next decision
 
     def took(self, seconds: float, schedule: Schedule) -> None:
         """Notes the time of a step that was not recorded, and chooses for the next one."""
-        lanes = len(schedule.lanes)
-        of_action = seconds * lanes / sum(map(len, schedule.lanes))  # as if all lanes were busy
-        self._times[self._next].append(of_action)
-        if self._next is not self._chosen:
-            self._look_at_trial()
-        elif self._chosen and of_action > lanes * _LONGEST_ACTION_S:
-            self._choose(False)  # they have become long
-        else:
-            self._until_trial -= 1
-            if self._until_trial <= 0 and self._may_try():
-                self._next = not self._chosen
-                self._times[self._next].clear()
-
-    def _may_try(self) -> bool:
-        return self._chosen or statistics.median(self._times[False]) < _LONGEST_ACTION_S
-
-    def _look_at_trial(self) -> None:
-        tried, present = self._times[self._next], statistics.median(self._times[self._chosen])
-        if len(tried) == _COMPARED:
-            wins = statistics.median(tried) < _GAIN * present
-            self._choose(self._next if wins else self._chosen)
-        elif min(tried) > 2 * present:  # no need to go on
-            self._choose(self._chosen)
+        lanes, times = len(schedule.lanes), self._times[self.one_thread]
+        times.append(seconds * lanes / sum(map(len, schedule.lanes)))  # as if all lanes were busy
+        self._left -= 1
+        if self.one_thread and times[-1] > lanes * _LONGEST_ACTION_S:
+            self._choose(False)  # they are long, or have become so
+        elif self._left > 0:
+            return
+        elif self.one_thread is not self._chosen:
+            tried, present = map(statistics.median, (times, self._times[self._chosen]))
+            self._choose(self.one_thread if tried < _GAIN * present else self._chosen)
+        elif self._chosen or statistics.median(times) < _LONGEST_ACTION_S:
+            self.one_thread, self._left = not self._chosen, _COMPARED
 
     def _choose(self, one_thread: bool) -> None:
-        changes = one_thread is not self._chosen
-        self._pause = _FIRST_PAUSE if changes else min(2 * self._pause, _LONGEST_PAUSE)
-        self._until_trial = self._pause
-        self._chosen = self._next = one_thread
-        if changes and one_thread and self._tells:
+        if one_thread and self._tells:
             self._tells = False
             each, all_in_one = (statistics.median(self._times[one]) for one in (False, True))
             _log.info(
@@ -384,6 +367,8 @@ class ThreadTrial:
                 "step takes %.0f%% of the time",
                 100 * all_in_one / each,
             )
+        self.one_thread = self._chosen = one_thread
+        self._left = _PAUSE
 
 
 class InlineEngine:
@@ -400,16 +385,12 @@ class InlineEngine:
         if (accelerator := stages[0].accelerator) is not None:
             accelerator.set_device(stages[0].device)
 
-    def forget(self) -> None:
-        """Nothing to forget; see `Engine.forget`."""
-
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
         runner = ActionRunner(step, self._of_index, self._routes, QueueWire(self._stages))
         (doing,) = activity.begin_step(1)
         try:
-            with stage_thread():
-                runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
+            runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
         except BaseException:
             for stage in self._stages:
                 stage.clear()

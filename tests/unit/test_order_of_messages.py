@@ -1,0 +1,61 @@
+"""The order in which the processes of a pipeline send, receive and compute."""
+
+from collections import deque
+
+import pytest
+
+from hybridtrain.pipeline.engines.processes import order_of
+from hybridtrain.schedule import forward_only, make_schedule, placement_of, receiver_of
+
+SHAPES = [("gpipe", 2, 1), ("gpipe", 3, 3), ("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 3, 3)]
+SHAPES += [("zb-h1", 4, 1), ("zb-v", 3, 2), ("forward_only", 4, 1), ("forward_only", 3, 3)]
+
+
+def made(name: str, devices: int, per_device: int):
+    if name == "forward_only":
+        return forward_only(devices, 5, per_device, placement_of(name))
+    return make_schedule(name, devices, 5, per_device)
+
+
+@pytest.mark.parametrize(("name", "devices", "per_device"), SHAPES)
+def test_no_process_waits_in_a_circle_even_if_sends_wait_for_their_receives(
+    name: str, devices: int, per_device: int
+) -> None:
+    schedule = made(name, devices, per_device)
+    orders = [order_of(schedule, lane) for lane in range(devices)]
+    for order, own in zip(orders, schedule.lanes, strict=True):
+        assert tuple(action for is_own, action in order if is_own) == own
+    # what each process does: ("run", action), ("send", what it is for), ("receive", what for)
+    left = []
+    for lane, order in enumerate(orders):
+        events = deque()
+        for is_own, action in order:
+            events.append(("run" if is_own else "receive", action))
+            to = receiver_of(action, schedule.stages) if is_own else None
+            if to is not None and schedule.lane_of[to.stage] != lane:
+                events.append(("send", to))
+        left.append(events)
+    met = 0
+    moved = True
+    while moved:
+        moved = False
+        for events in left:
+            if not events:
+                continue
+            kind, action = events[0]
+            peer = left[schedule.lane_of[action.stage]]
+            if kind == "run":
+                events.popleft()
+            elif kind == "send" and peer and peer[0] == ("receive", action):
+                events.popleft()
+                peer.popleft()
+                met += 1
+            else:
+                continue
+            moved = True
+    assert not any(left)
+    borders = sum(
+        schedule.lane_of[stage] != schedule.lane_of[stage + 1]
+        for stage in range(schedule.stages - 1)
+    )
+    assert met == 5 * borders * (1 if name == "forward_only" else 2)
