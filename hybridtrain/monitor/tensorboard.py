@@ -16,7 +16,7 @@ from PIL import Image
 
 from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.pictures import draw, draw_accounts
-from hybridtrain.schedule import Spans
+from hybridtrain.schedule import COMPUTING, Spans
 from hybridtrain.text_table import markdown_table
 
 if TYPE_CHECKING:
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 _SHOWN = tuple(
     (re.compile(pattern), tag, factor, description)
     for pattern, tag, factor, description in (
-        (r"train/(loss)", r"1_learning/train_\1", 1, "mean loss of the steps since the last point"),
-        (r"eval/(.*)", r"1_learning/eval_\1", 1, "over all samples of the evaluation"),
-        (r"train/(\w+_per_second)", r"2_speed/\1", 1, "over all replicas, without pauses"),
-        (r"train/step_ms", r"2_speed/step_ms", 1, "milliseconds of an optimizer step, the mean"),
-        (r"pipeline/bubble_fraction", r"3_time/pipeline_idle_percent", 100,
+        (r"train/loss", r"1_overview/train_loss", 1, "mean of the steps since the last point"),
+        (r"eval/(.*)", r"1_overview/eval_\1", 1, "over all samples of the evaluation"),
+        (r"train/(\w+_per_second)", r"1_overview/\1", 1, "over all replicas, without pauses"),
+        (r"train/step_ms", r"2_time/step_ms", 1, "milliseconds of an optimizer step, the mean"),
+        (r"pipeline/bubble_fraction", r"2_time/pipeline_idle_percent", 100,
          "idle time of the devices between the first action of a batch and the last, in percent"),
-        (r"stage(\d+)/memory_bytes", r"4_memory/stage_\1_mib", 2**-20,
+        (r"stage(\d+)/memory_bytes", r"3_stages/memory_mib/\1", 2**-20,
          "peak memory of the stage's device in MiB; on a CPU weights and activations, as counted"),
-        (r"stage(\d+)/(\w+_ms)", r"5_stages/\2/\1", 1, "milliseconds for a micro-batch, the mean"),
-        (r"train/(.*)", r"6_optimizer/\1", 1, ""),
+        (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1, "milliseconds for a micro-batch, the mean"),
+        (r"train/(.*)", r"4_optimizer/\1", 1, ""),
     )
 )  # fmt: skip
 _CHARTS = {
-    "is it learning": {"loss, training and evaluation": r"1_learning/(train|eval)_loss"},
-    "where a step's time goes": {"percent of a step": r"3_time/(?!pipeline).*"},
+    "is it learning": {"loss, training and evaluation": r"1_overview/(train|eval)_loss"},
+    "where a step's time goes": {"percent of a step": r"2_time/(?!pipeline|step).*"},
     "stages": {
-        "forward, ms per micro-batch": "5_stages/forward_ms/.*",
-        "backward, ms per micro-batch": "5_stages/backward_ms/.*",
-        "peak memory, MiB": "4_memory/stage_.*",
+        "forward, ms per micro-batch": "3_stages/forward_ms/.*",
+        "backward, ms per micro-batch": "3_stages/backward_ms/.*",
+        "peak memory, MiB": "3_stages/memory_mib/.*",
     },
 }
 # What names a run, and does not change what it learns or how fast.
@@ -59,7 +59,7 @@ class TensorBoard(Monitor):
 
     The groups are numbered, so that the first screen has what a person looks for first: is it
     learning, how fast, where does the time go, how full is memory. A tag of `Monitor.scalars` such
-    as `train/loss` is shown as `1_learning/train_loss`, and other tags unchanged. The tab of custom
+    as `train/loss` is shown as `1_overview/train_loss`, and other tags unchanged. The tab of custom
     scalars has one chart for all stages, and one for the parts of a step.
 
     Of the texts, `overrides` (YAML, a mapping of dotted keys), or else `config`, is what the tab of
@@ -114,8 +114,16 @@ class TensorBoard(Monitor):
             self._accounts.append((step, account))
         total = sum(account.values()) or 1.0
         for name, value in account.items():
-            self._add(step, f"3_time/{name}_percent", 100 * value / total, "of a step, the mean of "
+            self._add(step, f"2_time/{name}_percent", 100 * value / total, "of a step, the mean of "
                       "all devices; docs/performance.md says what it is")  # fmt: skip
+        if account:
+            computing = 100 * sum(account[name] for name in COMPUTING) / total
+            self._add(step, "1_overview/computing_percent", computing, "of a step, in which devices "
+                      "run forwards and backwards; 2_time has what is left")  # fmt: skip
+        memory = [value for tag, value in values.items() if tag.endswith("/memory_bytes")]
+        if memory:
+            self._add(step, "1_overview/peak_memory_mib", max(memory) / 2**20, "of the fullest "
+                      "stage; 3_stages has all")  # fmt: skip
         for tag, value in values.items():
             if not tag.startswith("account/"):
                 self._add(step, *shown(tag, value))
@@ -123,10 +131,10 @@ class TensorBoard(Monitor):
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; pictures in the tab of images."""
         title = f"{self._title or self.directory.resolve().name}, step {step}"
-        self._add_picture(step, "7_pictures/timeline", draw(predicted, measured, title))
+        self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title))
         if self._accounts:
             picture = draw_accounts(self._accounts, title)
-            self._add_picture(step, "7_pictures/where_the_time_goes", picture)
+            self._add_picture(step, "5_pictures/where_the_time_goes", picture)
 
     def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
         """See `Monitor.account`; a table in the tab of texts."""

@@ -91,15 +91,15 @@ def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> N
     events.Reload()
     scalars = set(events.Tags()["scalars"])
     assert scalars >= {
-        *(f"1_learning/{name}" for name in ("train_loss", "eval_loss", "eval_accuracy")),
-        *(f"2_speed/{name}" for name in ("samples_per_second", "step_ms")),
-        *(f"3_time/{name}_percent" for name in Account._fields),
-        *(f"4_memory/stage_{i}_mib" for i in (0, 1)),
-        *(f"5_stages/{name}/{i}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),
-        *(f"6_optimizer/{name}" for name in ("lr", "grad_norm")),
+        *(f"1_overview/{name}" for name in ("train_loss", "eval_loss", "eval_accuracy")),
+        *("1_overview/samples_per_second", "1_overview/computing_percent", "2_time/step_ms"),
+        *(f"2_time/{name}_percent" for name in Account._fields),
+        *(f"3_stages/memory_mib/{i}" for i in (0, 1)),
+        *(f"3_stages/{name}/{i}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),
+        *(f"4_optimizer/{name}" for name in ("lr", "grad_norm")),
     }
-    assert [point.step for point in events.Scalars("1_learning/train_loss")] == [2, 4, 6]
-    assert [point.step for point in events.Scalars("1_learning/eval_accuracy")] == [4, 6]
+    assert [point.step for point in events.Scalars("1_overview/train_loss")] == [2, 4, 6]
+    assert [point.step for point in events.Scalars("1_overview/eval_accuracy")] == [4, 6]
     texts = [
         event.tensor_proto.string_val[0].decode()
         for tag in events.Tags()["tensors"]

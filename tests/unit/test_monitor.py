@@ -25,7 +25,7 @@ from hybridtrain.monitor import (
     TensorBoard,
     TimelineFiles,
 )
-from hybridtrain.schedule import Action, Span, Spans
+from hybridtrain.schedule import Account, Action, Span, Spans
 
 
 def run(
@@ -71,13 +71,13 @@ def test_tensorboard_shows_every_scalar_under_its_tag(tmp_path: Path) -> None:
         return {"train/loss": 0.5 * step, "stage0/forward_ms": 3.0 * step}
 
     run(TensorBoard(tmp_path), range(1, 4), values=values)
-    assert curve(tmp_path, "1_learning/train_loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert curve(tmp_path, "5_stages/forward_ms/0") == [(1, 3.0), (2, 6.0), (3, 9.0)]
+    assert curve(tmp_path, "1_overview/train_loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert curve(tmp_path, "3_stages/forward_ms/0") == [(1, 3.0), (2, 6.0), (3, 9.0)]
 
 
 def test_tensorboard_shows_a_diverged_loss(tmp_path: Path) -> None:
     run(TensorBoard(tmp_path), range(1, 2), values=lambda _: {"train/loss": math.nan})
-    ((_, value),) = curve(tmp_path, "1_learning/train_loss")
+    ((_, value),) = curve(tmp_path, "1_overview/train_loss")
     assert math.isnan(value)
 
 
@@ -105,7 +105,7 @@ def test_tensorboard_drops_points_of_an_interrupted_attempt_after_the_checkpoint
     # logged less often now: points of the first attempt between the new ones must go as well
     run(TensorBoard(tmp_path), range(6, 11, 2), first_step=4, values=lambda _: {"train/loss": 2.0})
     expected = [(step, 1.0) for step in (1, 2, 3, 4)] + [(step, 2.0) for step in (6, 8, 10)]
-    assert curve(tmp_path, "1_learning/train_loss") == expected
+    assert curve(tmp_path, "1_overview/train_loss") == expected
 
 
 def test_tensorboard_lists_the_config_and_has_one_chart_for_all_stages(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_tensorboard_lists_the_config_and_has_one_chart_for_all_stages(tmp_path:
     )
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert events.Tags()["scalars"] == ["5_stages/forward_ms/11", "3_time/pipeline_idle_percent"]
+    assert events.Tags()["scalars"] == ["3_stages/forward_ms/11", "2_time/pipeline_idle_percent"]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert {name: value.WhichOneof("kind") for name, value in found.items()} == {
@@ -134,7 +134,7 @@ def test_tensorboard_lists_the_config_and_has_one_chart_for_all_stages(tmp_path:
     layout = layout_pb2.Layout.FromString(entry.tensor_proto.string_val[0])
     charts = {c.title: list(c.multiline.tag) for group in layout.category for c in group.chart}
     (pattern,) = charts["forward, ms per micro-batch"]
-    assert re.fullmatch(pattern, "5_stages/forward_ms/11")
+    assert re.fullmatch(pattern, "3_stages/forward_ms/11")
 
 
 def test_tensorboard_compares_runs_by_what_their_commands_set(tmp_path: Path) -> None:
@@ -154,20 +154,21 @@ def test_tensorboard_compares_runs_by_what_their_commands_set(tmp_path: Path) ->
 def test_tensorboard_says_what_a_curve_is_and_shows_the_account_in_percent(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    values = {"account/forward_ms": 6.0, "account/bubble_ms": 2.0, "stage0/memory_bytes": 2.0**21}
+    values = {f"account/{name}_ms": 0.0 for name in Account._fields}
+    values |= {"account/forward_ms": 6.0, "account/bubble_ms": 2.0, "stage0/memory_bytes": 2.0**21}
     run(TensorBoard(tmp_path), range(1, 3), values=lambda _: values)
-    assert curve(tmp_path, "3_time/forward_percent") == [(1, 75.0), (2, 75.0)]
-    assert curve(tmp_path, "3_time/bubble_percent") == [(1, 25.0), (2, 25.0)]
-    assert curve(tmp_path, "4_memory/stage_0_mib") == [(1, 2.0), (2, 2.0)]
+    assert curve(tmp_path, "2_time/forward_percent") == [(1, 75.0), (2, 75.0)]
+    assert curve(tmp_path, "2_time/bubble_percent") == [(1, 25.0), (2, 25.0)]
+    assert curve(tmp_path, "3_stages/memory_mib/0") == [(1, 2.0), (2, 2.0)]
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert "MiB" in events.SummaryMetadata("4_memory/stage_0_mib").summary_description
+    assert "MiB" in events.SummaryMetadata("3_stages/memory_mib/0").summary_description
 
 
 def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_path: Path) -> None:
     run(TensorBoard(tmp_path), range(8), values=lambda _: {"eval/loss": 1.0})
     run(TensorBoard(tmp_path), range(2), values=lambda _: {"eval/loss": 2.0})
-    assert curve(tmp_path, "1_learning/eval_loss") == [(0, 2.0), (1, 2.0)]
+    assert curve(tmp_path, "1_overview/eval_loss") == [(0, 2.0), (1, 2.0)]
 
 
 def test_importing_the_monitors_does_not_import_tensorboard() -> None:

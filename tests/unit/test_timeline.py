@@ -261,7 +261,7 @@ def test_tensorboard_has_the_picture_as_an_image(tmp_path):
     board.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    images = events.Images("7_pictures/timeline")
+    images = events.Images("5_pictures/timeline")
     assert [image.step for image in images] == [4, 9]
     for image, devices in zip(images, (2, 4), strict=True):
         drawn = draw(lanes(devices), lanes(devices), f"{tmp_path.name}, step {image.step}")
