@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 # Tensors with shapes and without data, as torch.export runs a forward on.
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
 # The public modes see calls of torch functions only, not the operators that they compute with.
@@ -43,6 +43,7 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",
     "adds_up_gradients",
+    "all_threads_profiled",
     "allow_recompilations",
     "allowing_torch_func",
     "call_uncompiled",
@@ -67,9 +68,34 @@ __all__ = [
     "loader_workers",
     "operator_overloads",
     "operator_schema",
+    "profiled",
     "run_backward",
     "scaler_found_inf",
 ]
+
+# --- profiling
+
+_NOT_PROFILED = nullcontext()
+
+
+def profiled(name: object) -> AbstractContextManager[object]:
+    """Returns a context that stands under `name` in the trace of a profiler, if there is one.
+
+    Reads `torch.autograd.profiler._is_profiler_enabled`, as PyTorch's optimizers do: to enter a
+    `record_function` takes microseconds without a profiler too.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(str(name))
+    return _NOT_PROFILED
+
+
+def all_threads_profiled() -> Any:
+    """Returns the `experimental_config` of a profiler that sees all threads, such as the stages'.
+
+    `torch._C._profiler._ExperimentalConfig`: without it a profiler sees the thread that begins it.
+    """
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
 
 # --- tracing
 

@@ -11,13 +11,14 @@ from PIL import Image
 
 from hybridtrain.errors import DataError
 from hybridtrain.launch import notebook_launcher
-from hybridtrain.monitor import Curve, draw_curves
+from hybridtrain.monitor import Curve, draw_accounts, draw_curves
+from hybridtrain.schedule import Account
 
 __all__ = ["curves_of", "notebook_launcher", "pictures_of", "show_run"]
 
 
 def show_run(directory: str | Path) -> None:
-    """Shows the losses of a run, and the timeline of its last recorded step, in a notebook.
+    """Shows in a notebook the losses of a run, where its time went, and its last timeline.
 
     Args:
         directory: of the run, where `MetricsFile` and `TimelineFiles` write.
@@ -34,10 +35,17 @@ def show_run(directory: str | Path) -> None:
 def pictures_of(directory: str | Path) -> list[Image.Image]:
     """Returns the pictures that `show_run` shows."""
     directory = Path(directory)
+    curves, name = curves_of(directory), directory.resolve().name
     losses: dict[str, Curve] = {
-        tag: curve for tag, curve in curves_of(directory).items() if tag.endswith("/loss")
+        tag: curve for tag, curve in curves.items() if tag.endswith("/loss")
     }
-    pictures = [draw_curves(losses, directory.resolve().name)]
+    pictures = [draw_curves(losses, name)]
+    accounts: dict[int, dict[str, float]] = {}
+    for part in Account._fields:
+        for step, value in curves.get(f"account/{part}_ms", []):
+            accounts.setdefault(step, {})[part] = value
+    if accounts:
+        pictures.append(draw_accounts(sorted(accounts.items()), name))
     timeline = directory / "timeline.png"
     if timeline.exists():
         with Image.open(timeline) as image:

@@ -5,6 +5,7 @@ callbacks too.
 """
 
 from hybridtrain.callbacks.base import Callback, CallbackStates
+from hybridtrain.callbacks.profile import Profile
 from hybridtrain.callbacks.ready_made import (
     EMA,
     BestWeights,
@@ -24,6 +25,7 @@ __all__ = [
     "Freeze",
     "GradientNorms",
     "LearningRates",
+    "Profile",
 ]
 
 CALLBACKS: dict[str, type[Callback]] = {
@@ -33,4 +35,5 @@ CALLBACKS: dict[str, type[Callback]] = {
     "freeze": Freeze,
     "gradient_norms": GradientNorms,
     "learning_rates": LearningRates,
+    "profile": Profile,
 }

@@ -7,7 +7,14 @@ timeline, pictures what stages do when, drawn; throughput
 
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
 from hybridtrain.monitor.jsonl import MetricsFile
-from hybridtrain.monitor.pictures import Curve, NodesPoint, draw_curves, draw_plan, in_ms
+from hybridtrain.monitor.pictures import (
+    Curve,
+    NodesPoint,
+    draw_accounts,
+    draw_curves,
+    draw_plan,
+    in_ms,
+)
 from hybridtrain.monitor.progress import Progress, Throughput
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles
@@ -23,6 +30,7 @@ __all__ = [
     "Throughput",
     "TimelineFiles",
     "call_hook",
+    "draw_accounts",
     "draw_curves",
     "draw_plan",
     "in_ms",

@@ -118,7 +118,7 @@ class TensorBoard(Monitor):
                       "all devices; docs/performance.md says what it is")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
-            self._add(step, "1_overview/computing_percent", computing, "of a step, in which devices "
+            self._add(step, "1_overview/computing_percent", computing, "of a step in which devices "
                       "run forwards and backwards; 2_time has what is left")  # fmt: skip
         memory = [value for tag, value in values.items() if tag.endswith("/memory_bytes")]
         if memory:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import allow_recompilations, call_uncompiled, compile_module
+from hybridtrain._torch_private import (
+    allow_recompilations,
+    call_uncompiled,
+    compile_module,
+    profiled,
+)
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import as_recomputation, checkpointed
@@ -137,13 +142,14 @@ class LayerRunner:
                 for layer in self.layers:
                     if looks and rng.needs_look(index):
                         self._look(microbatch, index, layer, value)
-                    if index in self._checkpointed_layers and torch.is_grad_enabled():
-                        value = self._run_checkpointed_layer(microbatch, index, layer, value)
-                    elif snapshots is not None:
-                        value = self._run_with_state(snapshots, microbatch, index, layer, value)
-                    else:
-                        draws.at(index)
-                        value = (self._callable(index, layer) if looks else layer.module)(value)
+                    with profiled(layer.name):
+                        if index in self._checkpointed_layers and torch.is_grad_enabled():
+                            value = self._run_checkpointed_layer(microbatch, index, layer, value)
+                        elif snapshots is not None:
+                            value = self._run_with_state(snapshots, microbatch, index, layer, value)
+                        else:
+                            draws.at(index)
+                            value = (self._callable(index, layer) if looks else layer.module)(value)
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from hybridtrain._torch_private import profiled
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
 from hybridtrain.pipeline.links import Route, Step
@@ -116,10 +117,11 @@ class ActionRunner:
                         break
                     current = action
                     doing.begin(action)
-                    if action.kind == "F":
-                        self._forward(lane, action, doing)
-                    else:
-                        self._backward(lane, action, doing)
+                    with profiled(action):
+                        if action.kind == "F":
+                            self._forward(lane, action, doing)
+                        else:
+                            self._backward(lane, action, doing)
                     current = None
         except Aborted:
             raise
