@@ -93,7 +93,7 @@ def test_a_notebook_trains_at_two_heights_shows_pictures_and_names_an_error(tmp_
     assert len(errors) == 1, errors
     assert "processes 2 stages 2" in texts[1]
     assert "same True" in texts[2]
-    assert sum("image/png" in o.get("data", {}) for o in outputs[2]) == 2
+    assert sum("image/png" in o.get("data", {}) for o in outputs[2]) == 3
     assert errors[0].ename == "ProcessFailedError"
     assert "KeyError: 'from a cell' on rank 1 of 2" in errors[0].evalue
     assert 'raise KeyError("from a cell")' in errors[0].evalue or "in fails" in errors[0].evalue
