@@ -7,7 +7,7 @@ resolve            a run's own config under the given overrides
 instantiate        what a `_target_` may be
 components         data, model, loss, metrics, optimizer and callbacks that a config names
 build              the objects of a run
-run_directory      its files, logs, checkpoints to start from, and its one writer at a time
+run_directory      its files, logs and checkpoints to start from; run_lock: one writer at a time
 plan, pricing      plans and prices of a run, and the machine that they are for
 results            many runs: sweeps and tables
 submit, job        a run on a cluster

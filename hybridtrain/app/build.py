@@ -33,7 +33,8 @@ from hybridtrain.app.config import (
 )
 from hybridtrain.app.pricing import chosen, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
-from hybridtrain.app.run_directory import LogLines, RunDirectory, RunLock
+from hybridtrain.app.run_directory import LogLines, RunDirectory
+from hybridtrain.app.run_lock import RunLock
 from hybridtrain.checkpoint import CheckpointStore, check_exists, parse_init_from
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data import (

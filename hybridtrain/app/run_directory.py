@@ -6,11 +6,11 @@
         events.out.*    for TensorBoard            checkpoints/    see `checkpoint.store`
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
-        run.lock        see `RunLock`              evaluations.jsonl   a line per `evaluate`
+        run.lock        see `run_lock`             evaluations.jsonl   a line per `evaluate`
         predictions/    see the command `predict`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints
-(`checkpoint_to_resume`). One process at a time may write to it (`RunLock`).
+(`checkpoint_to_resume`). One process at a time may write to it (`run_lock`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from omegaconf import OmegaConf
 from tqdm import tqdm
@@ -40,7 +37,6 @@ from hybridtrain.app.error_report import finite, json_line
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.files import write_atomically
-from hybridtrain.launch import ProcessId, has_ended, is_seen_from_here, this_process
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -347,265 +343,3 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
         if (other := CheckpointStore(folder)).steps():
             return other.newest()
     return path
-
-
-BEAT_S = 20.0
-STALE_S = 120.0
-
-
-_held: set[str] = set()
-"""The keys of the locks that this process holds."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that holds a lock, as it is written to the file.
-
-    Attributes:
-        host, pid, began, namespace: see `ProcessId`, whose `started` is `began`.
-        job: of Slurm or torchrun, and which attempt of it; "" and 0 without.
-        since: the time of the lock.
-        key: unique for each lock.
-    """
-
-    host: str
-    pid: int
-    began: str
-    namespace: str
-    job: str
-    attempt: int
-    since: str
-    key: str
-
-    @property
-    def process(self) -> ProcessId:
-        """The process itself."""
-        return ProcessId(self.host, self.pid, self.began, self.namespace)
-
-    def __str__(self) -> str:
-        if not self.key:
-            return "an unknown process: the lock is damaged"
-        job = f", {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {self.since}"
-
-
-class RunLock:
-    """The right to write to the run directory `folder`; a context manager.
-
-    Rank 0 of a run acquires it. Threads and processes that it starts do not.
-
-    The lock is the file `run.lock`, a line of JSON that names its owner. It is made by an exclusive
-    `link`, which is atomic on NFS too, and its owner touches it every `BEAT_S` seconds. An owner is
-    dead if
-
-    - it was on this host, and its process is gone or began at another time; or
-    - the file has not been touched for `STALE_S` seconds; or
-    - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
-
-    A lock file is replaced or removed only by the process that holds its guard, a lock file beside
-    it that is named after the present owner. So of several processes that find the owner dead one
-    gets the lock, and none removes the file of a new owner. A guard whose holder is dead is taken
-    over in the same way.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder / "run.lock"
-        self._owner: Owner | None = None
-        self._released = threading.Event()
-
-    def check(self) -> None:
-        """Raises the error of `acquire` if it would fail now; changes nothing.
-
-        Raises:
-            UserError: another process holds the lock.
-        """
-        holder = _read(self.path)
-        if holder is not None and self._reason_to_take_over(self.path, holder) is None:
-            raise UserError(self._refusal(holder))
-
-    def acquire(self) -> None:
-        """Takes the lock; also that of a dead owner, with a line in the log.
-
-        Raises:
-            UserError: another process holds the lock; the message names it.
-        """
-        owner = _this_owner()
-        _held.add(owner.key)
-        try:
-            self._take(self.path, owner)
-        except OSError as error:
-            _held.discard(owner.key)
-            raise UserError(f"cannot lock the run directory {self.folder}: {error}") from error
-        except UserError:
-            _held.discard(owner.key)
-            raise
-        self._owner = owner
-        threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True).start()
-
-    def release(self) -> None:
-        """Gives the lock back; it may be called without a lock, and more than once."""
-        self._released.set()
-        owner, self._owner = self._owner, None
-        if owner is None:
-            return
-        guard = _guard(self.path, owner)
-        try:
-            # a guard that exists is of a process that has found this one dead and takes over
-            if self._create(guard, owner):
-                if _is_of(self.path, owner):
-                    self.path.unlink()
-                guard.unlink()
-        except OSError as error:  # the directory may have vanished
-            _log.debug("cannot remove %s: %s", self.path, error)
-        _held.discard(owner.key)
-
-    def __enter__(self) -> RunLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def _take(self, path: Path, owner: Owner) -> None:
-        """Makes `owner` the one of the lock file `path`; also if its owner is dead.
-
-        Raises:
-            UserError: the owner may be writing.
-        """
-        while not self._create(path, owner):
-            holder = _read(path)
-            if holder is None:
-                continue  # released in between
-            reason = self._reason_to_take_over(path, holder)
-            if reason is None:
-                raise UserError(self._refusal(holder))
-            guard = _guard(path, holder)
-            self._take(guard, owner)
-            try:
-                if _is_of(path, holder):
-                    _log.warning("took over %s from %s: %s", self.folder, holder, reason)
-                    temporary = self._beside()
-                    temporary.write_text(_to_text(owner))
-                    os.replace(temporary, path)
-                    return
-            finally:
-                guard.unlink(missing_ok=True)
-
-    def _create(self, path: Path, owner: Owner) -> bool:
-        """Makes the file with its content in one step; returns whether there was none."""
-        temporary = self._beside()
-        try:
-            temporary.write_text(_to_text(owner))
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
-            except OSError:  # a file system without links
-                with open(path, "x") as file:
-                    file.write(_to_text(owner))
-            return True
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _reason_to_take_over(self, path: Path, holder: Owner) -> str | None:
-        """Returns why `holder` no longer writes; None: it may."""
-        here = _this_owner()
-        if holder.process == here.process:
-            return None if holder.key in _held else "this process has ended that run"
-        if is_seen_from_here(holder.process):
-            return "that process is gone" if has_ended(holder.process) else None
-        if holder.job and holder.job == here.job and holder.attempt < here.attempt:
-            return "this is a later attempt of the same job"
-        try:
-            untouched = self._now() - path.stat().st_mtime
-        except OSError:
-            return None
-        return f"it has given no sign for {untouched:.0f} s" if untouched > STALE_S else None
-
-    def _now(self) -> float:
-        """Returns the time of the file system, whose clock may differ from this host's."""
-        probe = self._beside()
-        try:
-            probe.touch()
-            return probe.stat().st_mtime
-        except OSError:
-            return time.time()
-        finally:
-            probe.unlink(missing_ok=True)
-
-    def _refusal(self, holder: Owner) -> str:
-        if not holder.key:
-            return (
-                f"{self.path} is damaged, and does not say whether another run writes there: if "
-                f"none does, remove it, or wait {STALE_S:.0f} s; or set another run_name="
-            )
-        elsewhere = holder.host != socket.gethostname()
-        wait = f" (if that one is dead, wait {STALE_S:.0f} s, or remove {self.path})"
-        return (
-            f"{self.folder} is being written by another run: {holder}. Wait for its end, or set "
-            f"another run_name={wait if elsewhere else ''}"
-        )
-
-    def _beside(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.{uuid4().hex}")
-
-    def _keep_fresh(self) -> None:
-        while not self._released.wait(BEAT_S):
-            owner, holder = self._owner, _read(self.path)
-            if owner is None:
-                return
-            if holder is not None and holder.key != owner.key:
-                _log.error("%s was taken over by %s: end one of the two", self.folder, holder)
-                return
-            try:
-                os.utime(self.path)
-            except OSError as error:
-                _log.debug("cannot touch %s: %s", self.path, error)
-
-
-def _guard(path: Path, holder: Owner) -> Path:
-    """Returns the lock file whose owner may replace or remove `path` while it is of `holder`."""
-    return path.with_name(f".{path.name.lstrip('.')}.after-{holder.key or 'damaged'}")
-
-
-def _is_of(path: Path, owner: Owner) -> bool:
-    found = _read(path)
-    return found is not None and found.key == owner.key
-
-
-def _to_text(owner: Owner) -> str:
-    return json.dumps(asdict(owner)) + "\n"
-
-
-def _read(path: Path) -> Owner | None:
-    """Returns the owner in the file; None: there is no file, or it is being written."""
-    try:
-        content = json.loads(path.read_text())
-        return Owner(**{field.name: content[field.name] for field in fields(Owner)})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        # damaged, by a full disk or a person: nobody's
-        return Owner("?", -1, "", "?", "", 0, "?", "")
-
-
-def _this_owner() -> Owner:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return Owner(*this_process(), *_job(os.environ), since, uuid4().hex)
-
-
-def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the job of this process and its attempt; torchrun's, which may run in Slurm's."""
-    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    requeues = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    # torchrun's id is "none" if nobody has chosen one
-    if (
-        run := environ.get("TORCHELASTIC_RUN_ID", "none")
-    ) != "none" and "SLURM_JOB_ID" not in environ:
-        return f"torchrun {run}", restarts
-    if slurm := environ.get("SLURM_JOB_ID"):
-        return f"Slurm job {slurm}", requeues * 1000 + restarts
-    return "", 0

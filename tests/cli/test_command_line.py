@@ -61,6 +61,7 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
         (["run_name=a,b", "seed=1,2"], ["a-seed=1", "a-seed=2", "b-seed=1", "b-seed=2"]),
     ],
 )
+@pytest.mark.thorough
 def test_a_sweep_names_its_runs_by_the_values_that_vary(
     overrides: list[str], names: list[str]
 ) -> None:

@@ -164,6 +164,7 @@ def test_an_unknown_format_of_predictions_is_said_before_anything_is_loaded(
     assert said == f"error: output={name}: the suffix must be .jsonl or .npy\n"
 
 
+@pytest.mark.thorough
 def test_commands_take_the_average_that_the_run_was_evaluated_with(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,8 @@ from support.launch import SMALL
 
 from hybridtrain.app.cli import main
 from hybridtrain.app.resolve import settle
-from hybridtrain.app.run_directory import RunDirectory, RunLock
+from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.run_lock import RunLock
 from hybridtrain.errors import ConfigError
 
 
@@ -216,6 +217,7 @@ def test_evaluate_says_its_result_on_stdout_and_in_a_file(
     assert " -> (not set)" in err
 
 
+@pytest.mark.thorough
 def test_a_complete_run_with_other_settings_is_not_reported_as_trained(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_complete_run_with_other_settings_is_not_reported_as_trained(
 
 
 @pytest.mark.parametrize("requeued", [True, False])
+@pytest.mark.thorough
 def test_a_job_with_an_explicit_start_goes_on_when_it_is_called_again(
     requeued: bool,
     finished: Path,

@@ -38,8 +38,8 @@ AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
 
 def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_path, capfd):
     told = succeed(capfd, "train", *SMALL, *AUTO)
-    (line,) = [line for line in told.splitlines() if "pipeline.chunks=" in line]
-    assert "ms per step, predicted from measured costs" in line
+    (line,) = [line for line in told.splitlines() if "predicted from measured costs" in line]
+    assert "ms per step" in line
     chosen = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
     values = [f"pipeline.{key}={chosen[key]}" for key in ("nb_part", "chunks", "schedule")]
     assert line.startswith(", ".join(values) + ": ")
@@ -55,6 +55,7 @@ def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_p
 @pytest.mark.parametrize(
     ("cores", "busy_ms", "nb_part"), [(4, 3.0, 4), (2, 3.0, 2), (4, 0.0, 1), (3, 3.0, 3)]
 )
+@pytest.mark.thorough
 def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
     cores, busy_ms, nb_part, tmp_path, monkeypatch, capfd
 ):
@@ -116,6 +117,7 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
         3,
     ),
 )
+@pytest.mark.thorough
 def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

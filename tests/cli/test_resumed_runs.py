@@ -88,6 +88,7 @@ def test_the_best_of_a_run_that_marks_none_names_the_key_that_marks_one(
     assert "is marked as the best; checkpoint.best=loss marks it while a run trains" in said
 
 
+@pytest.mark.thorough
 def test_the_overrides_of_all_commands_of_a_run_are_kept_the_last_of_each_key(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     assert contents(copied) == before
 
 
+@pytest.mark.thorough
 def test_a_run_resumed_with_another_split_ends_with_the_same_weights(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_run_resumed_with_another_split_ends_with_the_same_weights(
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.thorough
 def test_layers_are_measured_again_if_a_key_of_the_pipeline_has_changed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

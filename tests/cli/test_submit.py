@@ -70,6 +70,7 @@ def submit(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
     return written.out, written.err
 
 
+@pytest.mark.thorough
 def test_several_gpus_for_a_task_without_a_number_of_cpus_are_warned_of(
     slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:

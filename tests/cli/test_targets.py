@@ -24,6 +24,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.thorough
 def test_nothing_that_a_config_may_name_opens_a_file_imports_a_module_or_starts_a_process(
     tried: Any,
 ) -> None:

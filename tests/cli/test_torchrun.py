@@ -59,6 +59,7 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
     assert "resumed from" in (run / "logs" / "rank_000.log").read_text()
 
 
+@pytest.mark.thorough
 def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
     keys = ["pipeline.nb_part=auto", "world.engine=distributed", "trainer.steps=2"]
     said = forked_command(2, [*QUICK, *keys], Path("said"))

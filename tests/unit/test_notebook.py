@@ -81,6 +81,7 @@ notebook_launcher(fails, num_processes=2)
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.thorough
 def test_a_notebook_trains_at_two_heights_shows_pictures_and_names_an_error(tmp_path, monkeypatch):
     for key, value in environment().items():
         monkeypatch.setenv(key, value)

@@ -131,6 +131,7 @@ def test_a_wrapper_is_counted_as_the_model_inside():
     assert_exact(Wrapper(make("GPT2LMHeadModel")).eval(), model_output)
 
 
+@pytest.mark.thorough
 def test_lora_by_peft_is_exact():
     peft = pytest.importorskip("peft")
     settings = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
@@ -168,6 +169,7 @@ def test_the_proof_of_the_models_loss_changes_neither_modes_nor_draws():
         assert torch.equal(mine, plain)
 
 
+@pytest.mark.thorough
 def test_labels_that_the_attention_mask_leaves_out_do_not_count():
     net = make("BioGptForTokenClassification", num_labels=3)
     inputs = inputs_for(make("BertForTokenClassification", num_labels=3))

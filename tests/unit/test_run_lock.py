@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.app import run_directory
-from hybridtrain.app.run_directory import RunLock
+from hybridtrain.app import run_lock
+from hybridtrain.app.run_lock import RunLock
 from hybridtrain.errors import UserError
 
 HOLD = """
 import sys
 from pathlib import Path
-from hybridtrain.app.run_directory import RunLock
+from hybridtrain.app.run_lock import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()
@@ -98,7 +98,7 @@ def test_the_owner_on_another_host_is_dead_when_it_gives_no_sign(
     rewrite(tmp_path, host="far-away", pid=1, job="Slurm job 7")
     with pytest.raises(UserError, match=r"process 1 on far-away, Slurm job 7, .*if that one is de"):
         RunLock(tmp_path).acquire()
-    old = run_directory.STALE_S + 10
+    old = run_lock.STALE_S + 10
     path = tmp_path / "run.lock"
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - old))
     with RunLock(tmp_path):

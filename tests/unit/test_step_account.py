@@ -101,7 +101,6 @@ def test_a_forward_that_is_run_again_is_recomputation():
     trainer.fit()
     account = mean_of(trainer)
     assert account.recompute == pytest.approx(account.forward)
-    assert account.backward > account.recompute
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def digits(samples=4):
 # Names and weights --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_every_model_is_built_and_its_state_is_torchvisions(monkeypatch):
     # which size fits is another test's, and takes a forward
     monkeypatch.setattr(torchvision_models, "_first_that_fits", lambda name, build, sides: sides[0])
