@@ -59,6 +59,7 @@ __all__ = [
     "end_loader",
     "exported_guards",
     "find_random_operations",
+    "forget_draws",
     "free_saved",
     "get_default_store",
     "has_hooks",
@@ -354,6 +355,13 @@ class InterceptedDraws(AbstractContextManager[Any]):
             return
         _set_draws_key(_DRAWS_KEY, self._was_on)
         del _active[threading.get_ident()]
+
+
+def forget_draws() -> None:
+    """Ends what an interrupt has left of this thread's `InterceptedDraws`."""
+    left = _active.pop(threading.get_ident(), None)
+    if left is not None:
+        _set_draws_key(_DRAWS_KEY, False)
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:

@@ -162,12 +162,12 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns `tensor` on `device`; where the host runs ahead, it does not wait for the copy."""
+    """Returns `tensor` on `device`; the host does not wait for a copy to one that runs behind."""
     if tensor.device == device:
         return tensor
     accelerator = accelerator_of(device)
-    if accelerator is None:
-        return tensor.to(device, non_blocking=True)
+    if accelerator is None:  # what the host reads must have arrived
+        return tensor.to(device)
     return accelerator.copy(tensor, device)
 
 

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
 from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
-from hybridtrain.app.compose import given_keys, read_overrides, to_yaml, with_later
+from hybridtrain.app.compose import (
+    given_keys,
+    masked,
+    read_overrides,
+    to_tree,
+    to_yaml,
+    with_later,
+)
 from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig, with_config_keys
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
@@ -129,7 +136,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
     prediction = predict_run(context) if world.is_main else None
-    summary = trainer.fit({"config": shown, "layout": placement, "overrides": _overrides(settings)})
+    texts = {"config": shown, "layout": placement, "overrides": _overrides(settings)}
+    summary = trainer.fit({title: text for title, text in texts.items() if text})
     if prediction is not None:
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared})
@@ -146,8 +154,13 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 
 def _overrides(settings: Settings) -> str:
     """Returns what the command line sets, as YAML: what a dashboard compares runs by."""
-    pairs = (override.partition("=") for override in settings.overrides)
-    chosen = {key.lstrip("+"): yaml.safe_load(value) for key, _, value in pairs if key[0] != "~"}
+    tree, chosen = masked(to_tree(settings.config)), {}
+    for key in given_keys(settings.overrides):
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            chosen[key] = value
     return yaml.safe_dump(chosen, sort_keys=False) if chosen else ""
 
 

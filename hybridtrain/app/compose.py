@@ -40,6 +40,7 @@ from hybridtrain.app.config import (
     Config,
     flat_keys,
     rename_old_keys,
+    with_new_keys,
 )
 from hybridtrain.app.instantiate import unknown_key
 from hybridtrain.errors import ConfigError, closest, did_you_mean
@@ -288,6 +289,7 @@ def compose_settings(
         ConfigError: one line that names the key or option, and the one that was probably meant.
     """
     register()
+    overrides = with_new_keys(overrides)
     recipe = given_recipe(overrides)
     wanted = [register_file(override) for override in overrides]
     if base is not None:
@@ -374,7 +376,7 @@ def read_overrides(run: Path) -> list[str]:
         found = OmegaConf.to_container(OmegaConf.load(run / "overrides.yaml"))
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
-    return [str(each) for each in found] if isinstance(found, list) else []
+    return with_new_keys([str(each) for each in found]) if isinstance(found, list) else []
 
 
 def given_recipe(overrides: Sequence[str]) -> str | None:

@@ -385,7 +385,8 @@ def with_new_keys(overrides: Sequence[str]) -> list[str]:
     """Returns overrides with the present names of keys that have had others."""
     for old, new in _OLD_KEYS.items():
         overrides = [re.sub(rf"^([+~]*){re.escape(old)}\b", rf"\1{new}", o) for o in overrides]
-    return list(overrides)
+    data = "data._target_="
+    return [data + _new_target(o[len(data) :]) if o.startswith(data) else o for o in overrides]
 
 
 def rename_old_keys(tree: Any) -> None:
@@ -394,6 +395,15 @@ def rename_old_keys(tree: Any) -> None:
         group, _, key = old.partition(".")
         if isinstance(tree.get(group), MutableMapping) and key in tree[group]:
             tree[group][new.partition(".")[2]] = tree[group].pop(key)
+    data = tree.get("data")
+    if isinstance(data, MutableMapping) and isinstance(data.get("_target_"), str):
+        data["_target_"] = _new_target(data["_target_"])
+
+
+def _new_target(path: str) -> str:
+    """Returns the present name of a data set that was in `hybridtrain.data` until 0.1."""
+    old = r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)"
+    return re.sub(old, "hybridtrain.datasets.", path)
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

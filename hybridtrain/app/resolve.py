@@ -11,7 +11,6 @@ listed; one that makes another model or other data ends the command.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import compress
@@ -79,8 +78,6 @@ _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
 _PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
 
 
-# Where the data sets were in version 0.1.
-_OLD_DATA = re.compile(r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)")
 _MISSING = "(not set)"  # the value of a key that is not there
 
 
@@ -386,9 +383,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")
     rename_old_keys(tree)
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("_target_"), str):
-        data["_target_"] = _OLD_DATA.sub("hybridtrain.datasets.", data["_target_"])
     return {str(key): value for key, value in tree.items()}
 
 

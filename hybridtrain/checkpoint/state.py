@@ -356,8 +356,13 @@ def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
         total_steps: the length of the run that is resumed.
 
     Raises:
-        CheckpointError: it has.
+        CheckpointError: it has, or it is not a `Trainer`'s.
     """
+    if "rows_per_step" not in saved:  # words: ok
+        raise CheckpointError(
+            "the checkpoint was saved by a Session or by a loop of its own, and has no position of "
+            "a Trainer: resume it there, or start from its weights with init_from"
+        )
     if saved["step"] > total_steps:
         raise CheckpointError(
             f"the checkpoint is of step {saved['step']}, and this run has steps={total_steps}: "

@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.losses.by_name import CountFn, LossFn, cross_entropy, model_output, mse, nll
 from hybridtrain.losses.transformers_counts import count_of_output
@@ -199,6 +198,7 @@ class TargetCount:
 
     ignore_index: int = IGNORED
     weight: Tensor | None = None
+    _weights: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor | int:
         """Returns the count of a batch, a 0-dim tensor unless all targets count."""
@@ -217,8 +217,7 @@ class TargetCount:
         if self.weight is None:
             return valid.sum()
         counted = targets.masked_fill(~valid, 0)
-        weight = put(self.weight.detach().double(), targets.device)
-        weights = weight.index_select(0, counted.flatten())
+        weights = self._weight_on(targets).index_select(0, counted.flatten())
         return (weights * valid.flatten()).sum()
 
     def of_parts(self, targets: Any, sizes: Sequence[int]) -> list[Any]:
@@ -229,6 +228,17 @@ class TargetCount:
             each = targets.numel() // len(targets)
             return [size * each for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
+
+    def _weight_on(self, targets: Tensor) -> Tensor:
+        """Returns the class weights beside the targets, copied again only when they change."""
+        weight = self.weight
+        assert weight is not None
+        if weight.device == targets.device:
+            return weight.detach().double()
+        if weight._version not in self._weights:
+            self._weights.clear()
+            self._weights[weight._version] = weight.detach().double().to(targets.device)
+        return self._weights[weight._version]
 
 
 _BY_TARGETS = F.cross_entropy, F.nll_loss, cross_entropy, nll

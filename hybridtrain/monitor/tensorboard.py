@@ -99,7 +99,7 @@ class TensorBoard(Monitor):
                 for group, charts in _CHARTS.items()
             }
         )
-        if hyperparameters := texts.get("overrides", texts.get("config")):
+        if hyperparameters := texts.get("overrides") or texts.get("config"):
             _add_hyperparameters(self._writer, hyperparameters)
         self._writer.flush()
 

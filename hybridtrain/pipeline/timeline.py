@@ -43,6 +43,7 @@ class Timeline:
 
     Attributes:
         schedule: the schedule of the step.
+        in_one_thread: one thread runs all lanes, which then wait for one another.
     """
 
     def __init__(
@@ -52,10 +53,14 @@ class Timeline:
         peers: LanePeers | None = None,
     ) -> None:
         self.schedule = schedule
+        self.in_one_thread = False
         self._devices = devices
         self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
         _align(devices)
+        if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
+            # The zero of the events and the clock that processes compare must be one time.
+            accelerator.synchronize(devices[peers.own_lane])
         self._zero = [mark(device) for device in devices]
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None

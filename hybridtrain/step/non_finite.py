@@ -64,8 +64,8 @@ class BufferSnapshot:
 
     Masks and other constants are copied once, by the first `take`. A tensor's version tells of
     changes in place, but not of a batch norm's own: these are seen by their type, or by comparing
-    once, at the second `take`. Where names of buffers are others than at the last `take`, it begins
-    anew.
+    once, at the second `take`. Where buffers or modules are others than at the last `take`, it
+    begins anew.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -78,6 +78,7 @@ class BufferSnapshot:
         # TorchScript's buffers cannot be replaced
         own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._names = [(module, frozenset(module._buffers)) for module in own]
+        self._children = [(module, list(module._modules.values())) for module in own]
         self._places = [
             _Place(module, name)
             for module in modules
@@ -89,7 +90,9 @@ class BufferSnapshot:
     @torch.no_grad()
     def take(self) -> None:
         """Copies the buffers that may have changed."""
-        if any(module._buffers.keys() != names for module, names in self._names):
+        if any(module._buffers.keys() != names for module, names in self._names) or any(
+            list(module._modules.values()) != children for module, children in self._children
+        ):
             self._look()
         self._takes += 1
         if self._takes == 2:  # what a step has changed under the same version

@@ -8,6 +8,7 @@ is not proposed, nor what wins less than a twentieth.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -93,7 +94,7 @@ def _load_ahead(step: Recorded) -> Proposal | None:
         return None
     total, rest = step.account.total, step.account.total - step.account.data
     loading = total * max(1, step.workers)
-    workers = math.ceil(loading / rest)
+    workers = min(math.ceil(loading / rest), os.cpu_count() or 1)
     return Proposal(
         "data",
         max(rest, loading / workers),
@@ -128,7 +129,8 @@ def _smaller_microbatches(step: Recorded) -> Proposal | None:
 
 def _even_stages(step: Recorded) -> Proposal | None:
     """Another cut, by the times of the layers, where they are known."""
-    if step.options.split == "time" or not isinstance(step.options.split, str):
+    # one that was measured already, a list, or the plan that a resumed run keeps
+    if step.options.split not in ("uniform", "size", "memory", "balanced"):
         return None
     costs, plan = _costs(step), step.plan
     times = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
@@ -211,9 +213,14 @@ def _scaled(costs: Costs, times: Sequence[float]) -> Costs:
 def _with(step: Recorded, schedule: Schedule, costs: Costs) -> float:
     """Returns the time of a step whose batches run `schedule` at these costs."""
     between, crossing = mean_delays(step.schedule, step.spans)
-    costs = {kind: [time + between for time in times] for kind, times in costs.items()}
-    window = _length(spans_for(schedule, costs, [crossing] * (schedule.stages - 1)))
-    return step.account.total + step.batches * (window - _length(step.spans))
+
+    def window(schedule: Schedule, costs: Costs) -> float:
+        late = {kind: [time + between for time in times] for kind, times in costs.items()}
+        return _length(spans_for(schedule, late, [crossing] * (schedule.stages - 1)))
+
+    # One prediction less another: what neither has, such as the all-reduce, is not won.
+    won = window(step.schedule, _costs(step)) - window(schedule, costs)
+    return step.account.total - step.batches * won
 
 
 def _length(spans: Spans) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import Phases, Timeline, stage_times
 from hybridtrain.schedule import (
     Account,
+    Schedule,
     Spans,
     account_of,
     bubble_fraction,
@@ -20,6 +22,8 @@ from hybridtrain.schedule import (
     reduction_excess,
 )
 from hybridtrain.training.advice import Recorded, advise
+
+_log = logging.getLogger(__name__)
 
 
 class DeviceAccount(NamedTuple):
@@ -63,7 +67,7 @@ def around_pipeline(
     between = sum(b[0] - a[1] for a, b in pairwise(windows))
     optimizer = max(0.0, ends["optimizer"] - max(ends["pipeline"], end))
     return account._replace(
-        data=ends["data"] - late + told,
+        data=max(0.0, ends["data"] - late + told),
         messages=account.messages - told,
         optimizer=optimizer,
         host=account.host
@@ -71,7 +75,8 @@ def around_pipeline(
         + between
         + ends["host"]
         - end
-        - optimizer,
+        - optimizer
+        + min(0.0, ends["data"] - late + told),
     )
 
 
@@ -129,7 +134,10 @@ class RunStats:
         By tag; those of `account/` are in milliseconds, the mean over all devices. All processes
         call it together.
         """
-        if not self._timelines:
+        world = self._model.world
+        # A user's own `training_step` may have recorded it in some processes alone.
+        if not all(world.gather(bool(self._timelines))):
+            self._timelines = []
             return {}
         spans = self._timelines[-1].spans()
         self._bubbles.append(bubble_fraction(spans))
@@ -139,17 +147,21 @@ class RunStats:
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
         if self._phases is not None:
             mean = Account.mean([each.account for each in self._read_account(self._phases)])
-            self._last = Recorded(
+            samples = -(-self._samples // self._timelines[-1].schedule.chunks)
+            recorded = Recorded(
                 mean,
                 self._timelines[-1].schedule,
                 spans,
                 batches=len(self._timelines),
-                samples=-(-self._samples // self._timelines[-1].schedule.chunks),
+                samples=samples,
                 plan=self._model.plan,
                 options=self._model.options,
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
                 reduced=self._reduced,
             )
+            # not of the short batch at the end of an epoch
+            if self._last is None or samples >= self._last.samples:
+                self._last = recorded
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
         for index, stage in enumerate(self.stages(optimizer)):
             values[f"stage{index}/forward_ms"] = stage["forward_ms"]
@@ -183,9 +195,18 @@ class RunStats:
         if self._reduced and timeline is self._timelines[-1]:  # others are not averaged
             excess = reduction_excess(schedule, spans)
             # An all-reduce ends everywhere at one time: it was shortest for whom nobody waited.
-            least = list(map(min, zip(*self._model.world.gather(excess), strict=True)))
+            # One with a single micro-batch has no other to compare it with.
+            known = self._model.world.gather(excess if schedule.chunks > 1 else None)
+            least = list(map(min, zip(*(each for each in known if each), strict=True))) or excess
         again = self._model.pipeline.recomputed(schedule.chunks)
-        return account_of(schedule, spans, excess, least, again)
+        devices = len(schedule.lanes)
+        if timeline.in_one_thread:  # nobody idles; the lanes share one account
+            actions = sorted((span for lane in spans for span in lane), key=lambda s: s.start)
+            spans = (tuple(actions),)
+            lanes = (tuple(span.action for span in actions),)
+            schedule = Schedule(schedule.name, schedule.stages, schedule.chunks, lanes)
+        accounts = account_of(schedule, spans, excess, least, again)
+        return accounts * (devices // len(accounts))
 
     def timelines(self) -> tuple[Spans, Spans]:
         """Returns the predicted and the measured spans of the last recorded batch, in seconds.
@@ -197,7 +218,13 @@ class RunStats:
 
     def advice(self) -> list[str]:
         """Returns what would make a step shorter, by the last recorded one; see `advise`."""
-        return [] if self._last is None else [each.text for each in advise(self._last)]
+        if self._last is None:
+            return []
+        try:
+            return [proposal.text for proposal in advise(self._last)]
+        except Exception:  # no sentence is worth a run that is done
+            _log.debug("there is no advice", exc_info=True)
+            return []
 
     def account_summary(self) -> dict[str, Any] | None:
         """Returns the means over the recorded steps, in milliseconds; None: no step has any."""

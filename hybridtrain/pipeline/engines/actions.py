@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridtrain._torch_private import profiled
+from hybridtrain._torch_private import forget_draws, profiled
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
 from hybridtrain.pipeline.links import Route, Step
@@ -109,6 +109,7 @@ class ActionRunner:
             Exception: the first one of an action, with a note that names it.
         """
         current: Action | None = None
+        forget_draws()  # Ctrl-C may have come on the way into a layer or out of it
         try:
             # layers that stash something declare it, and get their own scope
             with skip_scope(None), self._step.thread_state.applied():

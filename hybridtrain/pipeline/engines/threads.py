@@ -171,7 +171,9 @@ class ThreadEngine:
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
         trial = self._trial if step.schedule.trains else None
-        one_thread = trial is not None and trial.one_thread
+        one_thread = trial is not None and trial.one_thread_for(step.timeline is not None)
+        if step.timeline is not None:
+            step.timeline.in_one_thread = one_thread
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         begun = time.perf_counter()
         if self._gpus:
@@ -342,6 +344,10 @@ class ThreadTrial:
         self._chosen = False  # another than `one_thread` during a trial
         self._times = {one: deque[float](maxlen=_COMPARED) for one in (False, True)}
         self._left = _WARM_UP + _COMPARED  # steps until the next decision
+
+    def one_thread_for(self, recorded: bool) -> bool:
+        """Returns whether the next step runs in one thread; a recorded one is not of a trial."""
+        return self._chosen if recorded else self.one_thread
 
     def took(self, seconds: float, schedule: Schedule) -> None:
         """Notes the time of a step that was not recorded, and chooses for the next one."""
