@@ -167,3 +167,19 @@ def test_a_file_that_replaces_another_is_on_disk_before_it_has_its_name(
     write_atomically(path, "whole")
     assert at_fsync == [(len("whole"), "before")]
     assert path.read_text() == "whole"
+
+
+def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it_and_no_secrets(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rare = ["trainer.steps=1", "trainer.max_time=01:10:30", "callbacks={freeze: {match: ['*.bias']}}"]
+    succeed(capfd, *SMALL, *rare, "+data.api_token=abc", "allow_changes=false")
+    events = EventAccumulator("outputs/digits")
+    events.Reload()
+    (text,) = events.Tensors("overrides/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "01:10:30" in shown
+    assert "*.bias" in shown
+    assert "abc" not in shown

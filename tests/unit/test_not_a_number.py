@@ -404,6 +404,26 @@ def test_a_snapshot_brings_back_buffers_however_they_were_changed(steps_before):
     assert int(net[0].calls) == steps_before + 1
 
 
+class Lazy(nn.Module):
+    """Makes its batch norm in its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(x.shape[1])
+        return self.norm(x)
+
+
+def test_a_snapshot_has_the_buffers_of_modules_that_a_forward_made():
+    net = nn.Sequential(Lazy())
+    snapshot = BufferSnapshot(net)
+    snapshot.take()
+    net(torch.randn(5, 3))
+    snapshot.take()
+    net(torch.full((5, 3), math.nan))
+    snapshot.restore()
+    assert net[0].norm.running_mean.isfinite().all()
+
+
 class Growing(nn.Module):
     """Makes, adds and deletes buffers in its forward."""
 

@@ -1,6 +1,7 @@
 """The account of a trained step, and the advice that follows from it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.losses import cross_entropy
 from hybridtrain.monitor import Monitor
-from hybridtrain.schedule import Account
+from hybridtrain.schedule import Account, Span
+from hybridtrain.training import advice, run_stats
 from hybridtrain.training.run_stats import around_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -127,15 +129,45 @@ def test_a_batch_that_comes_while_another_process_has_begun_is_data_and_no_messa
 
 # Advice.
 def test_slow_loading_is_answered_with_workers():
-    (advice, *_) = trained(loading=5e-3).advice
-    assert "workers=" in advice
-    assert " ms instead of " in advice
+    (line, *_) = trained(loading=5e-3).advice
+    assert "workers=" in line
+    assert " ms instead of " in line
 
 
 def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring():
-    (advice,) = trained(stages=(2e-3, 2e-3), chunks=2).advice
-    assert "chunks=4" in advice
-    assert " ms instead of " in advice
+    (line,) = trained(stages=(2e-3, 2e-3), chunks=2).advice
+    assert "chunks=4" in line
+    assert " ms instead of " in line
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_price_does_not_count_the_all_reduce_as_won(batches):
+    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._last
+    won = step.account.total - advice._smaller_microbatches(step).seconds
+    wait, last = 0.5, step.schedule.chunks - 1
+    spans = [
+        [Span(a, s, e + wait * (a.kind == "B" and a.microbatch == last)) for a, s, e in lane]
+        for lane in step.spans
+    ]
+    account = step.account._replace(reduction=wait * batches)
+    step = replace(step, account=account, spans=spans, batches=batches, reduced=True)
+    price = advice._smaller_microbatches(step).seconds
+    # of each batch as much as before; its last backward is in no mean now
+    assert account.total - price == pytest.approx(batches * won, rel=0.3)
+
+
+def test_one_thread_for_all_lanes_is_no_waiting_of_devices():
+    trainer = trained(stages=(1e-4, 1e-4))
+    timeline = trainer._stats._timelines[-1]
+    timeline.in_one_thread = True
+    first, second = trainer._stats._accounts_in_pipeline(timeline)
+    assert first == second
+    assert first.bubble == first.imbalance == first.messages == 0
+
+
+def test_an_error_in_the_advice_costs_a_sentence_and_no_run(monkeypatch):
+    monkeypatch.setattr(run_stats, "advise", lambda step: 1 / 0)
+    assert trained().summary()["advice"] == []
 
 
 def test_micro_batches_of_one_sample_are_not_divided():
@@ -143,8 +175,8 @@ def test_micro_batches_of_one_sample_are_not_divided():
 
 
 def test_uneven_stages_are_answered_with_a_split_by_time():
-    advice = trained(stages=(2e-4, 2e-3), chunks=8).advice
-    assert any("stage 1 takes" in line and "split=time" in line for line in advice)
+    lines = trained(stages=(2e-4, 2e-3), chunks=8).advice
+    assert any("stage 1 takes" in line and "split=time" in line for line in lines)
 
 
 def test_a_run_in_which_all_is_well_is_told_nothing():
