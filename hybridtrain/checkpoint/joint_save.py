@@ -7,14 +7,17 @@
                                               --- size and hash of each, or an error --->  rank 0
     rank 0          manifest, rename                     --- path, or an error --->  all
 
-So every process knows the same outcome, and raises the same. The messages have a process group of
-their own: in the background this runs in a thread while training communicates in other groups. They
-go from process to process, not as a collective operation, so that the end of one process is an
-error in rank 0 at once, and rank 0 can still tell the others.
+So every process knows the same outcome, and raises the same. Only where rank 0 itself ends on the
+way have the others nothing but the error of their connection: its checkpoint may be published or
+not. The messages have their own process group: in the background this runs in a thread while
+training communicates in other groups. They go from process to process, not as a collective
+operation, so that the end of one process is an error in rank 0 at once, and rank 0 can still tell
+the others.
 
 `Source` is the reading. The nodes of a run may share files or not. If all processes see the same
 ones (`same_files`), each reads what it needs of them, memory-mapped. Otherwise rank 0 alone reads,
-and sends one tensor at a time. Neither way does a process hold the whole state.
+and sends one tensor at a time. Neither way does a process hold more of the model and the optimizer
+than its own part, and one tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ class Problem:
 
 
 def worst(problems: list[Problem]) -> Problem | None:
-    """Returns the problem that decides: a full disk only if that is all there is."""
+    """Returns the problem that decides, the first rank's; a full disk only if there is no other.
+
+    A run may go on after a full disk, but not after anything else.
+    """
     return min(problems, key=lambda each: (each.kind == "space", each.rank), default=None)
 
 
@@ -147,9 +153,10 @@ class JointSave:
         self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
     ) -> tuple[str, Problem | None]:
         # Each of the others receives, sends and receives again, once, whatever happens: so rank 0
-        # sends, receives and sends also after a failure, but to those that are gone.
+        # sends, receives and sends also after a failure; what cannot be sent to a process that is
+        # gone is ignored.
         temporary, problems = self._attempt(lambda: store.begin(step))
-        problems += self._tell(temporary and temporary.name)
+        problems += self._tell(None if temporary is None else temporary.name)
         path = None
         try:
             files: _Entries = {}
@@ -161,7 +168,8 @@ class JointSave:
             if temporary is not None and not problems:
                 path, problems = self._attempt(lambda: store.publish(step, temporary, files, prune))
         finally:
-            if temporary is not None and temporary.is_dir():  # not published
+            # not published; removed before the others are told, since they may end the run then
+            if temporary is not None and temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
         outcome = path.name if path else "", worst(problems)
         self._tell(outcome)

@@ -5,9 +5,10 @@
         model_extra.json        what get_extra_state() returned, unless that is a tensor
         optimizer.json          the optimizer's state by parameter name, not by number,
         optimizer.safetensors   and its tensors
-        ema.json, ...           the same for each of a trainer's `states`
+        ema.json, ...           the same for each of a trainer's `states`, of which `callbacks` and
+                                `data` are its own
         state.json              the progress of the run: step, epoch, sample, random state, scale
-        manifest.json           sizes and checksums of the above (see `store`)
+        manifest.json           sizes and checksums of the above (see `manifest`)
 
 Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
 by tensor from memory-mapped files, by each process or by rank 0 for all (`Source`), so there is

@@ -324,6 +324,7 @@ class CheckpointStore:
         with self._lock:
             try:
                 settle(self.root, step, path)
+                # the mark before the prune: the best one before may go only then
                 if (best := self._unsaved_best) is not None and best.step == step:
                     self.mark_best(step, best.value, best.criterion)
                 if prunes:

@@ -238,9 +238,9 @@ class BatchCheck:
         if self._found is None:
             return
         self._work.wait()
-        largest, smallest = self._found.tolist()
+        largest, minus_smallest = self._found.tolist()
         self._found = None
-        if largest != -smallest:
+        if largest != -minus_smallest:
             world = self._world
             places = range(world.processes_per_replica)
             ranks = [str(world.rank_of(world.replica, place)) for place in places]

@@ -95,7 +95,8 @@ class Pipeline:
             options.compile,
             None if shared else current_gpus_generator,
         )
-        # collective calls, for every stage
+        # From here on the order is the same in all processes: collective calls are in
+        # `new_stage_group`, `build_stages`, `ties_of` and the broadcasts after them.
         cluster = world.cluster.placed(options.placement)
         owners = map(cluster.process_of, range(len(planned.stages)))
         self.groups = [world.new_stage_group(owner) for owner in owners]

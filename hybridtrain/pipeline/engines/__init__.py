@@ -1,4 +1,9 @@
-"""Engines: what executes a step's schedule, by the name that `engine=` chooses."""
+"""Engines: what executes a step's schedule, by the name that `engine=` chooses.
+
+actions            the execution of actions, which is the same for every engine; `Wire`
+threads            all stages in this process, and their wire of queues
+processes          a process for each device, and their wire of messages
+"""
 
 from collections.abc import Callable, Sequence
 

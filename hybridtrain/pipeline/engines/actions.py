@@ -48,7 +48,7 @@ class Wire(Protocol):
     def send(self, to: Action, message: list[Any]) -> None:
         """Sends what crosses the border before `to`, a forward or a backward of the next stage.
 
-        Does not wait for the receiver.
+        Does not wait for this message to arrive.
 
         Args:
             to: the action that needs it; `B` where a part of a backward does.
@@ -150,9 +150,9 @@ class ActionRunner:
         if index == 0:
             own = [(self._take(microbatch),)]
         else:
-            own = self._wire.receive(action, doing)  # 1
+            own = message = self._wire.receive(action, doing)  # 1
             if index in self._routes:
-                own, passing = self._routes[index].own_values(own)  # 2
+                own, passing = self._routes[index].own_values(message)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
         # autocast around each forward, and off between: a backward runs without
@@ -163,6 +163,7 @@ class ActionRunner:
         if self._run_ahead is not None:
             self._run_ahead.after(action)
         if head is None:
+            # in this order: `links.crossing` puts the links that start at a later stage first
             self._wire.send(Action("F", index + 1, microbatch), sent + passing)  # 4
         else:
             (self.values[microbatch],) = sent
@@ -174,9 +175,9 @@ class ActionRunner:
         own: Sequence[Any] = ()
         passing: Sequence[Any] = ()
         if kind != "W" and index != self._last:
-            own = self._wire.receive(action, doing)  # 5
+            own = message = self._wire.receive(action, doing)  # 5
             if index in self._routes:
-                own, passing = self._routes[index].own_gradients(own)  # 6
+                own, passing = self._routes[index].own_gradients(message)  # 6
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
