@@ -7,9 +7,10 @@ processes          a process for each device, and their wire of messages
 
 from collections.abc import Callable, Sequence
 
+from hybridtrain.pipeline.engine import Engine
 from hybridtrain.pipeline.engines.processes import ProcessEngine
 from hybridtrain.pipeline.engines.threads import InlineEngine, ThreadEngine
-from hybridtrain.pipeline.links import Engine, Link
+from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.world import World
 

@@ -27,7 +27,8 @@ from typing import Any, Protocol
 from hybridtrain._torch_private import profiled
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import Lane
-from hybridtrain.pipeline.links import Route, Step
+from hybridtrain.pipeline.engine import Step
+from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Inputs

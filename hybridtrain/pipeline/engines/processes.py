@@ -36,8 +36,9 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain.errors import SplitError
 from hybridtrain.launch import Lane, activity
+from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
-from hybridtrain.pipeline.links import Link, Step, routes
+from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
     empty,

@@ -40,8 +40,9 @@ from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Lane, activity, ends_at_once
 from hybridtrain.pipeline import transfer
+from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner
-from hybridtrain.pipeline.links import Link, Route, Step, routes
+from hybridtrain.pipeline.links import Link, Route, routes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import sync_streams
 from hybridtrain.schedule import Action, Schedule
