@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from hybridtrain._torch_private import profiled
 from hybridtrain.accelerator import Accelerator, Event
-from hybridtrain.launch import Lane
+from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
@@ -56,7 +56,7 @@ class Wire(Protocol):
             message: for each link over the border its values, or their gradients.
         """
 
-    def receive(self, action: Action, doing: Lane) -> list[Any]:
+    def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Waits for the message to `action`, and returns it on the device of the action's stage.
 
         Args:
@@ -102,7 +102,7 @@ class ActionRunner:
             if 0 in stages:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
-    def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
+    def run_actions(self, actions: Iterable[tuple[int, Action]], doing: LaneActivity) -> None:
         """Executes `actions`, each with its lane, in this thread.
 
         Raises:
@@ -139,7 +139,7 @@ class ActionRunner:
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
 
-    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
+    def _forward(self, lane: int, action: Action, doing: LaneActivity) -> None:
         step = self._step
         _, index, microbatch = action
         stage = self._stages[index]
@@ -169,7 +169,7 @@ class ActionRunner:
         else:
             (self.values[microbatch],) = sent
 
-    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
+    def _backward(self, lane: int, action: Action, doing: LaneActivity) -> None:
         step = self._step
         kind, index, microbatch = action
         stage = self._stages[index]

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.errors import SplitError
-from hybridtrain.launch import Lane, activity
+from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link, routes
@@ -90,7 +90,7 @@ class MessageWire:
         peers: Sequence[int],
         world: World,
         formats: Formats,
-        doing: Lane,
+        doing: LaneActivity,
     ) -> None:
         self._stages = stages
         self._peers = peers
@@ -159,7 +159,7 @@ class MessageWire:
         works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
         self._coming[action] = _Coming(form, tensors, parts, works)
 
-    def receive(self, action: Action, doing: Lane) -> list[Any]:
+    def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Waits for the message if it is on its way."""
         if action.kind == "I":  # the sender does not ask which part of a backward waits
             action = action._replace(kind="B")
