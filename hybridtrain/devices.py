@@ -1,6 +1,6 @@
 """The devices of a process, the backend that fits them, and the memory that models take there.
 
-The memory of a stage is counted where the device itself cannot tell.
+Where a device cannot tell how much memory is taken, the tensors of a stage are counted.
 """
 
 from __future__ import annotations

@@ -420,20 +420,20 @@ class HybridModel:
             weight = StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
-        weights = weight
-        proof = None if weights.is_whole_step else self._proof(loss, inputs, targets, sizes)
+        batch_weight = weight
+        proof = None if batch_weight.is_whole_step else self._proof(loss, inputs, targets, sizes)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
                 proof.look(microbatch, output)
             # the mean of nothing is not a number
-            counts = weights.factors[microbatch]
-            value = loss(output, target_parts[microbatch]) if counts else zero_of(output)
+            factor = batch_weight.factors[microbatch]
+            value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
             # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
             # finite. Then all replicas see it in the averaged gradients, and skip the step together
-            gradient = torch.rsub(value, weights.grad_scales[microbatch], alpha=0)
+            gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
@@ -447,10 +447,10 @@ class HybridModel:
                 timeline=recorded,
             )
         self._batch_check.finish()
-        mean = weights.mean(losses)
+        mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
-        return TrainStepResult(mean, samples, recorded, weights.count_in_step)
+        return TrainStepResult(mean, samples, recorded, batch_weight.count_in_step)
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
@@ -493,7 +493,8 @@ class HybridModel:
 
         With them the gradients that are accumulated are those of the mean over all batches of all
         replicas: over the samples, or over what `loss_fn` counts. With several replicas, all call
-        it together; it starts one all-reduce of a number, and the first backward waits for it.
+        it together; it starts one all-reduce of a number, for which the last stage's first forward
+        waits.
 
             weights = model.step_weights(batches, loss_fn)
             for index, (inputs, targets) in enumerate(batches):

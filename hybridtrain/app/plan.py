@@ -1,4 +1,4 @@
-"""Plans without their processes: for a cluster, with its price, and of several processes by one."""
+"""Plans made by one process: of a run of several, or for a cluster that is not here, priced."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     <output_dir>/<run_name>/
         config.yaml     the resolved config        overrides.yaml  the command line's
         metrics.jsonl   a line per logged step     summary.json    written at the end
-        events.out.*    for TensorBoard            checkpoints/    see `checkpoint.store`
+        events.out.*    for TensorBoard            checkpoints/    see `checkpoint.directory`
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
         run.lock        see `run_lock`             evaluations.jsonl   a line per `evaluate`

@@ -1,5 +1,9 @@
 """Callbacks of a `Trainer`, and the names that a config has for them.
 
+base               `Callback`, the moments of a run; the states of callbacks in a checkpoint
+ready_made         averages of the weights, early stopping, freezing, norms and rates
+profile            PyTorch's profiler over some steps
+
 The monitors of `hybridtrain.monitor` (progress bar, TensorBoard, metrics file, timeline) are
 callbacks too.
 """

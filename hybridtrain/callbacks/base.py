@@ -1,6 +1,6 @@
 """The base class of callbacks: the moments of a run at which a `Trainer` calls them.
 
-With what several of them share: how two evaluations are compared, and their states in a checkpoint.
+And what several of them share: how two evaluations are compared, and their states in a checkpoint.
 """
 
 from __future__ import annotations

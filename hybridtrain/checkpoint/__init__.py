@@ -8,7 +8,8 @@ state              the files of a checkpoint, and its restore
 saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
 joint_save         each process writes its files, or reads them; what fails in one is told to all
 store              publishes, keeps, writes in the background
-manifest           sizes and sums of all files; names, renames, the mark of the best
+manifest           sizes and sums of all files
+directory          the names of checkpoints, the renames of a save, the mark of the best
 tensor_files       safetensors; JSON for everything else
 init_from          weights from elsewhere
 """

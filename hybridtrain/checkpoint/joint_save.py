@@ -7,14 +7,17 @@
                                               --- size and hash of each, or an error --->  rank 0
     rank 0          manifest, rename                     --- path, or an error --->  all
 
-So every process knows the same outcome, and raises the same. The messages have a process group of
-their own: in the background this runs in a thread while training communicates in other groups. They
-go from process to process, not as a collective operation, so that the end of one process is an
-error in rank 0 at once, and rank 0 can still tell the others.
+So every process knows the same outcome, and raises the same. Only where rank 0 itself ends on the
+way have the others nothing but the error of their connection: its checkpoint may be published or
+not. The messages have their own process group: in the background this runs in a thread while
+training communicates in other groups. They go from process to process, not as a collective
+operation, so that the end of one process is an error in rank 0 at once, and rank 0 can still tell
+the others.
 
 `Source` is the reading. The nodes of a run may share files or not. If all processes see the same
 ones (`same_files`), each reads what it needs of them, memory-mapped. Otherwise rank 0 alone reads,
-and sends one tensor at a time. Neither way does a process hold the whole state.
+and sends one tensor at a time. Neither way does a process hold more of the model and the optimizer
+than its own part, and one tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_map_with_path
 
-from hybridtrain.checkpoint.manifest import TEMPORARY, Writer
+from hybridtrain.checkpoint.directory import TEMPORARY
+from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.checkpoint.tensor_files import broadcast_tree
 from hybridtrain.errors import CheckpointError, UserError
@@ -73,7 +77,10 @@ class Problem:
 
 
 def worst(problems: list[Problem]) -> Problem | None:
-    """Returns the problem that decides: a full disk only if that is all there is."""
+    """Returns the problem that decides, the first rank's; a full disk only if there is no other.
+
+    A run may go on after a full disk, but not after anything else.
+    """
     return min(problems, key=lambda each: (each.kind == "space", each.rank), default=None)
 
 
@@ -114,14 +121,14 @@ class JointSave:
         self._failure: BaseException | None = None  # of this process
 
     def run(
-        self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
+        self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter], prune: bool
     ) -> Path:
         """Publishes the checkpoint of `step` with the files of all processes; all call it.
 
         Args:
             store: of this process; all have the same directory.
             step: the optimizer steps done.
-            writers: this process's files; no two processes have one of the same name.
+            files: of this process; no two processes have one of the same name.
             prune: see `CheckpointStore.save`.
 
         Returns:
@@ -133,9 +140,9 @@ class JointSave:
         """
         try:
             if self._rank == 0:
-                name, problem = self._on_rank_0(store, step, writers, prune)
+                name, problem = self._on_rank_0(store, step, files, prune)
             else:
-                name, problem = self._on_another(store, step, writers)
+                name, problem = self._on_another(store, step, files)
             if problem is not None:
                 own = self._failure if problem.rank == self._rank else None
                 raise own or problem.error()
@@ -144,37 +151,41 @@ class JointSave:
             self._failure = None  # its traceback holds the caller's frames, and with them the model
 
     def _on_rank_0(
-        self, store: CheckpointStore, step: int, writers: Mapping[str, Writer], prune: bool
+        self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter], prune: bool
     ) -> tuple[str, Problem | None]:
         # Each of the others receives, sends and receives again, once, whatever happens: so rank 0
-        # sends, receives and sends also after a failure, but to those that are gone.
+        # sends, receives and sends also after a failure; what cannot be sent to a process that is
+        # gone is ignored.
         temporary, problems = self._attempt(lambda: store.begin(step))
-        problems += self._tell(temporary and temporary.name)
+        problems += self._tell(None if temporary is None else temporary.name)
         path = None
         try:
-            files: _Entries = {}
+            entries: _Entries = {}
             if temporary is not None:
-                written, failed = self._attempt(lambda: store.write(step, temporary, writers))
-                files |= written or {}
+                written, failed = self._attempt(lambda: store.write(step, temporary, files))
+                entries |= written or {}
                 problems += failed
-            problems += self._collect(files, {problem.rank for problem in problems})
+            problems += self._collect(entries, {problem.rank for problem in problems})
             if temporary is not None and not problems:
-                path, problems = self._attempt(lambda: store.publish(step, temporary, files, prune))
+                path, problems = self._attempt(
+                    lambda: store.publish(step, temporary, entries, prune)
+                )
         finally:
-            if temporary is not None and temporary.is_dir():  # not published
+            # not published; removed before the others are told, since they may end the run then
+            if temporary is not None and temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
         outcome = path.name if path else "", worst(problems)
         self._tell(outcome)
         return outcome
 
     def _on_another(
-        self, store: CheckpointStore, step: int, writers: Mapping[str, Writer]
+        self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter]
     ) -> tuple[str, Problem | None]:
-        files: _Entries | None = None
+        entries: _Entries | None = None
         problems: list[Problem] = []
         if (name := self._receive(0)) is not None:
-            files, problems = self._attempt(lambda: store.write(step, store.root / name, writers))
-        dist.send_object_list([(files or {}, worst(problems))], group=self._group, group_dst=0)
+            entries, problems = self._attempt(lambda: store.write(step, store.root / name, files))
+        dist.send_object_list([(entries or {}, worst(problems))], group=self._group, group_dst=0)
         outcome: tuple[str, Problem | None] = self._receive(0)
         return outcome
 
@@ -201,17 +212,17 @@ class JointSave:
         dist.recv_object_list(received, group=self._group, group_src=rank)
         return received[0]
 
-    def _collect(self, files: _Entries, lost: Container[int]) -> list[Problem]:
-        """Adds the `files` of the processes that are not `lost`; returns their problems."""
+    def _collect(self, entries: _Entries, lost: Container[int]) -> list[Problem]:
+        """Adds the `entries` of the processes that are not `lost`; returns their problems."""
         problems = []
         for rank in self._others:
             if rank in lost:
                 continue
             try:
-                entries, problem = self._receive(rank)
+                own, problem = self._receive(rank)
             except RuntimeError as error:  # its connection broke
-                entries, problem = {}, Problem.of(rank, error)
-            files |= entries
+                own, problem = {}, Problem.of(rank, error)
+            entries |= own
             if problem is not None:
                 problems.append(problem)
         return problems

@@ -1,33 +1,25 @@
-"""The manifest of a checkpoint, and the names in a directory of checkpoints.
+"""The manifest of a checkpoint, and its files.
 
 The manifest says which files a checkpoint has, and the size and checksum of each. Files are hashed
 while they are written, and compared with the manifest before they are read. Only regular files
 count: whatever a link points to was not saved.
-
-Below it are the steps of which `store` makes a save: the names in a directory of checkpoints, the
-renames between them, and the mark of the best one.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
-import shutil
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from uuid import uuid4
 
 from hybridtrain.errors import CheckpointError
-from hybridtrain.files import sync_directory
 
-Writer = Callable[[BinaryIO], object]
+FileWriter = Callable[[BinaryIO], object]
 """Writes the content of one file, which can only be appended to."""
 
 MANIFEST = "manifest.json"
@@ -132,7 +124,7 @@ class HashingFile(io.RawIOBase):
         return len(view)
 
 
-def write_file(path: Path, write: Writer) -> dict[str, Any]:
+def write_file(path: Path, write: FileWriter) -> dict[str, Any]:
     """Writes one file and waits until it is on disk; returns its entry in the manifest."""
     # opened like any other file, so that its mode follows the umask
     with open(path, "xb") as file:
@@ -230,119 +222,3 @@ def _open_regular(path: Path) -> io.FileIO:
             f"{path} is a {kind}: a checkpoint holds regular files only, so copy the file itself"
         )
     return open(path, "rb", buffering=0)
-
-
-BEST = "best.json"
-TEMPORARY = ".tmp-"
-"""The beginning of the names in a root that the next save removes."""
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Best:
-    """The step of the best checkpoint, the value that it was chosen by, and what that is of."""
-
-    step: int
-    value: float
-    criterion: str | None = None
-
-
-def path_of(root: Path, step: int) -> Path:
-    """Returns the directory of the checkpoint of `step`, while there is one generation of it."""
-    return root / f"step_{step:08d}"
-
-
-def published(root: Path) -> list[tuple[int, int, Path]]:
-    """Returns every (step, generation, path), oldest first; they may be damaged."""
-    if not root.is_dir():
-        return []
-    matches = ((PUBLISHED.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
-
-
-def generations(root: Path, step: int) -> list[Path]:
-    """Returns the checkpoints of `step`, oldest first."""
-    return [path for published_step, _, path in published(root) if published_step == step]
-
-
-def publish(root: Path, temporary: Path, step: int) -> Path:
-    """Renames a complete checkpoint, beside older generations of `step`; returns its path."""
-    target = path_of(root, step)
-    if numbers := [number for other, number, _ in published(root) if other == step]:
-        target = target.with_suffix(f".{numbers[-1] + 1}")
-    os.rename(temporary, target)
-    sync_directory(root)  # before anything older is removed
-    return target
-
-
-def settle(root: Path, step: int, newest: Path) -> None:
-    """Removes the older generations of `step` and gives the newest the plain name."""
-    if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
-        # the old one has left its name on disk before the new one takes it
-        sync_directory(root)
-        os.rename(newest, path_of(root, step))
-        remove(root, retired)
-
-
-def prune(root: Path, steps: Collection[int]) -> None:
-    """Removes the checkpoints of `steps`."""
-    if retired := [_retire(root, path) for step in steps for path in generations(root, step)]:
-        remove(root, retired)
-
-
-def remove(root: Path, hidden: Iterable[Path]) -> None:
-    """Removes hidden directories; only warns about what cannot be removed."""
-    # a power cut must not bring back a name whose files are already removed
-    sync_directory(root)
-    for path in hidden:
-        try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        except OSError as error:
-            _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
-
-
-def read_best(root: Path) -> Best | None:
-    """Returns the mark in `root`, or None if nothing is marked.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    file = root / BEST
-    try:
-        content = json.loads(file.read_text())
-        step, value = content["step"], content["value"]
-        criterion = content.get("criterion")
-        if type(step) is not int or step < 0 or type(value) not in (int, float):
-            raise ValueError(f"step {step!r} and value {value!r}")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is damaged ({error!r}), so that the best checkpoint is not known: remove it "
-            f"to mark a new one, or write the step and the value of the best into it"
-        ) from None
-    return Best(step, float(value), criterion)
-
-
-def write_best(root: Path, best: Best) -> None:
-    """Replaces the mark in `root`; it is on disk when this returns."""
-    temporary = root / f"{TEMPORARY}{uuid4().hex}"
-    entries = {name: value for name, value in asdict(best).items() if value is not None}
-    content = json.dumps(entries).encode() + b"\n"
-    try:
-        write_file(temporary, lambda file: file.write(content))
-        os.rename(temporary, root / BEST)
-        sync_directory(root)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _retire(root: Path, path: Path) -> Path:
-    """Hides a checkpoint under a temporary name, so that it is never found half removed."""
-    hidden = root / f"{TEMPORARY}{uuid4().hex}"
-    os.rename(path, hidden)
-    return hidden

@@ -46,13 +46,14 @@ def save_checkpoint(
     gathers the state, it is always written before this returns.
 
     Args:
-        store: where it goes; every process has one. See its `writers`.
+        store: where it goes; every process has one. Its `writers` are the processes
+            that write.
         step: the optimizer steps done.
-        model: see `writers`.
-        optimizer: see `writers`.
-        progress: see `writers`.
-        states: what else is saved, by name; see `writers`. Every process asks them for their
-            `state_dict`, which may communicate; rank 0's is saved.
+        model: see `checkpoint_files`.
+        optimizer: see `checkpoint_files`.
+        progress: see `checkpoint_files`.
+        states: what else is saved, by name; see `checkpoint_files`. Every process asks them
+            for their `state_dict`, which may communicate; rank 0's is saved.
         required: a full disk is an error; otherwise it is a warning, and a later save may succeed.
         prune: False to remove no older checkpoint this time.
 
@@ -73,7 +74,9 @@ def save_checkpoint(
         # copies of what other processes have would be the whole model in this one
         background = store.background and form != "gathered"
         copies = store.host_copies = (store.host_copies or HostCopies()) if background else None
-        files = state.writers(model, optimizer, progress, dicts, table=table, copies=copies)
+        files = state.checkpoint_files(
+            model, optimizer, progress, dicts, table=table, copies=copies
+        )
         try:
             return store.save(step, files, prune=prune, background=background, joint=joint)
         except NoSpaceError as error:

@@ -5,9 +5,10 @@
         model_extra.json        what get_extra_state() returned, unless that is a tensor
         optimizer.json          the optimizer's state by parameter name, not by number,
         optimizer.safetensors   and its tensors
-        ema.json, ...           the same for each of a trainer's `states`
+        ema.json, ...           the same for each of a trainer's `states`, of which `callbacks` and
+                                `data` are its own
         state.json              the progress of the run: step, epoch, sample, random state, scale
-        manifest.json           sizes and checksums of the above (see `store`)
+        manifest.json           sizes and checksums of the above (see `manifest`)
 
 Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
 by tensor from memory-mapped files, by each process or by rank 0 for all (`Source`), so there is
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint.joint_save import Source, on_each, same_files
-from hybridtrain.checkpoint.manifest import MANIFEST, Writer, read_manifest, verify
+from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
 from hybridtrain.checkpoint.state_table import (
     HostCopies,
     Key,
@@ -59,7 +60,7 @@ _OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
 _log = logging.getLogger(__name__)
 
 
-def writers(
+def checkpoint_files(
     model: HybridModel,
     optimizer: Optimizer | None,
     progress: Mapping[str, Stateful],
@@ -68,7 +69,7 @@ def writers(
     table: StateTable | None = None,
     copies: HostCopies | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> dict[str, Writer]:
+) -> dict[str, FileWriter]:
     """Returns the names of a checkpoint's files, each with the function that writes it.
 
     Args:
@@ -100,19 +101,19 @@ def writers(
     documents = (model.world.on_main(of_rank_0) if all_write else of_rank_0()) or {}
     value: Callable[[Key], Tensor] = table.value
     if copies is not None:
-        own = [key for key, rank in table.writer.items() if rank == table.rank]
+        own = [key for key, rank in table.written_by.items() if rank == table.rank]
         value = copies.take({key: table.value(key) for key in own}).__getitem__
     infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # without tensors it has a file too
     for (stem, name), info in table.infos.items():
         infos.setdefault(stem, {})[name] = info
     # of the files in the manifest
     order = ["model", *(["optimizer"] if all_write else []), "model_extra", "optimizer", *infos]
-    files: dict[str, Writer] = {}
+    files: dict[str, FileWriter] = {}
     for stem in (stem for stem in dict.fromkeys(order) if stem in infos):
         files |= share_writers(
             stem,
             infos[stem],
-            {name: table.writer[stem, name] for name in infos[stem]},
+            {name: table.written_by[stem, name] for name in infos[stem]},
             table.rank,
             partial(lambda stem, name: value((stem, name)), stem),
             table.aliases[stem],
@@ -169,7 +170,7 @@ def restore_checkpoint(
         model: gets its weights, buffers and random state.
         optimizer: gets its state.
         progress: what `state.json` is for.
-        states: as of `writers`.
+        states: as of `checkpoint_files`.
         evaluated: load the weights that the run has evaluated: see `evaluated_average`.
 
     Returns:

@@ -159,7 +159,7 @@ class StateTable:
         form: as given.
         rank: of this process in the table.
         infos: each tensor of the whole state once, in the order of the model's names.
-        writer: the rank that writes each.
+        written_by: the rank that writes each.
         aliases: by the stem of a file, further names of a tensor and its first one.
         optimizer: the state of `optimizer_by_name` for the whole model; tensors of other processes
             are meta tensors.
@@ -208,7 +208,7 @@ class StateTable:
         order += [("optimizer", name) for name in pack("optimizer", self.optimizer)[1]]
         self.infos = {key: infos[key] for key in order if key in infos}
         self._numbers = {key: number for number, key in enumerate(self.infos)}
-        self.writer = self._spread() if form == "joint" else dict.fromkeys(self.infos, 0)
+        self.written_by = self._spread() if form == "joint" else dict.fromkeys(self.infos, 0)
         self.aliases: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}}
         for part in reversed(parts):
             for (stem, name), first in part.aliases.items():
@@ -253,7 +253,7 @@ class StateTable:
         for name, tensor in kept.items():
             self._own[stem, name] = tensor
             self.infos[stem, name] = TensorInfo.of(tensor)
-            self.writer[stem, name] = 0
+            self.written_by[stem, name] = 0
 
     def value(self, key: Key) -> Tensor:
         """Returns a tensor that this process writes; `gathered`, it may come from another one."""
@@ -286,12 +286,12 @@ class StateTable:
     def _spread(self) -> dict[Key, int]:
         """Returns a rank for each tensor that has it: evenly by bytes, the largest first."""
         bytes_of: dict[int, int] = {}
-        writer: dict[Key, int] = {}
+        written_by: dict[Key, int] = {}
         for key in sorted(self.infos, key=lambda key: -self.infos[key].nbytes):
             rank = min(self._holders[key], key=lambda rank: (bytes_of.get(rank, 0), rank))
             bytes_of[rank] = bytes_of.get(rank, 0) + self.infos[key].nbytes
-            writer[key] = rank
-        return writer
+            written_by[key] = rank
+        return written_by
 
 
 class HostCopies:

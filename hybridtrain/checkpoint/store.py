@@ -1,27 +1,11 @@
 """Checkpoint directories that survive a killed process, a power cut and a flipped bit.
 
-A checkpoint is a directory of files, each filled by a function of the caller's. It is built under a
-hidden name and appears under its own in one step, so it is complete or absent:
+A checkpoint is a directory of files, each filled by a function of the caller's. It is complete or
+absent: how its names change is drawn in `directory`. Readers never repair anything; the next save
+removes what a killed run left behind.
 
-    .tmp-100-<uuid>/     each file hashed while it is written, then fsync
-                         manifest.json last: size and hash of every file
-                         fsync of the directory
-        |  rename, fsync of the root
-        v
-    step_00000100/       published
-
-A directory cannot be renamed onto another that has files, so a step that is saved again (a run
-resumed from an earlier checkpoint reaches it again) is first published beside the old one:
-
-    step_00000100  step_00000100.1      published: the highest generation of a step counts
-    .tmp-<uuid>    step_00000100.1      the old one retired
-                   step_00000100        the new one renamed, the retired files removed
-
-Every line of this picture has a complete checkpoint of step 100, and each is on disk before the
-next begins. Readers never repair anything; the next save removes what a killed run left behind.
-
-`best.json` beside them names the best one, which stays whatever `keep` says. With `background`, a
-thread does all of this, one save at a time.
+`best.json` names the best one, which stays whatever `keep` says. With `background`, a thread does
+all of this, one save at a time.
 
 One run at a time saves into a root: its rank 0 alone, or all of its processes together, each its
 own files (`joint_save`). Any number of processes may read.
@@ -39,26 +23,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from hybridtrain.checkpoint.directory import (
+    TEMPORARY,
+    Best,
+    generations,
+    path_of,
+    published,
+    read_best,
+    remove,
+    remove_steps,
+    rename_into_place,
+    settle,
+    write_best,
+)
 from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    TEMPORARY,
-    Best,
-    Writer,
+    FileWriter,
     check_file_name,
-    generations,
-    path_of,
-    prune,
-    publish,
-    published,
-    read_best,
     read_manifest,
-    remove,
     render_manifest,
-    settle,
     step_of,
     verify,
-    write_best,
     write_file,
 )
 from hybridtrain.errors import CheckpointError, check_choice
@@ -125,13 +111,13 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        writers: Mapping[str, Writer],
+        files: Mapping[str, FileWriter],
         *,
         prune: bool = True,
         background: bool | None = None,
         joint: JointSave | None = None,
     ) -> Path:
-        """Publishes the checkpoint of `step`, with a file per writer; returns its directory.
+        """Publishes the checkpoint of `step`, with all `files`; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
         One of the same step is replaced; at every moment one of the two can be loaded. Then, with
@@ -139,32 +125,33 @@ class CheckpointStore:
 
         Args:
             step: the optimizer steps done.
-            writers: by file name; each gets a binary file that can only be appended to. In the
-                background they run while training goes on, so that they must write copies.
+            files: by name the function that writes each, into a binary file that can only be
+                appended to. In the background they run while training goes on, so that they must
+                write copies.
             prune: False to remove no older checkpoint this time.
             background: in place of the store's own, for this save.
-            joint: the processes that save together, each with its own `writers`; all call this.
+            joint: the processes that save together, each with its own `files`; all call this.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
             CheckpointError: the files cannot be written (no permission); the older checkpoints are
-                unchanged. In the background this, and whatever else a writer raises, is raised by
-                the next `save` or `wait`. Then nothing is saved by that call.
+                unchanged. In the background this, and whatever else a function of `files` raises,
+                is raised by the next `save` or `wait`. Then nothing is saved by that call.
         """
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        for name in writers:
+        for name in files:
             check_file_name(name)
         self.wait()
 
         def run() -> Path:
             with activity.saving():
                 if joint is not None:
-                    return joint.run(self, step, writers, prune)
+                    return joint.run(self, step, files, prune)
                 temporary = self.begin(step)
                 try:
-                    files = self.write(step, temporary, writers)
-                    return self.publish(step, temporary, files, prune)
+                    entries = self.write(step, temporary, files)
+                    return self.publish(step, temporary, entries, prune)
                 finally:
                     if temporary.is_dir():  # not published
                         shutil.rmtree(temporary, ignore_errors=True)
@@ -302,31 +289,32 @@ class CheckpointStore:
         return temporary
 
     def write(
-        self, step: int, temporary: Path, writers: Mapping[str, Writer]
+        self, step: int, temporary: Path, files: Mapping[str, FileWriter]
     ) -> dict[str, dict[str, Any]]:
         """Writes files; they are on disk when this returns their entries of the manifest."""
         with self._os_errors(step, temporary):
-            return {name: write_file(temporary / name, write) for name, write in writers.items()}
+            return {name: write_file(temporary / name, write) for name, write in files.items()}
 
     def publish(
-        self, step: int, temporary: Path, files: Mapping[str, dict[str, Any]], prunes: bool
+        self, step: int, temporary: Path, entries: Mapping[str, dict[str, Any]], prune: bool
     ) -> Path:
-        """Gives the directory with all `files` its name; then marks the best, and prunes."""
+        """Gives a directory with all files its name; then marks the best, and prunes."""
         with self._os_errors(step, temporary):
-            manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(files)})
+            manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(entries)})
             # all files are on disk by now; the manifest and the names must be, before the rename
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
             sync_directory(temporary)
             with self._lock:
-                path = publish(self.root, temporary, step)
+                path = rename_into_place(self.root, temporary, step)
 
         # the checkpoint is on disk: errors from here on must not look like a failed save
         with self._lock:
             try:
                 settle(self.root, step, path)
+                # the mark before the prune: the best one before may go only then
                 if (best := self._unsaved_best) is not None and best.step == step:
                     self.mark_best(step, best.value, best.criterion)
-                if prunes:
+                if prune:
                     self._prune(step)
             except (OSError, CheckpointError) as error:
                 _log.warning("%s is saved, but not all is tidy: %s", path, error)
@@ -352,7 +340,7 @@ class CheckpointStore:
         surplus = [step for step in self.steps() if step <= last][: -self.keep]
         if best is not None and best.step in surplus:
             surplus.remove(best.step)
-        prune(self.root, surplus)
+        remove_steps(self.root, surplus)
 
     @contextmanager
     def _os_errors(self, step: int, temporary: Path) -> Iterator[None]:

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import KeyPath, tree_map_only, tree_map_with_path
 
-from hybridtrain.checkpoint.manifest import Writer
+from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.errors import CheckpointError
 from hybridtrain.files import atomic_file
 from hybridtrain.world import World
@@ -101,7 +101,7 @@ class TensorInfo:
 
 def tensor_writers(
     stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
-) -> dict[str, Writer]:
+) -> dict[str, FileWriter]:
     """Returns the files that hold `tensors`, each with the function that writes it.
 
     A tensor under several names is stored once, under its first name; the file's metadata has the
@@ -114,19 +114,19 @@ def tensor_writers(
     check_storable(tensors)
     kept, aliases = without_aliases(tensors)
     infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
-    writer = dict.fromkeys(kept, 0)
-    return share_writers(stem, infos, writer, 0, kept.__getitem__, aliases, shard_bytes)
+    written_by = dict.fromkeys(kept, 0)
+    return share_writers(stem, infos, written_by, 0, kept.__getitem__, aliases, shard_bytes)
 
 
 def share_writers(
     stem: str,
     tensors: Mapping[str, TensorInfo],
-    writer: Mapping[str, int],
+    written_by: Mapping[str, int],
     rank: int,
     value: Callable[[str], Tensor],
     aliases: Mapping[str, str],
     shard_bytes: int,
-) -> dict[str, Writer]:
+) -> dict[str, FileWriter]:
     """Returns the files of `tensors` that one process writes; each tensor is in files of one.
 
         model-00001-of-00004.safetensors       rank 0 of 4
@@ -136,7 +136,7 @@ def share_writers(
     Args:
         stem: the beginning of the files' names.
         tensors: those of all processes, each once.
-        writer: the rank of the process that writes each.
+        written_by: the rank of the process that writes each.
         rank: of this process.
         value: returns a tensor by name, when it is written.
         aliases: further names of a tensor, and the one that it is stored under.
@@ -144,15 +144,15 @@ def share_writers(
     """
     shards = [
         (owner, shard)
-        for owner in sorted(set(writer.values())) or [0]
+        for owner in sorted(set(written_by.values())) or [0]
         for shard in _shards_of(
-            {n: t for n, t in tensors.items() if writer[n] == owner}, shard_bytes
+            {n: t for n, t in tensors.items() if written_by[n] == owner}, shard_bytes
         )
     ]
     count = len(shards)
     names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     named = list(zip(names if count > 1 else [f"{stem}.safetensors"], shards, strict=True))
-    files: dict[str, Writer] = {
+    files: dict[str, FileWriter] = {
         file: partial(_write, shard, aliases, value)
         for file, (owner, shard) in named
         if owner == rank

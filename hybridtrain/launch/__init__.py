@@ -10,7 +10,7 @@ signals            what ends a command, stops a run, or ends a blocked process
 notebook           a function in new processes
 """
 
-from hybridtrain.launch.activity import Lane, activity, end_process, kind_of
+from hybridtrain.launch.activity import LaneActivity, activity, end_process, kind_of
 from hybridtrain.launch.environment import Launch, detect
 from hybridtrain.launch.failure import (
     exit_code,
@@ -44,7 +44,7 @@ from hybridtrain.launch.watchdog import Watchdog, current
 __all__ = [
     "Failure",
     "Job",
-    "Lane",
+    "LaneActivity",
     "Launch",
     "ProcessId",
     "Watchdog",

@@ -22,8 +22,8 @@ WAIT_FOR_SAVE_S = 20.0
 """Seconds that an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
 
 
-class Lane:
-    """One lane of the schedule: its action, and whether it waits for another lane.
+class LaneActivity:
+    """The activity of a lane of the schedule: its action, and whether it waits for another lane.
 
     Attributes:
         action: the action (kind, stage, micro-batch) that is being executed; None between steps.
@@ -64,7 +64,7 @@ class Activity:
     def __init__(self) -> None:
         self.phase: str | None = None
         self.steps = 0
-        self.lanes: list[Lane] = []
+        self.lanes: list[LaneActivity] = []
         self.entered: dict[str, int] = {}
         self.evaluations = 0
         self._saves = 0
@@ -123,11 +123,11 @@ class Activity:
         """Returns when no checkpoint is being written, or after so many seconds."""
         wait_until(lambda: not self._saves, seconds)
 
-    def begin_step(self, lanes: int) -> list[Lane]:
+    def begin_step(self, lanes: int) -> list[LaneActivity]:
         """Returns the records of a pipeline step's lanes, which its threads write to."""
         self.steps += 1
         if len(self.lanes) != lanes:
-            self.lanes = [Lane() for _ in range(lanes)]
+            self.lanes = [LaneActivity() for _ in range(lanes)]
         return self.lanes
 
 

@@ -1,8 +1,11 @@
 """Monitors of a run: dashboards, a metrics file, a progress bar, and the rates they show.
 
 base               `Monitor`, a callback that needs numbers and texts alone
-tensorboard, jsonl, progress
-timeline, pictures what stages do when, drawn; throughput
+tensorboard        scalars, texts and pictures for TensorBoard
+jsonl              the metrics file, a line for each logged step
+progress           a bar or lines, and `Throughput`: samples per second
+timeline           what the stages do when, in files
+pictures           timelines, curves, plans and accounts, drawn
 """
 
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook

@@ -1,6 +1,6 @@
-"""Progress of the run: a bar on a terminal, plain lines elsewhere.
+"""Progress of the run, a bar on a terminal and plain lines elsewhere, and the rates it shows.
 
-Samples per second and step times, without pauses.
+The rates, samples per second and step times, leave out pauses such as evaluations and saves.
 """
 
 import sys

@@ -2,7 +2,8 @@
 
 pipeline               the stages of this process, and what concerns the whole model
 placement              makes the stages: layers on their devices, with links, ties and reducers
-own_stages             a process's part of a model; do the processes agree?
+own_stages             a process's part of a model, made without the rest
+agreement              do the processes have the same batch, weights and frozen parameters?
 stage                  layers on a device, and what they keep between forward and backward
 boundary               what comes into a stage as a leaf, and leaves it detached
 split_backward         a backward in two parts: to the input, and to the weights
@@ -10,7 +11,8 @@ layer_runner           runs the layers: seeded, recomputed, compiled, with error
 layer_rng              the random numbers of a layer
 layer_state            what a forward changes in its layer
 activation_checkpoint  what a backward recomputes
-links                  what crosses a border, and what a stage passes on; steps and engines
+links                  what crosses a border, and what a stage passes on
+engine                 what an engine is, and the step that it runs
 engines/               who runs which actions in which order, over one of two wires
 transfer, messages     values on their way to another device, to another process
 reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
@@ -19,17 +21,13 @@ model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
+from hybridtrain.pipeline.agreement import BatchCheck, check_replicas
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
+from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.pipeline.layer_rng import ReplayedDraws, default_generator_lock
-from hybridtrain.pipeline.links import Head, HeadOutput
-from hybridtrain.pipeline.own_stages import (
-    BatchCheck,
-    check_replicas,
-    construct_own_stages,
-    plan_without_values,
-)
+from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases

@@ -24,13 +24,15 @@ from hybridtrain.graph import Segment
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
+from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
+from hybridtrain.pipeline.engine import Head, Source, Step
 from hybridtrain.pipeline.engines import ENGINES, make_engine
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
 from hybridtrain.pipeline.layer_runner import compile_layers
-from hybridtrain.pipeline.links import Head, Source, Step, links_between
+from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
-from hybridtrain.pipeline.own_stages import check_frozen_alike, drop_other_stages
+from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import build_stages, ties_of
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
@@ -95,7 +97,8 @@ class Pipeline:
             options.compile,
             None if shared else current_gpus_generator,
         )
-        # collective calls, for every stage
+        # From here on the order is the same in all processes: there are collective calls in
+        # `new_stage_group`, in `build_stages` (the reducers) and in the broadcasts after them.
         cluster = world.cluster.placed(options.placement)
         owners = map(cluster.process_of, range(len(planned.stages)))
         self.groups = [world.new_stage_group(owner) for owner in owners]

@@ -34,9 +34,10 @@ from hybridtrain.pipeline.boundary import (
     StageInputs,
     run_from,
 )
+from hybridtrain.pipeline.engine import Head
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
-from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Head, Link
+from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.ties import Alias

@@ -85,7 +85,7 @@ class Timeline:
 
     def _spans_of_all(self, peers: LanePeers) -> tuple[tuple[Span, ...], ...]:
         assert self._spans is not None
-        lanes = peers.gather([_Lane(clock_name(), self._began, self._spans[peers.own_lane])])
+        lanes = peers.gather([_LaneSpans(clock_name(), self._began, self._spans[peers.own_lane])])
         ahead = [0.0] * len(lanes)
         if len({lane.clock for lane in lanes}) > 1:
             ahead = peers.gather([peers.seconds_ahead()])
@@ -158,7 +158,7 @@ class Phases:
         return {name: _since(begin, marks[device]) for name, marks in self._ends.items()}
 
 
-class _Lane(NamedTuple):
+class _LaneSpans(NamedTuple):
     """The spans of a lane in another process, and what they count from."""
 
     clock: str

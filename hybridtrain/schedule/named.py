@@ -135,7 +135,7 @@ def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2
     lanes = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
-        lane = _Lane()
+        lane = _LaneBuilder()
         lane.add(2 * (devices - d) - 1, ("F", down))
         lane.add(d, ("F", up), ("F", down))
         lane.add(devices - d, ("F", up), ("I", up), ("W", up))
@@ -158,7 +158,7 @@ def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2
     return Schedule("zb-v", 2 * devices, chunks, _whole_on_first_stage(lanes))
 
 
-class _Lane:
+class _LaneBuilder:
     """The actions of a device, of which each takes the next micro-batch of its kind and stage."""
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""The arguments of a step, cut into those of each micro-batch; and `SplitDataset` of scripts.
+"""The cuts of a script's data: a step's arguments by micro-batch, a data set by replica.
 
-`SplitDataset` stands in for the one of `torchnet`, with which scripts divide their data over the
-replicas.
+The latter is `SplitDataset`, which stands in for the one of `torchnet` that scripts use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The model of a script: divided into stages when the first step calls it.
+"""The model of a script, divided into stages when the first step calls it, and what is refused.
 
-`NAMES` are the names of smp 1.x that are not here: each gives one error that says what to do.
+A name of smp 1.x that is not here (`NAMES`) gives one error that says what to do.
 """
 
 from __future__ import annotations

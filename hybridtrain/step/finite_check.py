@@ -2,9 +2,10 @@
 
 A step whose loss or gradient is not finite is skipped, on all processes alike: the gradients are
 the mean over the replicas, equal everywhere, so that their norm alone decides, and a loss that is
-not finite makes its own gradients so (see `HybridModel.train_step`). Only where a step is skipped
-do processes talk about it. Too many one after the other end the run, and so do weights that are not
-finite when they are about to be saved. A step in which no target counts is left out as well.
+not finite makes its own gradients so (see `HybridModel.train_step`). Apart from the norm
+itself, processes talk about it only where a step is skipped. Too many one after the other end the
+run, and so do weights that are not finite when they are about to be saved. A step in which no
+target counts is left out as well.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ class FiniteCheck:
         return any(self._model.world.gather(bool(non_finite_names(gradients))))
 
     def _loss_is_finite(self, results: Sequence[TrainStepResult]) -> bool:
+        # without the last stage the loss is NaN: such a process is left out of the sum
         bad = any(not math.isfinite(float(result.loss)) for result in results)
         return not self._model.reduce_loss(torch.tensor([float(bad)])).item()
 

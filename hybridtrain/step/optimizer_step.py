@@ -2,7 +2,7 @@
 
         begin        [1] the batches' weights in the step's mean; buffers are remembered
         train_step   [2] forward, loss and backward of each batch; the last averages over replicas
-        norm         [3] gradients are unscaled, those left out dropped; the norm of the rest
+        norm         [3] gradients of no optimizer are dropped, the rest unscaled; their norm
         take         [4] is it finite? Then the update; otherwise the buffers are put back
         end          [5] the step is counted, the scale of the loss adapted
 
@@ -392,8 +392,9 @@ class OptimizerStep:
                 self.finite.skip_empty(trained.number)  # no target of any replica counts
                 self._may_step = False
             else:
-                # The one wait for a device in a step: whether an optimizer steps is decided on the
-                # host, and a step with NaN cannot be undone. fp16's GradScaler does so too.
+                # The one wait for a device in a step, unless the device decides by itself (see
+                # `_decides_on_device`): whether an optimizer steps is decided on the host, and a
+                # step with NaN cannot be undone. fp16's GradScaler does so too.
                 self._may_step = self.finite.allows_step(trained, norm.item())
             if not self._may_step:
                 self.losses.drop(trained.results)

@@ -1,10 +1,10 @@
 """The parts of the training loop, which `hybridtrain.trainer` puts together.
 
-checkpoints, best_checkpoint   the last one, and the one of the best evaluation
-interruption                   signals, time limits, saves by the clock
-run_stats                      where the time goes, times and memory of the stages
-advice                         what would make a step shorter, with its price
-checks                         what is refused before or in the first step
+checkpoints        the last one, and the one of the best evaluation
+interruption       signals, time limits, saves by the clock
+run_stats          where the time goes, times and memory of the stages
+advice             what would make a step shorter, with its price
+checks             what is refused before or in the first step
 """
 
 from hybridtrain.training.checkpoints import BestCheckpoint, RunCheckpoints

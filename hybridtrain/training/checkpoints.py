@@ -1,7 +1,4 @@
-"""The checkpoints of a run: the last one, and the one of the best evaluation.
-
-The best evaluation of a run by one of its values, whose checkpoint is kept.
-"""
+"""The checkpoints of a run: the last one, and the one of the best evaluation, by one value."""
 
 from __future__ import annotations
 

@@ -34,6 +34,6 @@ def test_a_process_killed_in_its_write_ends_the_run_and_costs_that_save_only(whe
     saved = state.restore_checkpoint(store.newest(), model, optimizer)
     assert saved["step"] == 2
     assert len(optimizer.state) == 4
-    store.save(3, state.writers(model, optimizer, {}))
+    store.save(3, state.checkpoint_files(model, optimizer, {}))
     assert store.steps() == [1, 2, 3]
     assert list(folder.glob(".tmp-*")) == []

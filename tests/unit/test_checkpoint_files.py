@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint.manifest import MANIFEST, render_manifest
+from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import pack, read_tensors, tensor_writers, unpack
 from hybridtrain.errors import CheckpointError
@@ -129,7 +129,7 @@ def test_shards_have_the_names_and_the_index_of_the_hub(tmp_path):
 def test_a_checkpoint_in_shards_is_restored(tmp_path):
     ours = trainer(rich_net(), steps=2)
     ours.fit()
-    files = writers(ours.model, ours.optimizer, {"trainer": ours}, shard_bytes=500)
+    files = checkpoint_files(ours.model, ours.optimizer, {"trainer": ours}, shard_bytes=500)
     path = CheckpointStore(tmp_path).save(2, files)
     assert len(list(path.glob("optimizer-*.safetensors"))) > 2
     other = trainer(plain_net_like(rich_net()), steps=2)
@@ -237,7 +237,7 @@ class Counting(nn.Module):
 )
 def test_extra_state_of_any_value_is_saved_and_restored(extra, tmp_path):
     model, optimizer = hybrid(nn.Sequential(Counting(extra), nn.Linear(2, 2)))
-    path = CheckpointStore(tmp_path).save(1, writers(model, optimizer, {}))
+    path = CheckpointStore(tmp_path).save(1, checkpoint_files(model, optimizer, {}))
     start = torch.zeros(1) if isinstance(extra, torch.Tensor) else "other"
     other, optimizer = hybrid(nn.Sequential(Counting(start), nn.Linear(2, 2)))
     restore(path, other, optimizer)
@@ -250,7 +250,9 @@ def test_extra_state_of_any_value_is_saved_and_restored(extra, tmp_path):
 
 
 def test_a_model_without_the_extra_state_of_the_checkpoint_is_refused_by_its_name(tmp_path):
-    path = CheckpointStore(tmp_path).save(1, writers(*hybrid(nn.Sequential(Counting(3))), {}))
+    path = CheckpointStore(tmp_path).save(
+        1, checkpoint_files(*hybrid(nn.Sequential(Counting(3))), {})
+    )
     with pytest.raises(CheckpointError, match=r"the model has no 0\._extra_state"):
         restore(path, hybrid(nn.Sequential(nn.Linear(2, 2, bias=False)))[0])
 

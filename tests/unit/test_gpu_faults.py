@@ -19,7 +19,7 @@ from hybridtrain import HybridModel, World
 from hybridtrain.accelerator import Cuda
 from hybridtrain.app import build
 from hybridtrain.app.config import Config
-from hybridtrain.checkpoint.state import writers
+from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
@@ -214,7 +214,9 @@ def test_a_tied_parameter_is_copied_to_the_host_once():
         weight = gpus.copy(floats(5), gpus.devices[0])
         average = {"embedding": weight, "head": weight.detach()}
         model = HybridModel(net, cpu_world())
-        writers(model, torch.optim.SGD(net.parameters()), {}, {"ema": average}, copies=copies)
+        checkpoint_files(
+            model, torch.optim.SGD(net.parameters()), {}, {"ema": average}, copies=copies
+        )
     biases, shared = 2 * 5 * 4, 5 * 5 * 4
     assert copies.nbytes == biases + shared + average["head"].nbytes
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.state import writers
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError
 
@@ -69,7 +69,7 @@ def size_of(tensors):
 def saved(tmp_path_factory):
     model, optimizer = trained(0)
     store = CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
-    return store.save(1, writers(model, optimizer, {})), model, optimizer
+    return store.save(1, checkpoint_files(model, optimizer, {})), model, optimizer
 
 
 def assert_equal(model, optimizer, saved):
@@ -145,7 +145,7 @@ class Counter:
 def test_a_new_state_is_saved_and_restored_with_one_entry(tmp_path):
     model, optimizer = trained(0)
     path = CheckpointStore(tmp_path).save(
-        1, writers(model, optimizer, {"counter": Counter(value=7)})
+        1, checkpoint_files(model, optimizer, {"counter": Counter(value=7)})
     )
     counter, (other, _) = Counter(), trained(1, step=False)
     restore(path, other, progress={"counter": counter})
@@ -154,4 +154,4 @@ def test_a_new_state_is_saved_and_restored_with_one_entry(tmp_path):
 
 def test_two_states_with_the_same_key_are_refused():
     with pytest.raises(ValueError, match=r"counter saves .*draws_step.* as another state does"):
-        writers(*trained(0), {"counter": Counter("draws_step")})
+        checkpoint_files(*trained(0), {"counter": Counter("draws_step")})

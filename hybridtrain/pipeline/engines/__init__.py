@@ -1,10 +1,16 @@
-"""Engines: what executes a step's schedule, by the name that `engine=` chooses."""
+"""Engines: what executes a step's schedule, by the name that `engine=` chooses.
+
+actions            the execution of actions, which is the same for every engine; `Wire`
+threads            all stages in this process, and their wire of queues
+processes          a process for each device, and their wire of messages
+"""
 
 from collections.abc import Callable, Sequence
 
+from hybridtrain.pipeline.engine import Engine
 from hybridtrain.pipeline.engines.processes import ProcessEngine
 from hybridtrain.pipeline.engines.threads import InlineEngine, ThreadEngine
-from hybridtrain.pipeline.links import Engine, Link
+from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.world import World
 

@@ -26,8 +26,9 @@ from typing import Any, Protocol
 
 from hybridtrain._torch_private import forget_draws, profiled
 from hybridtrain.accelerator import Accelerator, Event
-from hybridtrain.launch import Lane
-from hybridtrain.pipeline.links import Route, Step
+from hybridtrain.launch import LaneActivity
+from hybridtrain.pipeline.engine import Step
+from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.timeline import mark
 from hybridtrain.pipeline.transfer import Inputs
@@ -48,14 +49,14 @@ class Wire(Protocol):
     def send(self, to: Action, message: list[Any]) -> None:
         """Sends what crosses the border before `to`, a forward or a backward of the next stage.
 
-        Does not wait for the receiver.
+        Does not wait for this message to arrive.
 
         Args:
             to: the action that needs it; `B` where a part of a backward does.
             message: for each link over the border its values, or their gradients.
         """
 
-    def receive(self, action: Action, doing: Lane) -> list[Any]:
+    def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Waits for the message to `action`, and returns it on the device of the action's stage.
 
         Args:
@@ -101,7 +102,7 @@ class ActionRunner:
             if 0 in stages:
                 self._take = Inputs(step.source, step.schedule.chunks, stages[0].device).take
 
-    def run_actions(self, actions: Iterable[tuple[int, Action]], doing: Lane) -> None:
+    def run_actions(self, actions: Iterable[tuple[int, Action]], doing: LaneActivity) -> None:
         """Executes `actions`, each with its lane, in this thread.
 
         Raises:
@@ -139,7 +140,7 @@ class ActionRunner:
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
 
-    def _forward(self, lane: int, action: Action, doing: Lane) -> None:
+    def _forward(self, lane: int, action: Action, doing: LaneActivity) -> None:
         step = self._step
         _, index, microbatch = action
         stage = self._stages[index]
@@ -151,9 +152,9 @@ class ActionRunner:
         if index == 0:
             own = [(self._take(microbatch),)]
         else:
-            own = self._wire.receive(action, doing)  # 1
+            own = message = self._wire.receive(action, doing)  # 1
             if index in self._routes:
-                own, passing = self._routes[index].own_values(own)  # 2
+                own, passing = self._routes[index].own_values(message)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
         # autocast around each forward, and off between: a backward runs without
@@ -164,20 +165,21 @@ class ActionRunner:
         if self._run_ahead is not None:
             self._run_ahead.after(action)
         if head is None:
+            # in this order: `links.crossing` puts the links that start at a later stage first
             self._wire.send(Action("F", index + 1, microbatch), sent + passing)  # 4
         else:
             (self.values[microbatch],) = sent
 
-    def _backward(self, lane: int, action: Action, doing: Lane) -> None:
+    def _backward(self, lane: int, action: Action, doing: LaneActivity) -> None:
         step = self._step
         kind, index, microbatch = action
         stage = self._stages[index]
         own: Sequence[Any] = ()
         passing: Sequence[Any] = ()
         if kind != "W" and index != self._last:
-            own = self._wire.receive(action, doing)  # 5
+            own = message = self._wire.receive(action, doing)  # 5
             if index in self._routes:
-                own, passing = self._routes[index].own_gradients(own)  # 6
+                own, passing = self._routes[index].own_gradients(message)  # 6
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []

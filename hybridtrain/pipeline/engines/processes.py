@@ -11,7 +11,9 @@ NCCL one for both. That order is the one over all processes that proves the sche
 
 Its own actions it runs, and begins the send of what each makes. At an action of another
 process that makes something for it, it begins to receive that, and goes on. So both ends of a
-message stand at one place of one order, and no two processes can wait for one another.
+message stand at one place of one order. What a process waits for was begun at its own place of the
+order or before it: an arrival, a format, the oldest of many sends. So the process that is least far
+in the order always goes on, and none waits in a circle.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which all
 processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
@@ -33,9 +35,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.errors import SplitError
-from hybridtrain.launch import Lane, activity
+from hybridtrain.launch import LaneActivity, activity
+from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
-from hybridtrain.pipeline.links import Link, Step, routes
+from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
     empty,
@@ -87,7 +90,7 @@ class MessageWire:
         peers: Sequence[int],
         world: World,
         formats: Formats,
-        doing: Lane,
+        doing: LaneActivity,
     ) -> None:
         self._stages = stages
         self._peers = peers
@@ -136,7 +139,8 @@ class MessageWire:
             for t, one in zip(tensors, form.tensors, strict=True)
         ]
         works += self._begin(dist.isend, parts, to.stage)
-        # not waited for: the receiver may itself be about to send to this process
+        # not waited for at once: the receiver may itself be about to send to this process. The
+        # oldest may be: its receiver begins to receive it before it needs any later message
         if len(self._sent) >= self._most_sent:
             self._doing.wait(True)
             self._wait_for_oldest()
@@ -155,7 +159,7 @@ class MessageWire:
         works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
         self._coming[action] = _Coming(form, tensors, parts, works)
 
-    def receive(self, action: Action, doing: Lane) -> list[Any]:
+    def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Waits for the message if it is on its way."""
         if action.kind == "I":  # the sender does not ask which part of a backward waits
             action = action._replace(kind="B")
@@ -242,7 +246,7 @@ class ProcessEngine:
             if len(self._formats) == _KINDS:  # in all processes, which see the same kinds
                 del self._formats[next(iter(self._formats))]
             self._formats[kind] = {}
-        # a process has one device, so one lane
+        # a process has one device, so one lane, whose number is its rank in the pipeline's group
         peers = [schedule.lane_of[stage] for stage in range(schedule.stages)]
         (doing,) = activity.begin_step(1)
         wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
@@ -256,7 +260,10 @@ class ProcessEngine:
         return runner.values if schedule.stages - 1 in self._stages else []
 
     def _actions(self, schedule: Schedule, wire: MessageWire) -> Iterator[tuple[int, Action]]:
-        """Yields the actions of this process; begins the receives between them."""
+        """Yields this process's actions; begins the receives between them, and waits for all sends.
+
+        The wait is at the end.
+        """
         lane = self._world.pipeline_rank
         if schedule not in self._orders:
             self._orders[schedule] = order_of(schedule, lane)

@@ -38,10 +38,11 @@ import torch
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch import Lane, activity, ends_at_once
+from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
+from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import Aborted, ActionRunner
-from hybridtrain.pipeline.links import Link, Route, Step, routes
+from hybridtrain.pipeline.links import Link, Route, routes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import sync_streams
 from hybridtrain.schedule import Action, Schedule
@@ -80,7 +81,7 @@ class QueueWire:
         queue, between = self._lines[to.kind, to.stage]
         queue.put(message if between is None else transfer.send(message, *between))  # 2
 
-    def receive(self, action: Action, doing: Lane) -> list[Any]:
+    def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Takes the next message out of a queue.
 
         Raises:
@@ -264,7 +265,7 @@ class _StepRun:
             self._running.discard(thread)  # before the entry that wakes `join`, which looks there
             self._ends.put(thread)
 
-    def _bounded(self, work: _Work, free: SimpleQueue[None], doing: Lane) -> _Work:
+    def _bounded(self, work: _Work, free: SimpleQueue[None], doing: LaneActivity) -> _Work:
         """Yields `work`, each micro-batch once the pipeline may take one more in."""
         for lane, action in work:
             if action.stage == 0:

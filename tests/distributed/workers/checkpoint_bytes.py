@@ -156,7 +156,9 @@ def _alone(world):
     model, optimizer = trained(local(World()))
     with shared_folder(world) as folder, fixed_version():
         if world.is_main:
-            files = state.writers(model, optimizer, {}, {"ema": {"a": [1.5]}}, shard_bytes=400)
+            files = state.checkpoint_files(
+                model, optimizer, {}, {"ema": {"a": [1.5]}}, shard_bytes=400
+            )
             check(world, "shards", CheckpointStore(folder).save(1, files))
 
 

@@ -18,7 +18,7 @@ from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.evaluation import predict
 from hybridtrain.losses import accuracy, cross_entropy
-from hybridtrain.pipeline.own_stages import check_replicas
+from hybridtrain.pipeline.agreement import check_replicas
 
 torch.set_num_threads(1)
 cells = Cells()

@@ -36,7 +36,7 @@ from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy
 from hybridtrain.options import LoaderOptions
-from hybridtrain.pipeline.own_stages import check_replicas
+from hybridtrain.pipeline.agreement import check_replicas
 
 cells = Cells()
 

@@ -1,0 +1,154 @@
+"""Checks that the processes of a run agree on what they have.
+
+They find what would train on wrongly without a word. The first stage takes the inputs and the last
+one the targets, so the processes of a pipeline must be given one batch (`BatchCheck`). The
+weights of replicas begin equal, and averaged gradients keep them equal to the last bit, unless a
+replica leaves out a step or changes a weight by itself (`check_replicas`). And all must freeze the
+same parameters before the same step (`check_frozen_alike`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.world import World
+
+_LOOKED_AT = 64  # numbers of each tensor
+
+# A process whose parameters have not changed is in the step already, and never comes.
+_AGREEMENT_S = 30.0
+
+# Whole numbers of as many bytes.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BatchCheck:
+    """Compares the batches of the processes of a pipeline, which all call it together.
+
+    Shapes and some numbers of each tensor are compared, while the step runs. Of tensors on a GPU
+    only the shapes are, since the host would wait for them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._found: Tensor | None = None
+        self._work: Any = None
+        self._is_first = True
+
+    def begin(self, inputs: Any, targets: Any) -> None:
+        """Begins to compare a batch; waits for the result of the first, before it is run.
+
+        Raises:
+            BatchError: as of `finish`.
+        """
+        if self._world.pipeline_group is None:
+            return
+        digest = _digest((inputs, targets))
+        self._found = torch.tensor([digest, -digest])
+        group = self._world.pipeline_group
+        self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
+        if self._is_first:
+            self.finish()
+            self._is_first = False
+
+    def finish(self) -> None:
+        """Waits for the result of `begin`.
+
+        Raises:
+            BatchError: the processes were given different batches.
+        """
+        if self._found is None:
+            return
+        self._work.wait()
+        largest, minus_smallest = self._found.tolist()
+        self._found = None
+        if largest != -minus_smallest:
+            world = self._world
+            places = range(world.processes_per_replica)
+            ranks = [str(world.rank_of(world.replica, place)) for place in places]
+            raise BatchError(
+                f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
+                f"with engine=distributed samples are divided over the replicas (world.replica of "
+                f"world.replicas; in smp, dp_rank() of dp_size()), not over the processes, and "
+                f"each process needs the same order"
+            )
+
+
+def _digest(batch: Any) -> int:
+    """Returns a number of 62 bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            digest.update(type(leaf).__name__.encode())
+            continue
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
+            plain = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _LOOKED_AT)]
+            plain = plain.resolve_conj().resolve_neg().contiguous()
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+def check_replicas(net: nn.Module, world: World) -> None:
+    """Compares a checksum of each parameter over the replicas; all processes call it together.
+
+    Reads the weights once, and waits for the devices.
+
+    Raises:
+        UserError: a parameter differs; names the first one, and the ranks.
+    """
+    if world.replicas == 1:
+        return
+    mine = {name: int(checksum(p)) for name, p in net.named_parameters() if not p.is_meta}
+    everyones = world.gather((world.replica, mine))
+    first: dict[str, int] = {}
+    for replica, sums in everyones:
+        if replica == 0:
+            first |= sums
+    for name, expected in first.items():
+        ranks = [
+            rank for rank, (_, sums) in enumerate(everyones) if sums.get(name, expected) != expected
+        ]
+        if ranks:
+            raise UserError(
+                f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
+                f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
+                f"same optimizer steps, and change no weight by itself"
+            )
+
+
+def check_frozen_alike(names: Sequence[str], world: World) -> None:
+    """Makes sure that all processes have frozen or freed the same parameters before this step.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    if world.size == 1:
+        return
+    text = f"requires_grad of {', '.join(names)} has changed"
+    if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s / 2)):
+        raise ConfigError(
+            f"{text} on rank {world.rank}, but not on all ranks: change it on all of them before "
+            f"the same step"
+        )
+    texts = world.gather(text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise ConfigError(
+                f"on rank 0 {texts[0]}, on rank {rank} {other}: freeze the same on all of them"
+            )
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns the sum of the bits of each number in `tensor`, a 0-dim int64 tensor, which wraps."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return values.contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,80 @@
+"""The step that an engine runs, and what each of `engines` does with it.
+
+A `Step` is a schedule, a source of the first stage's inputs, and a head that ends the forward at
+the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hybridtrain.pipeline.timeline import Timeline
+from hybridtrain.precision import ThreadState
+from hybridtrain.schedule import Schedule
+
+
+class HeadOutput(NamedTuple):
+    """Outcome of the head for one micro-batch.
+
+    Attributes:
+        value: returned to the caller of `Engine.run`.
+        root: where the backward starts; None in a forward-only step.
+        gradient: the gradient of `root`, of the same shape.
+    """
+
+    value: Any
+    root: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+# `source(microbatch)` returns the input of the first stage. Called where that stage runs.
+Source = Callable[[int], Any]
+
+# `head(microbatch, output)` ends a forward: it computes the loss, say. Called where the last stage
+# runs, in that stage's thread, with gradients and autocast as in a forward.
+Head = Callable[[int, Any], HeadOutput]
+
+
+class Step(NamedTuple):
+    """One run of the pipeline over the micro-batches of a batch.
+
+    Attributes:
+        schedule: the order in which each device runs its forwards and backwards.
+        source: gives the first stage its inputs.
+        head: takes the last stage's outputs.
+        thread_state: grad mode and autocast, as the caller has them.
+        checkpointed: the micro-batches whose stages are recomputed in the backward.
+        reduce: average the gradients over the replicas in the last micro-batch's backward.
+        timeline: records the start and end of every action; None records nothing.
+        training: whether the model is in training mode.
+    """
+
+    schedule: Schedule
+    source: Source
+    head: Head
+    thread_state: ThreadState
+    checkpointed: frozenset[int] = frozenset()
+    reduce: bool = False
+    timeline: Timeline | None = None
+    training: bool = True
+
+
+class Engine(Protocol):
+    """Executes steps on the stages that this process owns."""
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes `step`.
+
+        Returns:
+            the head's values by micro-batch; an empty list where another process has the last
+            stage.
+
+        Raises:
+            Exception: the first exception of a layer, the source, the head or a collective, with
+                notes that name the layer, the stage and the micro-batch. The engine can run the
+                next step.
+        """
+        ...
