@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 from support.launch import SMALL
 
 from hybridtrain import models
+from hybridtrain.app import commands
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
+from hybridtrain.app.resolve import Settings
 from hybridtrain.files import write_atomically
 from hybridtrain.schedule import Account
 
@@ -169,17 +171,28 @@ def test_a_file_that_replaces_another_is_on_disk_before_it_has_its_name(
     assert path.read_text() == "whole"
 
 
-def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it_and_no_secrets(
+def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rare = ["trainer.steps=1", "trainer.max_time=01:10:30", "callbacks={freeze: {match: ['*.bias']}}"]
-    succeed(capfd, *SMALL, *rare, "+data.api_token=abc", "allow_changes=false")
+    rare = [
+        "trainer.steps=1",
+        "trainer.max_time=01:10:30",
+        "callbacks={freeze: {match: ['*.bias']}}",
+    ]
+    succeed(capfd, *SMALL, *rare)
     events = EventAccumulator("outputs/digits")
     events.Reload()
     (text,) = events.Tensors("overrides/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert "01:10:30" in shown
     assert "*.bias" in shown
+
+
+def test_the_dashboard_has_no_secret_of_the_command_line() -> None:
+    overrides = ["recipe=digits", "run_name=a", "+model.api_token=abc", "+model.width=3"]
+    config = compose_config(overrides)
+    shown = commands._overrides(Settings(config, overrides))
+    assert "model.width: 3" in shown
     assert "abc" not in shown
