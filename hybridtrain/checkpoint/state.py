@@ -361,7 +361,7 @@ def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
     """
     if "rows_per_step" not in saved:  # words: ok
         raise CheckpointError(
-            "the checkpoint was saved by a Session or by a loop of its own, and has no position of "
+            "the checkpoint was saved by a Session or by your own loop, and has no position of "
             "a Trainer: resume it there, or start from its weights with init_from"
         )
     if saved["step"] > total_steps:

@@ -159,7 +159,7 @@ def main() -> None:
     rows = []
     followed = {
         "two micro-batches": (lambda: run(chunks=2), lambda: run(chunks=4)),
-        "slow data": (lambda: run(loading=3e-3), lambda: run(loading=3e-3, workers=3)),
+        "slow data": (lambda: run(loading=3e-3), lambda: run(loading=3e-3, workers=2)),
         "a slow stage": (
             lambda: run(_UNEVEN),
             lambda: run(_UNEVEN, split="time"),
