@@ -56,16 +56,17 @@ __all__ = [
     "ddp_prepare_for_backward",
     "ddp_reset",
     "ddp_sync_buffers",
+    "draws_here",
     "end_loader",
     "exported_guards",
     "find_random_operations",
-    "forget_draws",
     "free_saved",
     "get_default_store",
     "has_hooks",
     "has_saved_hooks",
     "hooks_of",
     "is_traced",
+    "leave_draws",
     "loader_workers",
     "operator_overloads",
     "operator_schema",
@@ -357,11 +358,17 @@ class InterceptedDraws(AbstractContextManager[Any]):
         del _active[threading.get_ident()]
 
 
-def forget_draws() -> None:
-    """Ends what an interrupt has left of this thread's `InterceptedDraws`."""
-    left = _active.pop(threading.get_ident(), None)
-    if left is not None:
+def draws_here() -> InterceptedDraws | None:
+    """Returns the context of draws that this thread is in."""
+    return _active.get(threading.get_ident())
+
+
+def leave_draws(outer: InterceptedDraws | None) -> None:
+    """Leaves contexts that an interrupt has kept from ending, up to `outer`; None: all."""
+    if outer is None and _active.pop(threading.get_ident(), None) is not None:
         _set_draws_key(_DRAWS_KEY, False)
+    elif outer is not None:
+        _active[threading.get_ident()] = outer
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:

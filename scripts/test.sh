@@ -24,7 +24,7 @@ case " $* " in *" --all "*)
     ;;
 esac
 echo "== pytest"
-# a file in one process, since its launches are shared by its tests; three at a time, since they wait
-# for one another a third of the time, and with one thread each, since they are more than the cores
+# a file in one process, since its launches are shared by its tests; four at a time, since they wait
+# for one another half of the time, and with one thread each, since they are more than the cores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -37,6 +37,7 @@ def test_nothing_that_a_config_may_name_opens_a_file_imports_a_module_or_starts_
     assert [record for record in tried["seen"] if not record[0].startswith("control")] == []
 
 
+@pytest.mark.thorough
 def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried: Any) -> None:
     wanted = {
         "model": [

@@ -96,6 +96,7 @@ def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], 
     assert not Path("outputs").exists()
 
 
+@pytest.mark.thorough
 def test_an_error_in_the_first_step_is_reported_once_and_recorded_for_torchrun() -> None:
     ended = torchrun(2, [*QUICK, "model.image_size=10"])
     assert ended.returncode != 0

@@ -153,6 +153,7 @@ def test_a_count_that_the_models_loss_contradicts_is_an_error_that_names_both_nu
         model.train_step(inputs, None, MeanLoss(loss_fn, every_label))
 
 
+@pytest.mark.thorough
 def test_the_proof_of_the_models_loss_changes_neither_modes_nor_draws():
     def train(proves):
         net = make("GPT2LMHeadModel", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1).train()

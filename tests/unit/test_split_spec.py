@@ -24,6 +24,7 @@ def stages_of(net, stages, split):
 
 
 @pytest.mark.parametrize("split", ["uniform", "size"])
+@pytest.mark.thorough
 def test_every_layer_count_and_nb_part_gives_that_many_stages_or_says_why(split):
     for n, stages in ALL:
         net = nn.Sequential(*(nn.Linear(1, 1 + 7 * i % 11, device="meta") for i in range(n)))

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridtrain._torch_private import forget_draws, profiled
+from hybridtrain._torch_private import draws_here, leave_draws, profiled
 from hybridtrain.accelerator import Accelerator, Event
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.engine import Step
@@ -110,7 +110,7 @@ class ActionRunner:
             Exception: the first one of an action, with a note that names it.
         """
         current: Action | None = None
-        forget_draws()  # Ctrl-C may have come on the way into a layer or out of it
+        draws = draws_here()  # of a layer that this pipeline is a part of
         try:
             # layers that stash something declare it, and get their own scope
             with skip_scope(None), self._step.thread_state.applied():
@@ -128,6 +128,7 @@ class ActionRunner:
         except Aborted:
             raise
         except BaseException as error:
+            leave_draws(draws)  # Ctrl-C may have come on the way into a layer's, or out of it
             if current is not None:
                 self.add_note(error, current)
             raise
