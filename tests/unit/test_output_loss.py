@@ -127,6 +127,7 @@ def assert_exact(net, loss_fn):
     assert_same_gradients(model, reference, **ALMOST)
 
 
+@pytest.mark.thorough
 def test_a_wrapper_is_counted_as_the_model_inside():
     assert_exact(Wrapper(make("GPT2LMHeadModel")).eval(), model_output)
 
