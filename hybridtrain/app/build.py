@@ -277,19 +277,16 @@ def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),
             Progress(LogLines()),  # type: ignore[arg-type]
-            *([TensorBoard(**_events(directory))] if config.monitor.tensorboard else []),
+            *([_tensorboard(directory)] if config.monitor.tensorboard else []),
             *([Progress()] if config.monitor.progress else []),
         ]
     )
 
 
-def _events(directory: RunDirectory) -> dict[str, Any]:
-    """Returns the arguments of `TensorBoard`, which names a run by the place of its files."""
+def _tensorboard(directory: RunDirectory) -> TensorBoard:
+    """Returns the monitor, which names a run by the place of its files."""
     before = directory.path / "tensorboard"  # where version 0.1 began them
-    return {
-        "directory": before if before.exists() else directory.path,
-        "title": directory.path.name,
-    }
+    return TensorBoard(before if before.exists() else directory.path, directory.path.name)
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import yaml
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -154,13 +155,13 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 
 def _overrides(settings: Settings) -> str:
     """Returns what the command line sets, as YAML: what a dashboard compares runs by."""
-    tree, chosen = masked(to_tree(settings.config)), {}
-    for key in given_keys(settings.overrides):
-        value: Any = tree
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            chosen[key] = value
+    tree = OmegaConf.create(masked(to_tree(settings.config)))
+    values = {key: OmegaConf.select(tree, key) for key in given_keys(settings.overrides)}
+    chosen = {
+        key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        for key, value in values.items()
+        if value is not None
+    }
     return yaml.safe_dump(chosen, sort_keys=False) if chosen else ""
 
 

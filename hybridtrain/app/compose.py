@@ -270,7 +270,7 @@ def register() -> None:
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
     """Returns the config of `compose_settings`."""
-    return compose_settings(overrides, config_dir).config
+    return compose_settings(with_new_keys(overrides), config_dir).config
 
 
 def compose_settings(
@@ -289,7 +289,6 @@ def compose_settings(
         ConfigError: one line that names the key or option, and the one that was probably meant.
     """
     register()
-    overrides = with_new_keys(overrides)
     recipe = given_recipe(overrides)
     wanted = [register_file(override) for override in overrides]
     if base is not None:

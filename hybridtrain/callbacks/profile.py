@@ -73,7 +73,6 @@ class Profile(Callback):
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
                 profile_memory=self._memory,
-                acc_events=True,
                 experimental_config=all_threads_profiled(),
             )
             self._profiler.start()

@@ -39,6 +39,15 @@ def call_hook(callback: Callback, hook: str, *args: Any, **kwargs: Any) -> None:
         )  # fmt: skip
 
 
+def parts_of_account(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the parts of a step's account among the values of `Monitor.scalars`, by name."""
+    return {
+        tag.removeprefix("account/").removesuffix("_ms"): value
+        for tag, value in values.items()
+        if tag.startswith("account/")
+    }
+
+
 class Monitor(Callback):
     """Receives the progress of a run from rank 0's training loop; the defaults do nothing.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from hybridtrain.schedule import Spans, bubble_fraction
+from hybridtrain.schedule import Spans, bubble_fraction, length
 from hybridtrain.text_table import with_unit
 
 # by kind of action, for up to four stages that share a device; darker ones are later stages
@@ -27,21 +27,21 @@ MEMORY = {
     "activations": ("activations", "#fd8d3c"),
     "boundaries": ("from other stages", "#bdbdbd"),
 }
-# the parts of an account, from the bottom of a bar: computing, then idle, in its words and colour
+# by part of an account, from the bottom of a bar: computing, then what is not
 PARTS = {
-    "forward": ("forward", "#6baed6"),
-    "backward": ("backward", "#74c476"),
-    "recompute": ("computed again", "#c7e9c0"),
-    "optimizer": ("optimizer", "#9e9ac8"),
-    "bubble": ("bubble", "#d9d9d9"),
-    "imbalance": ("uneven stages", "#fdae6b"),
-    "messages": ("messages", "#e6550d"),
-    "reduction": ("all-reduce", "#fa9fb5"),
-    "stragglers": ("slower replicas", "#c51b8a"),
-    "data": ("waiting for data", "#cb181d"),
-    "host": ("host", "#737373"),
+    "forward": "#6baed6",
+    "backward": "#74c476",
+    "recompute": "#c7e9c0",
+    "optimizer": "#9e9ac8",
+    "bubble": "#d9d9d9",
+    "imbalance": "#fdae6b",
+    "messages": "#e6550d",
+    "reduction": "#fa9fb5",
+    "stragglers": "#c51b8a",
+    "data": "#cb181d",
+    "host": "#737373",
 }
-_MOST_BARS = 60
+MOST_BARS = 60
 _CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
 _INK, _FAINT, _GRID, _LIMIT = "black", "#444444", "#dddddd", "#cb181d"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -101,7 +101,7 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
         measured: likewise.
         title: for example the run and the step.
     """
-    longest = max(_length(predicted), _length(measured)) or 1e-9
+    longest = max(length(predicted), length(measured)) or 1e-9
     durations = sorted(end - start for lane in measured for _, start, end in lane)
     short = durations[len(durations) // 4]
     wanted = longest / max(short, longest / 1e4) * _ACTION
@@ -110,7 +110,7 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     canvas = _Canvas(across + _LEFT + _RIGHT, _LEGEND + 2 * panel)
     _draw_legend(canvas, 0, title, measured)
     for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
-        text = f"{name}: {_length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
+        text = f"{name}: {length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
         _draw_lanes(canvas, _LEGEND + number * panel, text, spans, longest, across / longest)
     return canvas.image
 
@@ -181,10 +181,6 @@ def ticks(length: float) -> Iterator[float]:
         yield round(number * step, 12)
 
 
-def _length(spans: Spans) -> float:
-    return max(lane[-1].end for lane in spans) - min(lane[0].start for lane in spans)
-
-
 def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
     """Draws each curve of (step, value) on one pair of axes; values that are not finite are gaps.
 
@@ -234,7 +230,7 @@ def draw_accounts(
         accounts: steps, and their parts in milliseconds, by name, in the order of `Account`.
         title: above them.
     """
-    accounts = accounts[-_MOST_BARS:]
+    accounts = list(accounts)[-MOST_BARS:]
     names = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for _, parts in accounts)]
     height, top, below, legend = 420, 40, 30, 200
     canvas = _Canvas(900, height)
@@ -252,15 +248,15 @@ def draw_accounts(
         left, y = _LEFT + number * column, bottom
         for name in names:
             above = y - parts.get(name, 0.0) * scale
-            canvas.rectangle((left, above, left + column * 0.9, y), fill=PARTS[name][1])
+            canvas.rectangle((left, above, left + column * 0.9, y), fill=PARTS[name])
             y = above
         if number % every == 0:
             canvas.text(left + column * 0.45, bottom + 6, str(step), _FAINT, "ma")
     last = accounts[-1][1]
     for line, name in enumerate(reversed(names)):
         share = last.get(name, 0.0) / (sum(last.values()) or 1.0)
-        text = f"{PARTS[name][0]} {share:.1%}"
-        canvas.entry(900 - legend + 14, top + 22 * line, PARTS[name][1], text)
+        text = f"{name} {share:.1%}"
+        canvas.entry(900 - legend + 14, top + 22 * line, PARTS[name], text)
     return canvas.image
 
 

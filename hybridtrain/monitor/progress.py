@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from hybridtrain.monitor.base import Monitor
+from hybridtrain.monitor.base import Monitor, parts_of_account
 from hybridtrain.schedule import COMPUTING
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}  left {remaining}"
@@ -121,7 +121,7 @@ def _describe_training(values: Mapping[str, float]) -> list[str]:
 
 def _describe_account(values: Mapping[str, float]) -> list[str]:
     """Returns the largest part of a step in which devices do not compute, as a share of it."""
-    parts = {t[8:-3]: value for t, value in values.items() if t.startswith("account/")}
+    parts = parts_of_account(values)
     idle = {name: value for name, value in parts.items() if name not in COMPUTING}
     largest = max(idle, key=idle.__getitem__, default=None)
     return [] if largest is None else [f"{largest} {idle[largest] / sum(parts.values()):.0%}"]

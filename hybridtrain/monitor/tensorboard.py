@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 import yaml
 from PIL import Image
 
-from hybridtrain.monitor.base import Monitor
-from hybridtrain.monitor.pictures import draw, draw_accounts
+from hybridtrain.monitor.base import Monitor, parts_of_account
+from hybridtrain.monitor.pictures import MOST_BARS, draw, draw_accounts
 from hybridtrain.schedule import COMPUTING, Spans
 from hybridtrain.text_table import markdown_table
 
@@ -78,7 +79,7 @@ class TensorBoard(Monitor):
         self._title = title
         self._writer: SummaryWriter | None = None
         self._described: set[str] = set()
-        self._accounts: list[tuple[int, Mapping[str, float]]] = []
+        self._accounts = deque[tuple[int, Mapping[str, float]]](maxlen=MOST_BARS)
 
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`; the texts appear in the tab of that name."""
@@ -105,11 +106,7 @@ class TensorBoard(Monitor):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See `Monitor.scalars`; queues them for the writer's thread."""
-        account = {
-            tag.removeprefix("account/").removesuffix("_ms"): value
-            for tag, value in values.items()
-            if tag.startswith("account/")
-        }
+        account = parts_of_account(values)
         if account:
             self._accounts.append((step, account))
         total = sum(account.values()) or 1.0

@@ -329,7 +329,9 @@ class Pipeline:
         whole = whole_stages(self._policy.mode, chunks)
         shares, first = [], 0
         for stage in self.plan.stages:
-            times = [cost.forward_ms or 1.0 for cost in stage.layers]
+            times = [cost.forward_ms for cost in stage.layers]
+            if not any(times):  # not known
+                times = [1.0] * len(times)
             again = [t for n, t in enumerate(times, first) if n in self._policy.layers]
             first += len(times)
             share = sum(again) / sum(times)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hybridtrain.accelerator import Event, accelerator_of
-from hybridtrain.schedule import Action, Schedule, Span, mean_backwards, mean_costs
+from hybridtrain.schedule import Action, Schedule, Span, mean_backwards, mean_costs, window
 from hybridtrain.world import World
 
 _QUESTIONS = 10
@@ -123,9 +123,8 @@ class Timeline:
             lane: one of this process's.
             since: a mark on its device, from which the seconds count.
         """
-        spans = self.spans()
+        begin, end = window(self.spans())
         zero = _since(since, self._zero[lane]) - self._behind
-        begin, end = min(each[0].start for each in spans), max(each[-1].end for each in spans)
         return zero + begin, zero + end
 
 

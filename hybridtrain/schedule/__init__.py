@@ -31,11 +31,13 @@ from hybridtrain.schedule.named import (
 from hybridtrain.schedule.simulation import (
     Durations,
     bubble_fraction,
+    length,
     mean_backwards,
     mean_costs,
     predict,
     simulate,
     spans_for,
+    window,
 )
 from hybridtrain.schedule.table import (
     STAGES_PER_DEVICE,
@@ -74,6 +76,7 @@ __all__ = [
     "divided_backwards",
     "forward_only",
     "gpipe",
+    "length",
     "make_schedule",
     "mean_backwards",
     "mean_costs",
@@ -91,6 +94,7 @@ __all__ = [
     "splits_backwards",
     "stages_at",
     "validate",
+    "window",
     "zero_bubble_h1",
     "zero_bubble_v",
 ]

@@ -1,8 +1,8 @@
 """The account of a step: where the time of each device went, in parts that add up to the whole.
 
-A step of a device has six phases. The pipeline's own, from the first action to the last of any
-device, is divided by steps that did not happen: the same table of actions, each time with one more
-reason to wait. What a reason makes the step longer is its part:
+The time from the first action of all devices to the last is divided by steps that did not happen:
+the same table of actions, each time with one more reason to wait. What a reason makes the step
+longer is its part:
 
     equal stages           |compute.........|bubble|
     + their own times      |compute.........|bubble|imbalance|
@@ -13,17 +13,18 @@ reason to wait. What a reason makes the step longer is its part:
                            first action                                                last one
 
 So a message that is late counts for all that waits because of it, on any device, and an all-reduce
-that runs while its device would be idle anyway costs nothing.
+that runs while its device would be idle anyway costs nothing. The batch, the optimizer and the rest
+of the host's time are around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from hybridtrain.schedule.simulation import mean_costs
+from hybridtrain.schedule.simulation import length, mean_costs, spans_of, window
 from hybridtrain.schedule.table import Action, Schedule, Spans, needs_of
 
 COMPUTING = ("forward", "backward", "recompute")
@@ -65,19 +66,19 @@ class Account(NamedTuple):
         """The time of the step."""
         return sum(self)
 
-    def plus(self, other: Account) -> Account:
-        """Returns both added up."""
-        return Account(*map(sum, zip(self, other, strict=True)))
+    @classmethod
+    def sum_of(cls, accounts: Iterable[Account]) -> Account:
+        """Returns all added up, such as those of the batches of a step."""
+        return cls(*map(sum, zip(*accounts, strict=True)))
 
-    def toward(self, other: Account, share: float) -> Account:
-        """Returns what is `share` of the way to `other`."""
-        pairs = zip(self, other, strict=True)
-        return Account(*(own + share * (theirs - own) for own, theirs in pairs))
+    def scaled(self, factor: float) -> Account:
+        """Returns every part `factor` times."""
+        return Account(*(factor * part for part in self))
 
     @classmethod
     def mean(cls, accounts: Sequence[Account]) -> Account:
-        """Returns the mean over devices."""
-        return cls(*(sum(part) / len(accounts) for part in zip(*accounts, strict=True)))
+        """Returns the mean, over devices or steps."""
+        return cls.sum_of(accounts).scaled(1 / len(accounts))
 
 
 def reduction_excess(schedule: Schedule, measured: Spans) -> list[float]:
@@ -123,19 +124,20 @@ def account_of(
             computing[action] -= waited
             reduced[action] = computing[action] + min(excess_of_last[action.stage], waited)
     delays, between = _delays(schedule, measured)
-    nothing = dict.fromkeys(whole, 0.0)
     lengths = [
-        _length(schedule, computing, nothing),
+        _length(schedule, computing),
         _length(schedule, computing, between),
         _length(schedule, computing, delays),
         _length(schedule, reduced, delays),
         _length(schedule, whole, delays),
     ]
     # Each step is as long as the one before or longer, since nothing in it ends earlier.
-    host, messages, reduction, stragglers = (after - before for before, after in pairwise(lengths))
+    host, messages, reduction, stragglers = (
+        max(0.0, after - before) for before, after in pairwise(lengths)
+    )
     equal = _equal_stages(schedule, computing)
     busy_if_equal = sum(equal.values()) / len(schedule.lanes)
-    least_idle = _length(schedule, equal, nothing) - busy_if_equal
+    least_idle = _length(schedule, equal) - busy_if_equal
     accounts = []
     for lane in schedule.lanes:
         forward = sum(computing[action] for action in lane if action.kind == "F")
@@ -148,7 +150,7 @@ def account_of(
                 if action.kind == "F"
             )
             again = min(again, backward)
-        idle = lengths[0] - forward - backward
+        idle = max(0.0, lengths[0] - forward - backward)  # sums are rounded
         bubble = max(0.0, min(least_idle, idle))
         accounts.append(
             Account(
@@ -189,7 +191,7 @@ def _delays(schedule: Schedule, measured: Spans) -> tuple[_Times, _Times]:
         **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},
         **{("I", a.stage, a.microbatch): a for a in ends if a.kind in "BI"},
     }
-    begin = min(lane[0].start for lane in measured)
+    begin, _ = window(measured)
     delays: dict[Action, float] = {}
     crossing: set[Action] = set()
     for device, lane in enumerate(measured):
@@ -206,17 +208,9 @@ def _delays(schedule: Schedule, measured: Spans) -> tuple[_Times, _Times]:
     return delays, between
 
 
-def _length(schedule: Schedule, durations: _Times, delays: _Times) -> float:
-    """Returns the time of a step whose actions begin `delays` after what they need is there."""
-    clock = [0.0] * len(schedule.lanes)
-    ends: dict[tuple[str, int, int], float] = {}
-    for device, action in schedule.in_one_order:
-        ready = [ends[need] for need in needs_of(action, schedule.stages)]
-        end = max([clock[device], *ready]) + delays[action] + durations[action]
-        clock[device] = ends[action.kind, action.stage, action.microbatch] = end
-        if action.kind == "B":
-            ends["I", action.stage, action.microbatch] = end
-    return max(clock)
+def _length(schedule: Schedule, durations: _Times, delays: _Times | None = None) -> float:
+    """Returns the time of a step with these durations and delays."""
+    return length(spans_of(schedule, durations.__getitem__, delays=delays))
 
 
 def _equal_stages(schedule: Schedule, durations: _Times) -> _Times:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridtrain.schedule.table import ActionKind, Schedule, Span, Spans
+from hybridtrain.schedule.table import Action, ActionKind, Schedule, Span, Spans
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Durations:
 
     def length(self, schedule: Schedule) -> float:
         """Returns when the last action of `schedule` ends."""
-        return max(lane[-1].end for lane in self.spans(schedule))
+        return window(self.spans(schedule))[1]
 
 
 def simulate(
@@ -100,6 +100,24 @@ def spans_for(
     transfer: Sequence[float] | None = None,
 ) -> tuple[tuple[Span, ...], ...]:
     """Returns when each action runs, for the times of each stage by kind; see `simulate`."""
+    return spans_of(schedule, lambda action: times[action.kind][action.stage], transfer)
+
+
+def spans_of(
+    schedule: Schedule,
+    seconds: Callable[[Action], float],
+    transfer: Sequence[float] | None = None,
+    delays: Mapping[Action, float] | None = None,
+) -> tuple[tuple[Span, ...], ...]:
+    """Returns when each action runs.
+
+    Args:
+        schedule: the table.
+        seconds: of an action.
+        transfer: of each border, in which the stages on both sides go on; None: no time.
+        delays: of each action, between the time when all that it needs is there, its device too,
+            and its start; None: none.
+    """
     ways = transfer or [0.0] * (schedule.stages - 1)
     # what an action needs of the same stage has run before it on the same device
     forward_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
@@ -113,7 +131,9 @@ def spans_for(
             start = max(start, forward_ends[stage - 1][microbatch] + ways[stage - 1])
         elif kind in "BI" and stage + 1 < schedule.stages:
             start = max(start, gradient_ends[stage + 1][microbatch] + ways[stage])
-        end = clock[device] = start + times[kind][stage]
+        if delays is not None:
+            start += delays[action]
+        end = clock[device] = start + seconds(action)
         if kind == "F":
             forward_ends[stage][microbatch] = end
         elif kind in "BI":
@@ -189,9 +209,19 @@ def _mean(times: dict[int, float]) -> float:
     return sum(times.values()) / max(len(times), 1)
 
 
+def window(spans: Spans) -> tuple[float, float]:
+    """Returns when the first action of all devices begins and when the last one ends."""
+    return min(lane[0].start for lane in spans), max(lane[-1].end for lane in spans)
+
+
+def length(spans: Spans) -> float:
+    """Returns the time from the first action of all devices to the last."""
+    begin, end = window(spans)
+    return end - begin
+
+
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
     """Returns the share of the devices' time, first start to last end, in which they are idle."""
-    start = min(lane[0].start for lane in spans)
-    end = max(lane[-1].end for lane in spans)
+    start, end = window(spans)
     busy = sum(span.end - span.start for lane in spans for span in lane)
     return 1.0 - busy / ((end - start) * len(spans))

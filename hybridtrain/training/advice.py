@@ -21,6 +21,7 @@ from hybridtrain.schedule import (
     Schedule,
     Spans,
     bubble_fraction,
+    length,
     make_schedule,
     mean_costs,
     mean_delays,
@@ -36,7 +37,7 @@ _MOST = 2
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedStep:
     """A recorded step, and the settings that it ran with.
 
     Attributes:
@@ -76,7 +77,7 @@ class Proposal(NamedTuple):
     text: str
 
 
-def advise(step: Recorded) -> list[Proposal]:
+def advise(step: RecordedStep) -> list[Proposal]:
     """Returns the changes worth making, that of the largest part first; none where all is well."""
     found = []
     for part, propose in _PROPOSALS.items():
@@ -88,7 +89,7 @@ def advise(step: Recorded) -> list[Proposal]:
     return found[:_MOST]
 
 
-def _load_ahead(step: Recorded) -> Proposal | None:
+def _load_ahead(step: RecordedStep) -> Proposal | None:
     """More workers: the loader, which the step waits for, takes as long as the whole step."""
     if step.workers is None:
         return None
@@ -103,10 +104,10 @@ def _load_ahead(step: Recorded) -> Proposal | None:
     )
 
 
-def _smaller_microbatches(step: Recorded) -> Proposal | None:
+def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
     """Twice as many micro-batches of half the size."""
     chunks = 2 * step.schedule.chunks
-    if step.samples < 2 or step.options.schedule not in ("gpipe", "1f1b", "zb-h1", "zb-v"):
+    if step.samples < 2:
         return None
     devices = len(step.schedule.lanes)
     made = make_schedule(
@@ -117,7 +118,7 @@ def _smaller_microbatches(step: Recorded) -> Proposal | None:
     seconds = _with(step, made, costs)
     even = {kind: [sum(times) / len(times)] * len(times) for kind, times in costs.items()}
     idle = spans_for(made, even)
-    bubble = step.batches * bubble_fraction(idle) * _length(idle) / seconds
+    bubble = step.batches * bubble_fraction(idle) * length(idle) / seconds
     return Proposal(
         "bubble",
         seconds,
@@ -127,7 +128,7 @@ def _smaller_microbatches(step: Recorded) -> Proposal | None:
     )
 
 
-def _even_stages(step: Recorded) -> Proposal | None:
+def _even_stages(step: RecordedStep) -> Proposal | None:
     """Another cut, by the times of the layers, where they are known."""
     # one that was measured already, a list, or the plan that a resumed run keeps
     if step.options.split not in ("uniform", "size", "memory", "balanced"):
@@ -138,18 +139,21 @@ def _even_stages(step: Recorded) -> Proposal | None:
     slow = max(range(len(times)), key=times.__getitem__)
     wanted, at_best = [mean] * len(times), " at best"
     if all(cost.forward_ms > 0 for cost in plan.costs):
+        planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
+        factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
         layers = [
             replace(
                 cost,
-                forward_ms=cost.forward_ms * measured * 1e3 / planned.time_ms,
-                backward_ms=cost.backward_ms * measured * 1e3 / planned.time_ms,
+                forward_ms=cost.forward_ms * factor,
+                backward_ms=cost.backward_ms * factor,
             )
-            for stage, planned, measured in zip(plan.stages, plan.stage_costs(), times, strict=True)
+            for stage, factor in zip(plan.stages, factors, strict=True)
             for cost in stage.layers
         ]
         counts = cut_by_costs(layers, plan.in_flight, Objective())
         cut = stage_costs(layers, counts, plan.in_flight)
-        wanted, at_best = [stage.time_ms / 1e3 for stage in cut], ""
+        wanted = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in cut]
+        at_best = ""
     seconds = _with(step, step.schedule, _scaled(costs, wanted))
     return Proposal(
         "imbalance",
@@ -159,7 +163,7 @@ def _even_stages(step: Recorded) -> Proposal | None:
     )
 
 
-def _keep_activations(step: Recorded) -> Proposal | None:
+def _keep_activations(step: RecordedStep) -> Proposal | None:
     """No recomputation, where what it saves is known."""
     kept = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
     if not all(kept):
@@ -195,7 +199,7 @@ _PROPOSALS = {
 Costs = dict[ActionKind, list[float]]
 
 
-def _costs(step: Recorded) -> Costs:
+def _costs(step: RecordedStep) -> Costs:
     return mean_costs(step.spans, step.schedule.stages, step.reduced)
 
 
@@ -210,26 +214,22 @@ def _scaled(costs: Costs, times: Sequence[float]) -> Costs:
     return {kind: [share * time for time in times] for kind, share in shares.items()}
 
 
-def _with(step: Recorded, schedule: Schedule, costs: Costs) -> float:
+def _with(step: RecordedStep, schedule: Schedule, costs: Costs) -> float:
     """Returns the time of a step whose batches run `schedule` at these costs."""
     between, crossing = mean_delays(step.schedule, step.spans)
 
     def window(schedule: Schedule, costs: Costs) -> float:
         late = {kind: [time + between for time in times] for kind, times in costs.items()}
-        return _length(spans_for(schedule, late, [crossing] * (schedule.stages - 1)))
+        return length(spans_for(schedule, late, [crossing] * (schedule.stages - 1)))
 
     # One prediction less another: what neither has, such as the all-reduce, is not won.
     won = window(step.schedule, _costs(step)) - window(schedule, costs)
     return step.account.total - step.batches * won
 
 
-def _length(spans: Spans) -> float:
-    return max(lane[-1].end for lane in spans) - min(lane[0].start for lane in spans)
-
-
-def _share(step: Recorded, part: str) -> str:
+def _share(step: RecordedStep, part: str) -> str:
     return f"{getattr(step.account, part) / step.account.total:.0%}"
 
 
-def _times(step: Recorded, seconds: float) -> str:
+def _times(step: RecordedStep, seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms instead of {step.account.total * 1e3:.4g}"

@@ -21,7 +21,7 @@ from hybridtrain.schedule import (
     predict,
     reduction_excess,
 )
-from hybridtrain.training.advice import Recorded, advise
+from hybridtrain.training.advice import RecordedStep, advise
 
 _log = logging.getLogger(__name__)
 
@@ -58,9 +58,7 @@ def around_pipeline(
         windows: of each batch, the begin and end of the actions of all devices.
         parts: of each batch, the device's account of that time.
     """
-    account = parts[0]
-    for part in parts[1:]:
-        account = account.plus(part)
+    account = Account.sum_of(parts)
     begin, end = windows[0][0], windows[-1][1]
     late = max(0.0, ends["data"] - begin)
     told = min(late, account.messages)
@@ -89,21 +87,20 @@ class RunStats:
 
     Attributes:
         bubble: the mean bubble fraction of the recorded steps.
-        accounts: of all devices of all replicas, the means over the recorded steps.
     """
 
     def __init__(self, model: HybridModel, train: Loader) -> None:
         self.bubble: float | None = None
-        self.accounts: list[DeviceAccount] = []
+        self._sums: list[DeviceAccount] = []  # over the recorded steps
+        self._accounted = 0
         self._model = model
         self._train = train
-        self._last: Recorded | None = None
+        self._last: RecordedStep | None = None
         self._samples = 0
         self._reduced = model.world.replicas > 1  # the last backward waits for other replicas
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
         self._bubbles: list[float] = []
-        self._accounted = 0
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
 
     def begin_step(self, recorded: bool) -> None:
@@ -136,7 +133,10 @@ class RunStats:
         """
         world = self._model.world
         # A user's own `training_step` may have recorded it in some processes alone.
-        if not all(world.gather(bool(self._timelines))):
+        some, whole = map(
+            all, zip(*world.gather((bool(self._timelines), self._phases is not None)), strict=True)
+        )
+        if not some:
             self._timelines = []
             return {}
         spans = self._timelines[-1].spans()
@@ -145,10 +145,10 @@ class RunStats:
         times = stage_times(spans, len(self._times), self._reduced)
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
-        if self._phases is not None:
+        if whole and self._phases is not None:
             mean = Account.mean([each.account for each in self._read_account(self._phases)])
             samples = -(-self._samples // self._timelines[-1].schedule.chunks)
-            recorded = Recorded(
+            recorded = RecordedStep(
                 mean,
                 self._timelines[-1].schedule,
                 spans,
@@ -170,7 +170,7 @@ class RunStats:
         return values
 
     def _read_account(self, phases: Phases) -> list[DeviceAccount]:
-        """Returns the account of the last step of all devices, and adds it to the means."""
+        """Returns the account of the last step of all devices, and keeps it for the means."""
         world = self._model.world
         in_pipeline = [self._accounts_in_pipeline(timeline) for timeline in self._timelines]
         own = []
@@ -181,10 +181,10 @@ class RunStats:
             own.append(DeviceAccount(world.replica, lane, account))
         accounts = [each for of_rank in world.gather(own) for each in of_rank]
         self._accounted += 1
-        before = self.accounts or [each._replace(account=Account()) for each in accounts]
-        self.accounts = [
-            each._replace(account=old.account.toward(each.account, 1 / self._accounted))
-            for old, each in zip(before, accounts, strict=True)
+        before = self._sums or [each._replace(account=Account()) for each in accounts]
+        self._sums = [
+            each._replace(account=Account.sum_of([sums.account, each.account]))
+            for sums, each in zip(before, accounts, strict=True)
         ]
         return accounts
 
@@ -228,19 +228,22 @@ class RunStats:
 
     def account_summary(self) -> dict[str, Any] | None:
         """Returns the means over the recorded steps, in milliseconds; None: no step has any."""
-        if not self.accounts:
+        if not self._sums:
             return None
+        means = [
+            each._replace(account=each.account.scaled(1 / self._accounted)) for each in self._sums
+        ]
 
         def in_ms(account: Account) -> dict[str, float]:
             return {name: seconds * 1e3 for name, seconds in account._asdict().items()}
 
-        mean = Account.mean([each.account for each in self.accounts])
+        mean = Account.mean([each.account for each in means])
         return {
             "step_ms": mean.total * 1e3,
             "mean": in_ms(mean),
             "devices": [
                 {"replica": each.replica, "device": each.device, **in_ms(each.account)}
-                for each in self.accounts
+                for each in means
             ],
         }
 

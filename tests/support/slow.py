@@ -5,6 +5,11 @@ import time
 import torch
 from torch import nn
 
+from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.data import TrainLoader
+from hybridtrain.losses import cross_entropy
+from hybridtrain.schedule import Account
+
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
@@ -46,3 +51,27 @@ class SlowData(torch.utils.data.Dataset):
         if self.seconds:
             time.sleep(self.seconds)
         return self.inputs[index], self.targets[index]
+
+
+def trained(layers, nb_part, engine="local", **settings):
+    """A trainer that has trained four steps of slow layers over all processes, two recorded."""
+    world = World.from_env(nb_part, "cpu", engine=engine)
+    net = nn.Sequential(*map(SlowLinear, layers))
+    model = HybridModel(net, world, chunks=4, split="uniform")
+    data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    trainer = Trainer(model, optimizer, cross_entropy, data, steps=4, log_every=2, **settings)
+    trainer.fit()
+    return trainer
+
+
+def check_rows(trainer, expected):
+    """Checks that an account has these (replica, device), each with parts that make a step."""
+    account = trainer.account
+    rows = [(row["replica"], row["device"]) for row in account["devices"]]
+    assert rows == expected
+    for row in account["devices"]:
+        parts = [row[name] for name in Account._fields]
+        assert min(parts) >= 0, row
+        # the processes begin and end a step a little apart
+        assert abs(sum(parts) / account["step_ms"] - 1) < 0.5

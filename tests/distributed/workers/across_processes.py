@@ -27,6 +27,7 @@ from support.nets import (
     token_loss,
     tokens,
 )
+from support.slow import check_rows, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -42,6 +43,7 @@ from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
 from hybridtrain.pipeline import timeline
+from hybridtrain.schedule import Account
 from hybridtrain.step.non_finite import StepRecord, find_origin
 
 torch.set_num_threads(1)
@@ -261,6 +263,15 @@ def _timeline(world):
             assert start >= ends[action._replace(stage=0)]
         if action.kind == "B" and action.stage == 0:
             assert start >= ends[action._replace(stage=1)]
+
+
+@cells.add("the account of a step has a device of each process, and its own slow stage")
+def _account(world):
+    trainer = trained((1e-4, 2e-3), 2, engine="distributed")
+    check_rows(trainer, [(0, 0), (0, 1)])
+    first, second = trainer.account["devices"]
+    assert max(Account._fields, key=first.__getitem__) == "imbalance"
+    assert max(Account._fields, key=second.__getitem__) == "backward"
 
 
 @cells.add("lanes of processes with different clocks count from one start")

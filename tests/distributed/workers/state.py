@@ -21,6 +21,7 @@ from support.compare import (
 )
 from support.launch import Cells
 from support.nets import classification, floats, mlp
+from support.slow import check_rows, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
@@ -37,6 +38,7 @@ from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import accuracy
 from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline.agreement import check_replicas
+from hybridtrain.schedule import Account
 
 cells = Cells()
 
@@ -415,6 +417,24 @@ def _uneven_stream(world):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
     assert_same_on_all_ranks(world, dict(model.net.named_parameters()))
+
+
+@cells.add("the account of a step tells who waits for the slower replica")
+def _account(world):
+    slow = world.rank == world.size - 1
+    trainer = trained((3e-3 if slow else 1e-4,), 1)
+    check_rows(trainer, [(rank, 0) for rank in range(world.size)])
+    first, last = trainer.account["devices"][0], trainer.account["devices"][-1]
+    assert max(Account._fields, key=first.__getitem__) == "stragglers"
+    assert max(Account._fields, key=last.__getitem__) == "backward"
+
+
+@cells.add("a training_step that records in one process alone ends without an account")
+def _one_recorded(world):
+    def training_step(trainer, batches, weights, timeline):
+        return Trainer.training_step(trainer, batches, weights, timeline and world.is_main)
+
+    assert trained((1e-4,), 1, training_step=training_step).account is None
 
 
 if __name__ == "__main__":
