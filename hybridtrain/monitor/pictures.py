@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from hybridtrain.schedule import Spans, bubble_fraction, length
+from hybridtrain.schedule import (
+    Spans,
+    WaitFor,
+    bubble_fraction,
+    critical_path,
+    length,
+    waits,
+    window,
+)
 from hybridtrain.text_table import with_unit
 
-# by kind of action, for up to four stages that share a device; darker ones are later stages
+# by kind of action, for up to four stages that share a device; darker ones are later stages. They
+# differ in hue and brightness, also for eyes that do not tell red from green
 COLOURS = {
     "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
-    "B": ("#a1d99b", "#74c476", "#41ab5d", "#238b45"),
-    "I": ("#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801"),
-    "W": ("#dadaeb", "#bcbddc", "#9e9ac8", "#6a51a3"),
+    "B": ("#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801"),
+    "I": ("#fa9fb5", "#f768a1", "#dd3497", "#ae017e"),
+    "W": ("#fff7bc", "#fee391", "#fec44f", "#ec9d14"),
 }
 _WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
 # by kind of memory, as in `DeviceMemory`: its name and colour
@@ -30,16 +40,23 @@ MEMORY = {
 # by part of an account, from the bottom of a bar: computing, then what is not
 PARTS = {
     "forward": "#6baed6",
-    "backward": "#74c476",
-    "recompute": "#c7e9c0",
+    "backward": "#fd8d3c",
+    "recompute": "#fdd0a2",
     "optimizer": "#9e9ac8",
     "bubble": "#d9d9d9",
-    "imbalance": "#fdae6b",
-    "messages": "#e6550d",
-    "reduction": "#fa9fb5",
-    "stragglers": "#c51b8a",
-    "data": "#cb181d",
-    "host": "#737373",
+    "imbalance": "#969696",
+    "messages": "#41ab5d",
+    "reduction": "#c7e9c0",
+    "stragglers": "#00441b",
+    "data": "#f0e442",
+    "host": "#525252",
+}
+# by what a device waits for: its words, colour, and the pixels from one line of the hatching to
+# the next
+WAITS: dict[WaitFor, tuple[str, str, int]] = {
+    "stage": ("waits for another stage", "#bdbdbd", 8),
+    "message": ("for a message", "#41ab5d", 6),
+    "host": ("for the host", "#525252", 4),
 }
 MOST_BARS = 60
 _CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
@@ -52,6 +69,8 @@ _LEGEND, _TITLE, _AXIS = 52, 24, 30
 _LANE, _BAR = 28, 22
 _NARROWEST, _WIDEST = 1000, 4000
 _ACTION = 18  # room for the label of a short action
+# of a timeline on a card, which TensorBoard shows at half its size
+_CARD_ACROSS = 480
 # of a plan: lanes are lower where there are many devices
 _WIDTH, _HEAD, _CHART = 1080, 30, 250
 _ACROSS = _WIDTH - _LEFT - _RIGHT
@@ -61,21 +80,55 @@ Curve = Sequence[tuple[int, float]]
 
 
 class _Canvas:
-    """A white image, and what all pictures draw on it."""
+    """A white image, and what all pictures draw on it.
 
-    def __init__(self, width: int, height: int) -> None:
-        self.image = Image.new("RGB", (width, height), "white")
-        painter = ImageDraw.Draw(self.image)
-        self.line, self.rectangle, self.ellipse = painter.line, painter.rectangle, painter.ellipse
-        self._painter = painter
+    Args:
+        width: in units, like all that is drawn.
+        height: likewise.
+        zoom: pixels of a unit.
+    """
+
+    def __init__(self, width: float, height: float, zoom: int = 1) -> None:
+        self.width = width
+        self.image = Image.new("RGB", (round(width * zoom), round(height * zoom)), "white")
+        self._painter = ImageDraw.Draw(self.image)
+        self._zoom = zoom
+
+    def line(self, points: Sequence[Any], fill: str, width: int = 1) -> None:
+        """Draws a line through (x, y, x, y, ...) or pairs of them."""
+        flat = [part for point in points for part in _pair(point)]
+        self._painter.line(self._scaled(flat), fill, width * self._zoom)
+
+    def rectangle(self, box: Sequence[float], fill: str) -> None:
+        """Fills (left, top, right, bottom)."""
+        self._painter.rectangle(self._scaled(box), fill)
+
+    def outline(self, box: Sequence[float], colour: str) -> None:
+        """Draws the border of a box, two units wide."""
+        self._painter.rectangle(self._scaled(box), outline=colour, width=2 * self._zoom)
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        """Draws a small disc."""
+        self._painter.ellipse(self._scaled((x - 2, y - 2, x + 2, y + 2)), fill)
+
+    def hatch(self, box: Sequence[float], colour: str, every: float) -> None:
+        """Draws slanted lines into a box."""
+        left, top, right, bottom = box
+        x = left - (bottom - top)
+        while x < right:
+            # from the lower edge to the upper one, as far as it is inside
+            begin, end = max(left, x), min(right, x + bottom - top)
+            self.line((begin, bottom - (begin - x), end, bottom - (end - x)), colour)
+            x += every
 
     def text(
         self, x: float, y: float, text: str, colour: str = _INK, anchor: str = "la", size: int = 12
     ) -> float:
         """Writes `text` and returns its length."""
-        font = ImageFont.load_default(size=size)
-        self._painter.text((x, y), text, fill=colour, font=font, anchor=anchor)
-        return self._painter.textlength(text, font=font)
+        font = ImageFont.load_default(size=size * self._zoom)
+        place = self._scaled((x, y))
+        self._painter.text((place[0], place[1]), text, fill=colour, font=font, anchor=anchor)
+        return self._painter.textlength(text, font=font) / self._zoom
 
     def entry(self, x: float, y: float, colour: str, text: str) -> float:
         """Draws an entry of a legend and returns where the next one begins."""
@@ -90,28 +143,42 @@ class _Canvas:
             self.text(x, bottom + 5, f"{tick:g}", _FAINT, "ma")
         self.text(8, bottom + 5, unit, _FAINT)
 
+    def _scaled(self, numbers: Sequence[float]) -> list[float]:
+        return [number * self._zoom for number in numbers]
 
-def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
-    """Draws both timelines on one time scale, each with its length and bubble fraction.
 
-    The picture is as wide as the labels of the actions need, within bounds.
+def _pair(point: float | Sequence[float]) -> Sequence[float]:
+    return point if isinstance(point, Sequence) else (point,)
+
+
+def draw(predicted: Spans, measured: Spans, title: str = "", card: bool = False) -> Image.Image:
+    """Draws both timelines on one time scale, each with its length and the share of idle time.
+
+    Waiting is hatched by what is waited for, and the actions that the measured step is as long as
+    have a dark border (`critical_path`).
 
     Args:
         predicted: the spans of each device, in seconds.
         measured: likewise.
         title: for example the run and the step.
+        card: for a small place, narrow with large letters; otherwise as wide as the labels of the
+            actions need, within bounds.
     """
     longest = max(length(predicted), length(measured)) or 1e-9
     durations = sorted(end - start for lane in measured for _, start, end in lane)
     short = durations[len(durations) // 4]
     wanted = longest / max(short, longest / 1e4) * _ACTION
-    across = round(min(max(wanted, _NARROWEST), _WIDEST))
+    across = _CARD_ACROSS if card else round(min(max(wanted, _NARROWEST), _WIDEST))
+    width = across + _LEFT + _RIGHT
+    entries = _entries(measured)
+    legend = _legend_height(entries, width)
     panel = _panel_height(measured, _LANE)
-    canvas = _Canvas(across + _LEFT + _RIGHT, _LEGEND + 2 * panel)
-    _draw_legend(canvas, 0, title, measured)
+    canvas = _Canvas(width, legend + 2 * panel, zoom=2 if card else 1)
+    _draw_legend(canvas, 0, title, entries)
     for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
-        text = f"{name}: {length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
-        _draw_lanes(canvas, _LEGEND + number * panel, text, spans, longest, across / longest)
+        text = f"{name}: {length(spans) * 1e3:.4g} ms, {bubble_fraction(spans):.1%} idle"
+        top = legend + number * panel
+        _draw_lanes(canvas, top, text, spans, longest, across / longest, marks=spans is measured)
     return canvas.image
 
 
@@ -119,14 +186,26 @@ def _panel_height(spans: Spans, lane: int) -> int:
     return _TITLE + len(spans) * lane + _AXIS
 
 
-def _draw_legend(canvas: _Canvas, top: int, title: str, spans: Spans) -> None:
-    """Writes the title, and what the colours of `spans` mean."""
+class _Entry(NamedTuple):
+    """An entry of a timeline's legend; `every` is of the hatching, None: it is filled."""
+
+    text: str
+    colour: str
+    every: int | None = None
+
+    @property
+    def across(self) -> float:
+        """Its width with the space after it."""
+        return 19 + ImageFont.load_default(size=12).getlength(self.text) + 18
+
+
+def _entries(spans: Spans, marks: bool = True) -> list[_Entry]:
+    """Returns what the colours and the hatching of `spans` mean."""
     devices = len(spans)
     actions = {span.action for lane in spans for span in lane}
     stages = max(action.stage for action in actions) + 1
     kinds = {action.kind for action in actions}
-    canvas.text(8, top + 6, title, size=14)
-    x = 8.0
+    found = []
     for kind in (kind for kind in COLOURS if kind in kinds):
         for shade in range(min(-(-stages // devices), len(COLOURS[kind]))):
             first, end = shade * devices, min((shade + 1) * devices, stages)
@@ -135,9 +214,42 @@ def _draw_legend(canvas: _Canvas, top: int, title: str, spans: Spans) -> None:
             which = f"{first}" if end == first + 1 else f"{first} to {end - 1}"
             if shade == 0:
                 which = f"{_WORDS[kind]} ({kind}), stage{'s' * (end > 1)} {which}"
-            x = canvas.entry(x, top + 30, COLOURS[kind][shade], which)
-    if len(kinds) == 2:  # room for more
-        canvas.text(x, top + 30, "number: micro-batch    white: waiting", "#666666")
+            found.append(_Entry(which, COLOURS[kind][shade]))
+    if marks:
+        reasons = {wait.reason for wait in waits(spans)}
+        found += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
+        found.append(_Entry("the step is as long as these", _INK, 0))
+    return found
+
+
+def _places(entries: Sequence[_Entry], width: float) -> list[tuple[float, int]]:
+    """Returns the place of each entry in a legend: from the left, and its line."""
+    places, x, line = [], 8.0, 0
+    for entry in entries:
+        if x > 8 and x + entry.across > width:
+            x, line = 8.0, line + 1
+        places.append((x, line))
+        x += entry.across
+    return places
+
+
+def _legend_height(entries: Sequence[_Entry], width: float) -> int:
+    return _LEGEND + 20 * _places(entries, width)[-1][1]
+
+
+def _draw_legend(canvas: _Canvas, top: int, title: str, entries: Sequence[_Entry]) -> None:
+    """Writes the title, and the legend in as many lines as it needs."""
+    canvas.text(8, top + 6, title, size=14)
+    for entry, (x, line) in zip(entries, _places(entries, canvas.width), strict=True):
+        y = top + 30 + 20 * line
+        box = (x, y, x + 14, y + 14)
+        if entry.every is None:
+            canvas.rectangle(box, entry.colour)
+        elif entry.every:
+            canvas.hatch(box, entry.colour, entry.every)
+        else:
+            canvas.outline(box, entry.colour)
+        canvas.text(x + 19, y, entry.text)
 
 
 def _draw_lanes(
@@ -148,28 +260,51 @@ def _draw_lanes(
     longest: float,
     scale: float,
     lane_height: int = _LANE,
+    marks: bool = False,
 ) -> None:
-    """Draws the lanes of one timeline above its axis; `scale`: pixels of a second."""
-    begin = min(lane[0].start for lane in spans)
+    """Draws the lanes of one timeline above its axis.
+
+    Args:
+        canvas: to draw on.
+        top: of the panel.
+        text: above the lanes.
+        spans: in seconds.
+        longest: the end of the axis, in seconds.
+        scale: units of a second.
+        lane_height: of a device.
+        marks: draw what is waited for, and the critical path.
+    """
+    begin = window(spans)[0]
     canvas.text(8, top + 3, text, size=14)
     bottom = top + _TITLE + len(spans) * lane_height
     canvas.axis(top + _TITLE, bottom, "ms", longest * 1e3, scale / 1e3)
     bar = lane_height * _BAR // _LANE
     every = -(-14 // lane_height)  # lanes that a line of text is as high as
-    for device, lane in enumerate(spans):
+
+    def box(device: int, start: float, end: float) -> tuple[float, float, float, float]:
+        left = _LEFT + (start - begin) * scale
         y = top + _TITLE + device * lane_height
+        # a gap of one unit between two actions
+        return left, y, max(left + 1, _LEFT + (end - begin) * scale - 1), y + bar
+
+    for wait in waits(spans) if marks else ():
+        _, colour, between = WAITS[wait.reason]
+        canvas.hatch(box(wait.device, wait.start, wait.end), colour, between)
+    critical = set(critical_path(spans)) if marks else set()
+    for device, lane in enumerate(spans):
         if device % every == 0:
-            canvas.text(8, y + bar / 2, f"device {device}", anchor="lm")
+            y = top + _TITLE + device * lane_height + bar / 2
+            canvas.text(8, y, f"device {device}", anchor="lm")
         for action, start, end in lane:
-            left = _LEFT + (start - begin) * scale
-            # a gap of one pixel between two actions
-            right = max(left + 1, _LEFT + (end - begin) * scale - 1)
+            left, y, right, below = place = box(device, start, end)
             shade = min(action.stage // len(spans), len(COLOURS[action.kind]) - 1)
-            canvas.rectangle((left, y, right, y + bar), fill=COLOURS[action.kind][shade])
+            canvas.rectangle(place, COLOURS[action.kind][shade])
+            if action in critical and right - left > 4:
+                canvas.outline(place, _INK)
             label = str(action.microbatch)
-            if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 pixels wide
-                ink = "white" if shade > 1 else _INK
-                canvas.text((left + right) / 2, y + bar / 2, label, ink, "mm")
+            if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 units wide
+                ink = "white" if shade > 1 and action.kind != "W" else _INK
+                canvas.text((left + right) / 2, (y + below) / 2, label, ink, "mm")
 
 
 def ticks(length: float) -> Iterator[float]:
@@ -216,7 +351,7 @@ def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
         if len(line) > 1:
             canvas.line(line, fill=colour, width=2)
         for x, y in line if len(line) < 30 else ():
-            canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
+            canvas.dot(x, y, colour)
         across -= canvas.text(across, 8, name, colour, "ra") + 14
     return canvas.image
 
@@ -299,13 +434,15 @@ def draw_plan(
     longest = max(span.end for spans in timeline for span in spans) or 1e-9
     of_memory = _HEAD + 20 + _CHART + 60
     bottom = of_memory + _HEAD + 30 + len(memory) * lane + 40
-    canvas = _Canvas(_WIDTH, bottom + _LEGEND + _panel_height(timeline, lane))
+    entries = _entries(timeline, marks=False)
+    legend = _legend_height(entries, _WIDTH)
+    canvas = _Canvas(_WIDTH, bottom + legend + _panel_height(timeline, lane))
     canvas.text(8, 8, title, size=16)
     _draw_times(canvas, _HEAD + 20, points, nodes)
     _draw_memory(canvas, of_memory, memory, limit, lane)
-    _draw_legend(canvas, bottom, "Predicted timeline", timeline)
+    _draw_legend(canvas, bottom, "Predicted timeline", entries)
     scale = _ACROSS / longest
-    _draw_lanes(canvas, bottom + _LEGEND, of_timeline, timeline, longest, scale, lane)
+    _draw_lanes(canvas, bottom + legend, of_timeline, timeline, longest, scale, lane)
     return canvas.image
 
 

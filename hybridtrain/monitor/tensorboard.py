@@ -128,7 +128,7 @@ class TensorBoard(Monitor):
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; pictures in the tab of images."""
         title = f"{self._title or self.directory.resolve().name}, step {step}"
-        self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title))
+        self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title, card=True))
         if self._accounts:
             picture = draw_accounts(self._accounts, title)
             self._add_picture(step, "5_pictures/where_the_time_goes", picture)

@@ -5,6 +5,7 @@
     named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
+    waits        when its devices waited, for what, and its critical path
 
 Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
 `peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts when
@@ -57,6 +58,7 @@ from hybridtrain.schedule.table import (
     stages_at,
     validate,
 )
+from hybridtrain.schedule.waits import Wait, WaitFor, critical_path, waits
 
 __all__ = [
     "COMPUTING",
@@ -71,8 +73,11 @@ __all__ = [
     "Schedule",
     "Span",
     "Spans",
+    "Wait",
+    "WaitFor",
     "account_of",
     "bubble_fraction",
+    "critical_path",
     "divided_backwards",
     "forward_only",
     "gpipe",
@@ -94,6 +99,7 @@ __all__ = [
     "splits_backwards",
     "stages_at",
     "validate",
+    "waits",
     "window",
     "zero_bubble_h1",
     "zero_bubble_v",

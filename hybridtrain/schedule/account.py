@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
-from hybridtrain.schedule.simulation import length, mean_costs, spans_of, window
-from hybridtrain.schedule.table import Action, Schedule, Spans, needs_of
+from hybridtrain.schedule.simulation import length, mean_costs, spans_of
+from hybridtrain.schedule.table import Action, Schedule, Spans
+from hybridtrain.schedule.waits import late_starts
+
+_Times = Mapping[Action, float]
 
 COMPUTING = ("forward", "backward", "recompute")
 """The parts of an account in which a device computes."""
@@ -123,7 +125,7 @@ def account_of(
             waited = min(excess[action.stage], seconds)
             computing[action] -= waited
             reduced[action] = computing[action] + min(excess_of_last[action.stage], waited)
-    delays, between = _delays(schedule, measured)
+    delays, between = late_starts(schedule, measured)
     lengths = [
         _length(schedule, computing),
         _length(schedule, computing, between),
@@ -170,42 +172,11 @@ def account_of(
 
 def mean_delays(schedule: Schedule, measured: Spans) -> tuple[float, float]:
     """Returns how late actions begin on the mean: by the host, and by messages between devices."""
-    delays, between = _delays(schedule, measured)
+    delays, between = late_starts(schedule, measured)
     late = [
         delays[action] - between[action] for action in delays if delays[action] > between[action]
     ]
     return sum(between.values()) / len(between), sum(late) / max(1, len(late))
-
-
-_Times = Mapping[Action, float]
-
-
-def _delays(schedule: Schedule, measured: Spans) -> tuple[_Times, _Times]:
-    """Returns how long each action began after all that it needs was there, and the host's part.
-
-    An action that needs nothing of another device is late because of the host alone; one that does
-    is given as much of the host's time as those usually take, and the rest is the message's.
-    """
-    ends = {span.action: span.end for lane in measured for span in lane}
-    made = {
-        **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},
-        **{("I", a.stage, a.microbatch): a for a in ends if a.kind in "BI"},
-    }
-    begin, _ = window(measured)
-    delays: dict[Action, float] = {}
-    crossing: set[Action] = set()
-    for device, lane in enumerate(measured):
-        free = begin
-        for action, start, end in lane:
-            needed = [made[need] for need in needs_of(action, schedule.stages)]
-            ready = max([free, *(ends[other] for other in needed)])
-            delays[action] = max(0.0, start - ready)
-            if any(schedule.lane_of[other.stage] != device for other in needed):
-                crossing.add(action)
-            free = end
-    usual = median([delay for action, delay in delays.items() if action not in crossing] or [0.0])
-    between = {a: min(delay, usual) if a in crossing else delay for a, delay in delays.items()}
-    return delays, between
 
 
 def _length(schedule: Schedule, durations: _Times, delays: _Times | None = None) -> float:

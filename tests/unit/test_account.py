@@ -1,4 +1,4 @@
-"""The account of a step: parts that add up, each with what it is the time of."""
+"""The account of a step: parts that add up; what its devices waited for, and what it hung on."""
 
 import pytest
 from hypothesis import given
@@ -12,8 +12,10 @@ from hybridtrain.schedule import (
     Span,
     Spans,
     account_of,
+    critical_path,
     make_schedule,
     reduction_excess,
+    waits,
 )
 
 NAMES = sorted(SCHEDULES)
@@ -173,3 +175,60 @@ def test_a_forward_that_is_run_again_is_apart_from_the_backward():
     first, second = account_of(schedule, measured, recomputed=again)
     assert (first.forward, first.backward, first.recompute) == pytest.approx((4, 9, 3))
     assert (second.forward, second.backward, second.recompute) == pytest.approx((4, 10, 2))
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+)
+def test_the_actions_and_the_waits_of_a_device_fill_the_step_without_a_gap(
+    name, devices, chunks, random
+):
+    schedule = schedule_of(name, devices, chunks)
+    measured = made_up(
+        schedule, lambda action: random.uniform(0.1, 3), lambda action: random.uniform(0, 1)
+    )
+    found = waits(measured)
+    begin = min(lane[0].start for lane in measured)
+    for device, lane in enumerate(measured):
+        times = [(start, end) for _, start, end in lane]
+        times += [(wait.start, wait.end) for wait in found if wait.device == device]
+        at = begin
+        for start, end in sorted(times):
+            assert start == pytest.approx(at)
+            assert end >= start
+            at = end
+        assert at == pytest.approx(begin + length(measured))
+
+
+def test_a_device_waits_for_a_stage_then_for_the_message_then_for_the_host():
+    schedule = schedule_of("1f1b", 2, 2)
+    late = Action("F", 1, 1)
+    # every action begins 0.25 late by the host, and one by a message of 1 more
+    measured = made_up(schedule, usual, lambda action: 1.25 if action == late else 0.25)
+    start = next(start for lane in measured for action, start, _ in lane if action == late)
+    before = [wait for wait in waits(measured) if wait.device == 1 and wait.end <= start]
+    assert [wait.reason for wait in before[-2:]] == ["message", "host"]
+    assert [wait.end - wait.start for wait in before[-2:]] == pytest.approx([1.0, 0.25])
+    assert waits(made_up(schedule, usual, nothing))[0].reason == "stage"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_gets_shorter_if_an_action_of_its_critical_path_does(name):
+    schedule = schedule_of(name, 3, 5)
+    slow = {0: 1.0, 1: 1.6}
+
+    def seconds(action):
+        return usual(action) * slow.get(action.stage, 1.2)
+
+    measured = made_up(schedule, seconds, nothing)
+    path = critical_path(measured)
+    assert sum(map(seconds, path)) == pytest.approx(length(measured))
+    on_path = path[len(path) // 2]
+    faster = made_up(schedule, lambda a: seconds(a) * (0.999 if a == on_path else 1), nothing)
+    assert length(faster) < length(measured)
+    others = {span.action for lane in measured for span in lane} - set(path)
+    slower = made_up(schedule, lambda a: seconds(a) * (1.0001 if a in others else 1), nothing)
+    assert length(slower) == pytest.approx(length(measured), rel=1e-4)

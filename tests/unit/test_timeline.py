@@ -8,20 +8,19 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageColor
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.monitor import Monitor
-from hybridtrain.monitor.pictures import draw
+from hybridtrain.monitor.pictures import COLOURS, WAITS, draw
 from hybridtrain.monitor.tensorboard import TensorBoard
-from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace
+from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace, spans_of_trace
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
 
-FORWARD = {(158, 202, 225), (107, 174, 214), (66, 146, 198), (33, 113, 181)}
-BACKWARD = {(161, 217, 155), (116, 196, 118), (65, 171, 93), (35, 139, 69)}
+FORWARD, BACKWARD = ({ImageColor.getrgb(colour) for colour in COLOURS[kind]} for kind in "FB")
 
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -240,7 +239,8 @@ def test_the_newest_timeline_is_in_two_complete_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "timeline.png"]
     trace = json.loads((tmp_path / "timeline.json").read_text())
     # step 5 has the whole batch of 4 samples: 4 micro-batches, 2 stages, forward and backward
-    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 16
+    actions = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [sum(event["pid"] == pid for event in actions) for pid in (0, 1)] == [16, 16]
     assert "step 5" in (tmp_path / "timeline.json").read_text()
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.format == "PNG"
@@ -249,6 +249,33 @@ def test_the_newest_timeline_is_in_two_complete_files(tmp_path):
     assert "step 6" in (tmp_path / "timeline.json").read_text()
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.size == draw(lanes(4), lanes(4)).size
+
+
+def test_both_timelines_are_read_from_their_file_again(tmp_path):
+    predicted, measured = lanes(2, v=2), lanes(2, v=2, backward=0.004)
+    assert spans_of_trace(tmp_path / "timeline.json") is None
+    TimelineFiles(tmp_path).timeline(6, predicted, measured)
+    for found, spans in zip(
+        spans_of_trace(tmp_path / "timeline.json"), (predicted, measured), strict=True
+    ):
+        assert [[span.action for span in lane] for lane in found] == [
+            [span.action for span in lane] for lane in spans
+        ]
+        for lane, other in zip(found, spans, strict=True):
+            assert [x for span in lane for x in span[1:]] == pytest.approx(
+                [x for span in other for x in span[1:]]
+            )
+
+
+def test_waiting_is_hatched_in_the_colour_of_its_reason_in_the_measured_half_alone():
+    image = draw(lanes(4), lanes(4))
+    grey = ImageColor.getrgb(WAITS["stage"][1])
+    middle = (image.height + LEGEND) // 2
+    halves = [image.crop((0, LEGEND, image.width, middle)), image.crop((0, middle, *image.size))]
+    # letters have some grey at their borders
+    predicted, measured = (list(half.getdata()).count(grey) for half in halves)
+    assert measured > 100 > 10 > predicted
+    assert not colours(image) & {ImageColor.getrgb(WAITS["message"][1])}  # there are none
 
 
 def test_tensorboard_has_the_picture_as_an_image(tmp_path):
@@ -264,7 +291,9 @@ def test_tensorboard_has_the_picture_as_an_image(tmp_path):
     images = events.Images("5_pictures/timeline")
     assert [image.step for image in images] == [4, 9]
     for image, devices in zip(images, (2, 4), strict=True):
-        drawn = draw(lanes(devices), lanes(devices), f"{tmp_path.name}, step {image.step}")
+        drawn = draw(
+            lanes(devices), lanes(devices), f"{tmp_path.name}, step {image.step}", card=True
+        )
         assert (image.width, image.height) == drawn.size
         with Image.open(io.BytesIO(image.encoded_image_string)) as decoded:
             assert decoded.convert("RGB").tobytes() == drawn.tobytes()
