@@ -116,7 +116,7 @@ class _Canvas:
         left, top, right, bottom = box
         x = left - (bottom - top)
         while x < right:
-            # from the lower edge to the upper one, as far as it is inside
+            # from the lower edge to the upper one, within the box
             begin, end = max(left, x), min(right, x + bottom - top)
             self.line((begin, bottom - (begin - x), end, bottom - (end - x)), colour)
             x += every

@@ -1,4 +1,4 @@
-"""When a device of a measured step waited, for what, and the chain of actions that made it so long.
+"""The waits of a measured step's devices, and the chain of actions that it is as long as.
 
 device 0   |F0|F1|......|B0|B1|      from the end of one action to the start of the next:
 device 1   ...|F0|.|B0|....          stage    until the other stage has what it needs
@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """What an action of a measured step had to wait for.
+    """The start of an action of a measured step, and all that it had to wait for.
 
     Attributes:
         device: that runs it.
