@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from hybridtrain.app.config import (
     arguments_of,
     check,
     errors_with_config_keys,
+    with_config_keys,
 )
 from hybridtrain.app.pricing import chosen, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
@@ -52,6 +53,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
+from hybridtrain.report import check_installed
 from hybridtrain.trainer import TrainerOptions
 from hybridtrain.world import World
 
@@ -245,6 +247,8 @@ def checked_options(config: Config) -> RunOptions:
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
+    if config.monitor.report:
+        check_installed()
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
@@ -270,9 +274,17 @@ def build_scaler(config: Config, world: World) -> GradScaler | None:
     return GradScaler(world.devices[0].type, init_scale=scale)
 
 
+class _InConfigKeys(Monitors):
+    """Monitors that name settings as the command line does."""
+
+    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
+        """See `Monitor.account`."""
+        super().account(step, account, [*map(with_config_keys, advice)])
+
+
 def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
     """Returns the monitors of rank 0 as one."""
-    return Monitors(
+    return _InConfigKeys(
         [
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),

@@ -14,11 +14,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hybridtrain import __version__
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
@@ -29,7 +27,7 @@ from hybridtrain.app.compose import (
     register_file,
 )
 from hybridtrain.app.config import errors_with_config_keys, with_new_keys
-from hybridtrain.app.error_report import lasting_streams, report
+from hybridtrain.app.error_report import lasting_streams, report, versions
 from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect, end_with_parent
@@ -43,6 +41,7 @@ COMMANDS = (
     "export",
     "submit",
     "results",
+    "report",
     "smp-config",
     "measure-machine",
 )
@@ -50,6 +49,7 @@ COMMANDS = (
 # Commands that take no overrides, and what is said of them with overrides.
 _WITHOUT_OVERRIDES = {
     "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
+    "report": "report takes runs, not overrides: hybridtrain report <run_name>...",
     "measure-machine": "measure-machine comes first and takes no overrides",
     "smp-config": "smp-config takes a file: hybridtrain smp-config distribution.json",
 }
@@ -70,7 +70,7 @@ def _dispatch(arguments: list[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
     if "--version" in arguments:
-        print(_versions())
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return 0
     if arguments[:1] and arguments[0] in _WITHOUT_OVERRIDES:
         name = arguments[0].replace("-", "_")  # of a module, and of the function in it
@@ -238,10 +238,3 @@ def _allowed(path: Path) -> list[str]:
             f'["my_project"], and not {packages}'
         )
     return packages
-
-
-def _versions() -> str:
-    """Returns the versions that a report of a problem needs, on one line."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    torch, hydra = version("torch"), version("hydra-core")
-    return f"hybridtrain {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"

@@ -36,7 +36,12 @@ from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
 from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words
 from hybridtrain.app.resolve import Settings, in_words
-from hybridtrain.app.run_directory import RunDirectory, checkpoint_to_read, checkpoint_to_resume
+from hybridtrain.app.run_directory import (
+    RunDirectory,
+    checkpoint_to_read,
+    checkpoint_to_resume,
+    environment,
+)
 from hybridtrain.checkpoint import (
     CheckpointStore,
     evaluated_average,
@@ -56,6 +61,7 @@ from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
 from hybridtrain.microbatch import batch_size
 from hybridtrain.planning import Plan, table
+from hybridtrain.report import write_report
 from hybridtrain.text_table import counted, text_table
 from hybridtrain.trainer import Trainer
 from hybridtrain.verification import verify as verify_model
@@ -139,14 +145,17 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     prediction = predict_run(context) if world.is_main else None
     texts = {"config": shown, "layout": placement, "overrides": _overrides(settings)}
     summary = trainer.fit({title: text for title, text in texts.items() if text})
+    summary["advice"] = [*map(with_config_keys, summary["advice"])]
     if prediction is not None:
         compared = beside_measured(prediction, summary, context.model.options.placement)
-        directory.write_summary({**summary, **compared})
+        directory.write_summary({**summary, **compared, "environment": environment(world)})
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:
-            _log.info("%s", with_config_keys(line))
+            _log.info("%s", line)
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
+        if config.monitor.report:
+            _log.info("page of the run: %s", write_report([directory.path]).resolve())
         if config.monitor.tensorboard:
             _log.info("dashboard: tensorboard --logdir %s", directory.path)
     world.close()

@@ -224,6 +224,8 @@ class MonitorConfig(Group):
     """Write event files for TensorBoard to the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
+    report: bool = False
+    """Write `report.html`, the page of the run, to its directory at the end."""
 
 
 @dataclass

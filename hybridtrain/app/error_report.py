@@ -22,10 +22,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from hybridtrain import __version__
 from hybridtrain.errors import (
     DataError,
     Interrupted,
@@ -310,3 +312,10 @@ def _lead_nowhere(stream: LastingStream) -> None:
         os.close(nowhere)
     except (OSError, ValueError):
         pass  # there is no file below it
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a report of a problem needs, by name."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    others = {name: version(name) for name in ("torch", "hydra-core")}
+    return {"hybridtrain": __version__, **others, "Python": python}

@@ -47,17 +47,26 @@ def results(arguments: Sequence[str]) -> int:
             "usage: hybridtrain results <run_name or folder>...; a folder is that of a run, of a "
             "sweep that was submitted, or one with runs in it"
         )
+    listed = list(runs_of(arguments).values())
+    print(table(listed), flush=True)
+    if len(arguments) == 1 and (_folder(arguments[0]) / SWEEP_FILE).is_file():
+        write_csv(listed, _folder(arguments[0]))
+    return 0
+
+
+def runs_of(arguments: Sequence[str]) -> dict[Path, dict[str, Any]]:
+    """Returns the directories of runs that the arguments of a command name, each with its line.
+
+    Raises:
+        ConfigError: one of them is neither a run nor a folder with runs.
+    """
     by_run: dict[Path, dict[str, Any]] = {}
     for argument in arguments:
         found = dict(_runs(_folder(argument)))
         if not found:
             raise ConfigError(f"there are no runs in {argument}")
         by_run |= found
-    listed = list(by_run.values())
-    print(table(listed), flush=True)
-    if len(arguments) == 1 and (_folder(arguments[0]) / SWEEP_FILE).is_file():
-        write_csv(listed, _folder(arguments[0]))
-    return 0
+    return by_run
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:

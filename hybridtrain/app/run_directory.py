@@ -19,6 +19,7 @@ import io
 import json
 import logging
 import os
+import platform
 import socket
 import sys
 import threading
@@ -27,13 +28,14 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from omegaconf import OmegaConf
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config, with_config_keys
-from hybridtrain.app.error_report import finite, json_line
+from hybridtrain.app.error_report import finite, json_line, versions
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.files import write_atomically
@@ -343,3 +345,16 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
         if (other := CheckpointStore(folder)).steps():
             return other.newest()
     return path
+
+
+def environment(world: World) -> dict[str, str]:
+    """Returns what a run has run on: versions, and the host and devices of this process."""
+    gpus = [device for device in world.devices if device.type == "cuda"]
+    names = {torch.cuda.get_device_name(device) for device in gpus}
+    cores = f"CPU, {os.cpu_count()} cores"
+    return {
+        **versions(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "devices": ", ".join(sorted(names)) or cores,
+    }

@@ -11,6 +11,10 @@ pictures           timelines, curves, plans and accounts, drawn
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
 from hybridtrain.monitor.jsonl import MetricsFile
 from hybridtrain.monitor.pictures import (
+    COLOURS,
+    CRITICAL,
+    PARTS,
+    WAITS,
     Curve,
     NodesPoint,
     draw_accounts,
@@ -20,9 +24,13 @@ from hybridtrain.monitor.pictures import (
 )
 from hybridtrain.monitor.progress import Progress, Throughput
 from hybridtrain.monitor.tensorboard import TensorBoard
-from hybridtrain.monitor.timeline import TimelineFiles
+from hybridtrain.monitor.timeline import TimelineFiles, spans_of_trace
 
 __all__ = [
+    "COLOURS",
+    "CRITICAL",
+    "PARTS",
+    "WAITS",
     "Curve",
     "MetricsFile",
     "Monitor",
@@ -37,4 +45,5 @@ __all__ = [
     "draw_curves",
     "draw_plan",
     "in_ms",
+    "spans_of_trace",
 ]

@@ -58,6 +58,7 @@ WAITS: dict[WaitFor, tuple[str, str, int]] = {
     "message": ("for a message", "#41ab5d", 6),
     "host": ("for the host", "#525252", 4),
 }
+CRITICAL = "#cb181d"  # the border of actions that a step is as long as
 MOST_BARS = 60
 _CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
 _INK, _FAINT, _GRID, _LIMIT = "black", "#444444", "#dddddd", "#cb181d"
@@ -155,7 +156,7 @@ def draw(predicted: Spans, measured: Spans, title: str = "", card: bool = False)
     """Draws both timelines on one time scale, each with its length and the share of idle time.
 
     Waiting is hatched by what is waited for, and the actions that the measured step is as long as
-    have a dark border (`critical_path`).
+    have a red border (`critical_path`).
 
     Args:
         predicted: the spans of each device, in seconds.
@@ -218,7 +219,7 @@ def _entries(spans: Spans, marks: bool = True) -> list[_Entry]:
     if marks:
         reasons = {wait.reason for wait in waits(spans)}
         found += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
-        found.append(_Entry("the step is as long as these", _INK, 0))
+        found.append(_Entry("the step is as long as these", CRITICAL, 0))
     return found
 
 
@@ -300,7 +301,7 @@ def _draw_lanes(
             shade = min(action.stage // len(spans), len(COLOURS[action.kind]) - 1)
             canvas.rectangle(place, COLOURS[action.kind][shade])
             if action in critical and right - left > 4:
-                canvas.outline(place, _INK)
+                canvas.outline(place, CRITICAL)
             label = str(action.microbatch)
             if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 units wide
                 ink = "white" if shade > 1 and action.kind != "W" else _INK

@@ -29,6 +29,7 @@ FLOORS = """
     checkpoint
     callbacks step
     monitor smp training
+    report
     notebook session trainer
     app
     __main__
