@@ -2,11 +2,10 @@
 #
 #   ensure_slurm     returns 1, and says why, where the tests of a cluster cannot run
 
+source scripts/apt.sh
+
 ensure_slurm() {
     local program missing=""
-    local install=(apt-get install -y -qq --no-install-recommends slurm-wlm iproute2)
-    # a mirror that does not answer must not hold up the other tests
-    local apt=(timeout 240 env DEBIAN_FRONTEND=noninteractive)
     [ "$(uname)" = Linux ] || { echo "not Linux, whose namespaces are needed"; return 1; }
     [ "$(id -u)" = 0 ] || { echo "not root, which namespaces with networks need"; return 1; }
     unshare --mount --net --pid --fork --mount-proc true 2>/dev/null ||
@@ -15,9 +14,5 @@ ensure_slurm() {
         command -v $program >/dev/null || missing="$missing $program"
     done
     [ -n "$missing" ] || return 0
-    command -v apt-get >/dev/null || { echo "not installed:$missing"; return 1; }
-    # the lists of packages may be missing or old
-    "${apt[@]}" "${install[@]}" >/dev/null 2>&1 ||
-        { "${apt[@]}" apt-get update -qq >/dev/null 2>&1 && "${apt[@]}" "${install[@]}" >/dev/null 2>&1; } ||
-        { echo "apt-get cannot install slurm-wlm and iproute2"; return 1; }
+    apt_install slurm-wlm iproute2
 }

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Every check of the project: ruff, codespell, the word list, mypy, pytest. Arguments go to pytest.
 # With --all, as before a release, also the tests that are marked `thorough`: more models, engines,
-# seeds and messages, random faults, every restart of the launcher, and the real Slurm of tests/cluster.
+# seeds and messages, random faults, every restart of the launcher, the dashboard in a browser, and
+# the real Slurm of tests/cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 source scripts/slurm.sh
+source scripts/chromium.sh
 
 ensure_environment "text,dev"
 echo "== ruff check"
@@ -21,6 +23,8 @@ mypy
 case " $* " in *" --all "*)
     echo "== Slurm, for tests/cluster"
     why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
+    echo "== Chromium, for tests/cli/test_dashboard.py"
+    why=$(ensure_chromium) || echo "the tests in a browser are skipped: $why"
     ;;
 esac
 echo "== pytest"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from support.browser import browser_page  # noqa: F401
 from support.launch import logging_as_before
 
 # An example may take any time: no verdict depends on how busy the machine is.

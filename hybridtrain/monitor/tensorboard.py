@@ -145,7 +145,8 @@ class TensorBoard(Monitor):
             markdown_table(lines),
             *(f"- {line}" for line in advice),
         ]
-        self._started().add_text("where the time goes", "\n\n".join(text), step)
+        # the first of the texts, which are sorted by name: two are open
+        self._started().add_text("a step's time, by device", "\n\n".join(text), step)
 
     def close(self) -> None:
         """See `Monitor.close`."""
