@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _RUNS = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373", "#c51b8a")
 _PATTERNS = {"stage": "/", "message": "x", "host": "."}
-_ROW = 34  # pixels of a bar
+_BAR = 34  # pixels of a bar
 
 
 def _figure(title: str, height: int = 300, **layout: Any) -> Figure:
@@ -88,32 +88,33 @@ def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Fig
     return figure
 
 
-def account(rows: Mapping[str, Mapping[str, float]], title: str, legend: bool = False) -> Figure:
-    """Returns a bar for each row, divided into the parts of a step.
+def account(bars: Mapping[str, Mapping[str, float]], title: str, legend: bool = False) -> Figure:
+    """Returns a bar for each device or run, divided into the parts of a step.
 
     Args:
-        rows: by name, such as that of a device; their parts in milliseconds.
+        bars: by name, such as that of a device; their parts in milliseconds.
         title: above them.
         legend: say what the colours are.
     """
     from plotly.graph_objects import Bar
 
-    height = 150 + _ROW * len(rows)
+    height = 150 + _BAR * len(bars)
     figure = _figure(
         title, height, barmode="stack", xaxis_title="ms of a step", showlegend=legend,
         legend={"traceorder": "normal"},
     )  # fmt: skip
     for part, colour in PARTS.items():
-        times = [row.get(part, 0.0) for row in rows.values()]
+        times = [parts.get(part, 0.0) for parts in bars.values()]
         if not any(times):
             continue
         shares = [
-            time / (sum(row.values()) or 1) for time, row in zip(times, rows.values(), strict=True)
+            time / (sum(parts.values()) or 1)
+            for time, parts in zip(times, bars.values(), strict=True)
         ]
         figure.add_trace(
             Bar(
                 x=times,
-                y=list(rows),
+                y=list(bars),
                 name=part,
                 orientation="h",
                 marker_color=colour,
@@ -155,23 +156,23 @@ def stages(record: RunRecord) -> Figure | None:
     from plotly.graph_objects import Bar
     from plotly.subplots import make_subplots
 
-    rows = record.summary.get("stages", [])
-    if not rows:
+    known = record.summary.get("stages", [])
+    if not known:
         return None
-    names = [f"stage {number}" for number in range(len(rows))]
+    names = [f"stage {number}" for number in range(len(known))]
     words = [f'<span style="color:{PARTS[kind]}">{kind}</span>' for kind in ("forward", "backward")]
     figure = make_subplots(
-        rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.04,
+        rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.04,  # words: ok
         subplot_titles=(f"ms of a micro-batch: {', '.join(words)}", "parameters"),
     )  # fmt: skip
-    layout = _figure("", 150 + _ROW * len(rows)).layout
+    layout = _figure("", 150 + _BAR * len(known)).layout
     figure.update_layout(layout, barmode="stack", showlegend=False)
     figure.update_annotations(font_size=15)
     bars: list[tuple[str, list[float], str, int]] = [
-        (kind, [row[f"{kind}_ms"] for row in rows], PARTS[kind], 1)
+        (kind, [stage[f"{kind}_ms"] for stage in known], PARTS[kind], 1)
         for kind in ("forward", "backward")
     ]
-    bars.append(("parameters", [row["parameters"] for row in rows], "#969696", 2))
+    bars.append(("parameters", [stage["parameters"] for stage in known], "#969696", 2))
     for name, values, colour, column in bars:
         figure.add_trace(
             Bar(x=values, y=names, name=name, orientation="h", marker_color=colour), 1, column
@@ -191,7 +192,7 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
     from plotly.subplots import make_subplots
 
     figure = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,  # words: ok
         subplot_titles=("measured; a red border: the step is as long as these", "predicted"),
     )  # fmt: skip
     height = 220 + 2 * 40 * len(measured)
@@ -200,13 +201,13 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
     figure.update_annotations(x=0, xanchor="left")  # the titles
     _add_lanes(figure, 1, measured, bytes_of, marks=True)
     _add_lanes(figure, 2, predicted, bytes_of, marks=False)
-    figure.update_xaxes(title_text="ms", row=2)
+    figure.update_xaxes(title_text="ms", row=2)  # words: ok
     figure.update_yaxes(autorange="reversed")
     return figure
 
 
 def _add_lanes(
-    figure: Figure, row: int, spans: Spans, bytes_of: Mapping[Action, int], marks: bool
+    figure: Figure, panel: int, spans: Spans, bytes_of: Mapping[Action, int], marks: bool
 ) -> None:
     from plotly.graph_objects import Bar
 
@@ -257,7 +258,7 @@ def _add_lanes(
                 customdata=texts,
                 hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f}<extra></extra>",
             ),
-            row,
+            panel,
             1,
         )
     for reason, (words, colour, _) in WAITS.items() if marks else ():
@@ -276,7 +277,7 @@ def _add_lanes(
                     },
                     hovertemplate=f"{words}<br>%{{x:.3f}} ms, from %{{base:.3f}}<extra></extra>",
                 ),
-                row,
+                panel,
                 1,
             )
 
@@ -292,7 +293,7 @@ def memory(peaks: Mapping[str, float], limits: Mapping[str, float]) -> Figure:
 
     unit = 2**30 if max(peaks.values()) >= 2**30 else 2**20
     title = f"peak memory by device, {'GiB' if unit == 2**30 else 'MiB'}"
-    figure = _figure(title, 120 + _ROW * len(peaks))
+    figure = _figure(title, 120 + _BAR * len(peaks))
     amounts = [peak / unit for peak in peaks.values()]
     figure.add_trace(
         Bar(x=amounts, y=list(peaks), name="peak", orientation="h", marker_color="#9e9ac8")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Table = list[list[str]]
-"""Rows of a table; the first one is its head."""
+"""Lines of a table; the first one is its head."""
 
 
 def check_installed() -> None:
@@ -97,9 +97,9 @@ def _sections(record: RunRecord) -> dict[str, Any]:
     summary = record.summary
     figures = {}
     if (account := summary.get("account")) is not None:
-        rows = {f"device {d['replica']}.{d['device']}": _parts(d) for d in account["devices"]}
-        rows["mean"] = account["mean"]
-        figures["account"] = charts.account(rows, "by device, the mean of the recorded steps")
+        bars = {f"device {d['replica']}.{d['device']}": _parts(d) for d in account["devices"]}
+        bars["mean"] = account["mean"]
+        figures["account"] = charts.account(bars, "by device, the mean of the recorded steps")
     if len(record.accounts) > 1:
         figures["account_over_steps"] = charts.account_over_steps(record)
     if (stages := charts.stages(record)) is not None:
@@ -208,10 +208,10 @@ def _accounts(records: Sequence[RunRecord]) -> Figure | None:
 
 
 def _stage_table(record: RunRecord) -> Table:
-    rows: Table = []
+    lines: Table = []
     for number, stage in enumerate(record.summary.get("stages", [])):
         layers = stage["layers"]
-        rows.append(
+        lines.append(
             [
                 str(number),
                 f"{layers[0]} ... {layers[-1]}" if len(layers) > 1 else "".join(layers),
@@ -223,7 +223,7 @@ def _stage_table(record: RunRecord) -> Table:
             ]
         )
     head = ["stage", "from ... to", "layers", "parameters", "forward, ms", "backward, ms"]
-    return [[*head, "peak memory"], *rows] if rows else []
+    return [[*head, "peak memory"], *lines] if lines else []
 
 
 def _predicted(summary: Mapping[str, Any]) -> Table:
@@ -231,19 +231,19 @@ def _predicted(summary: Mapping[str, Any]) -> Table:
     predicted, measured = summary.get("predicted"), summary.get("measured")
     if not predicted or not measured:
         return []
-    rows: Table = []
+    lines: Table = []
 
-    def row(name: str, form: Any, one: Any, other: Any) -> None:
+    def add(name: str, form: Any, one: Any, other: Any) -> None:
         if other is not None:
             ratio = f"{other / one:.2f}" if one else ""
-            rows.append([name, "not known" if one is None else form(one), form(other), ratio])
+            lines.append([name, "not known" if one is None else form(one), form(other), ratio])
 
-    row("a step", lambda ms: f"{ms:.2f} ms", predicted["step_ms"], measured["step_ms"])
-    row("idle", lambda share: f"{share:.1%}", predicted["bubble"], measured["bubble"])
+    add("a step", lambda ms: f"{ms:.2f} ms", predicted["step_ms"], measured["step_ms"])
+    add("idle", lambda share: f"{share:.1%}", predicted["bubble"], measured["bubble"])
     memory = predicted["memory_bytes"] or [None] * len(measured["memory_bytes"])
     for device, (one, other) in enumerate(zip(memory, measured["memory_bytes"], strict=True)):
-        row(f"memory of device {device}", with_unit, one, other)
-    return [["", "predicted", "measured", "measured / predicted"], *rows]
+        add(f"memory of device {device}", with_unit, one, other)
+    return [["", "predicted", "measured", "measured / predicted"], *lines]
 
 
 def _parts(device: Mapping[str, float]) -> dict[str, float]:

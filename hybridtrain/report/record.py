@@ -20,7 +20,7 @@ from hybridtrain.planning import Plan
 from hybridtrain.schedule import Account, Spans
 
 Curves = dict[str, list[tuple[int, float]]]
-"""What a run has logged, by tag: pairs of step and value, NaN where it is not finite."""
+"""The logged values of a run, by tag: pairs of step and value, NaN where it is not finite."""
 
 _WARNING = re.compile(r"[\d-]+ [\d:,]+ (?P<level>WARNING|ERROR) [\w.]+: (?P<text>.*)")
 _MOST_WARNINGS = 20
@@ -28,7 +28,7 @@ _MOST_WARNINGS = 20
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run.
+    """All that the files of a run tell.
 
     Attributes:
         name: of the run.

@@ -1,0 +1,136 @@
+"""The page of a run: what it says is what the files of the run say, and a browser can read it."""
+
+import json
+import re
+import shutil
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from support.browser import BrowserPage
+from support.launch import SMALL
+
+from hybridtrain.app.cli import main
+from hybridtrain.errors import DataError
+from hybridtrain.report import RunRecord, write_report
+
+
+def words(page: str) -> str:
+    """What stands between the tags, without scripts."""
+    page = re.sub(r"(?s)<(script|style).*?</\1>", " ", page)
+    return re.sub(r"\s+", " ", unescape(re.sub("<[^>]+>", " ", page)))
+
+
+def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    shown = words(write_report([finished], tmp_path / "a" / "page.html").read_text())
+    for fact in (
+        "state done",
+        f"steps {summary['steps']}",
+        f"training loss {summary['train_loss']:.4g}",
+        f"loss, evaluation {summary['eval']['loss']:.4g}",
+        f"accuracy, evaluation {summary['eval']['accuracy']:.4g}",
+        f"a step, median {summary['step_ms']['p50']:.2f} ms",
+        f"newest checkpoint: {summary['checkpoint']}",
+        "recipe=digits",
+        f"torch {summary['environment']['torch']}",
+    ):
+        assert fact in shown
+    for number, stage in enumerate(summary["stages"]):
+        layers = f"{stage['layers'][0]} ... {stage['layers'][-1]}"
+        assert f"{number} {layers} {len(stage['layers'])} {stage['parameters']:,}" in shown
+
+
+def test_the_page_asks_for_nothing_from_a_network(finished: Path, tmp_path: Path) -> None:
+    page = write_report([finished], tmp_path / "page.html").read_text()
+    assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=", page)
+
+
+def test_several_runs_are_compared_by_the_settings_that_differ(
+    finished: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(finished, tmp_path / "other"))
+    overrides = (other / "overrides.yaml").read_text()
+    (other / "overrides.yaml").write_text(overrides + "- optim.lr=0.5\n")
+    assert main(["report", str(finished), str(other), "output=both.html"]) == 0
+    page = Path("both.html").read_text()
+    table = page[page.index("<table>") : page.index("</table>")]
+    heads = re.findall("<th>(.*?)</th>", table)
+    assert heads[:3] == ["run", "optim.lr", "state"]
+    assert [row[:2] for row in re.findall("<tr><td>(.*?)</td><td>(.*?)</td>", table)] == [
+        ("digits", ""),
+        ("other", "0.5"),
+    ]
+
+
+def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "running"
+    run.mkdir()
+    whole = (finished / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole + '{"step": 7, "time')  # as it is being written
+    shown = words(write_report([run]).read_text())
+    assert (run / "report.html").exists()
+    assert "state not done" in shown
+    assert "steps 6" in shown
+
+
+def test_warnings_are_listed_with_the_number_of_times(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "warned"))
+    line = "2026-01-02 03:04:05,678 WARNING hybridtrain.trainer: a <slow> disk\n"
+    for rank in (0, 1):
+        with open(run / "logs" / f"rank_{rank:03d}.log", "a") as log:
+            log.write(line)
+    assert "a <slow> disk (2 times)" in words(write_report([run]).read_text())
+
+
+def test_what_is_not_a_run_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty/metrics.jsonl is not there"):
+        RunRecord.read(tmp_path / "empty")
+    assert main(["report", "nothing"]) != 0
+    assert "neither a folder nothing nor a run outputs/nothing" in capsys.readouterr().err
+    assert main(["report"]) != 0
+    assert "usage: hybridtrain report" in capsys.readouterr().err
+
+
+def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "monitor.report=true", "trainer.steps=2"]) == 0
+    assert "state done" in words(Path("outputs/digits/report.html").read_text())
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main([*SMALL, "monitor.report=true", "run_name=b"]) != 0
+    assert "pip install 'hybridtrain[report]'" in capsys.readouterr().err
+    assert not Path("outputs/b").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_figures_and_what_an_action_is_under_the_pointer(
+    finished: Path, tmp_path: Path, browser_page: BrowserPage, scheme: str
+) -> None:
+    page = browser_page.page
+    page.emulate_media(color_scheme=scheme)
+    browser_page.open(write_report([finished], tmp_path / "page.html"))
+    figures = page.locator(".js-plotly-plot")
+    figures.first.wait_for()
+    assert figures.count() >= 6
+    heading = page.get_by_role("heading", name="The last recorded step")
+    timeline = heading.locator("xpath=following-sibling::div[1]")
+    timeline.scroll_into_view_if_needed()
+    action = timeline.locator("g.trace.bars path").first
+    box = action.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    text = timeline.locator("g.hovertext").first
+    text.wait_for()
+    assert re.search(r"forward of micro-batch 0, stage 0.*[\d.]+ ms, from", text.text_content())
+    ink = figures.first.locator("text.gtitle").evaluate("text => getComputedStyle(text).fill")
+    assert ink == {"light": "rgb(28, 28, 28)", "dark": "rgb(230, 230, 230)"}[scheme]
+    page.set_viewport_size({"width": 390, "height": 800})  # of a phone
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert browser_page.errors == []
