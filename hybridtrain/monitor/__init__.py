@@ -20,6 +20,7 @@ from hybridtrain.monitor.pictures import (
     draw_accounts,
     draw_curves,
     draw_plan,
+    draw_timelines,
     in_ms,
 )
 from hybridtrain.monitor.progress import Progress, Throughput
@@ -44,6 +45,7 @@ __all__ = [
     "draw_accounts",
     "draw_curves",
     "draw_plan",
+    "draw_timelines",
     "in_ms",
     "spans_of_trace",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,33 +153,49 @@ def _pair(point: float | Sequence[float]) -> Sequence[float]:
 
 
 def draw(predicted: Spans, measured: Spans, title: str = "", card: bool = False) -> Image.Image:
-    """Draws both timelines on one time scale, each with its length and the share of idle time.
+    """Draws the timeline of a step as it was predicted, and below it as it was measured.
 
-    Waiting is hatched by what is waited for, and the actions that the measured step is as long as
-    have a red border (`critical_path`).
+    See `draw_timelines`.
+    """
+    timelines = {"predicted": predicted, "measured": measured}
+    return draw_timelines(timelines, title, marked=("measured",), card=card)
+
+
+def draw_timelines(
+    timelines: Mapping[str, Spans],
+    title: str = "",
+    marked: Collection[str] = (),
+    card: bool = False,
+) -> Image.Image:
+    """Draws timelines on one time scale, each with its length and the share of idle time.
 
     Args:
-        predicted: the spans of each device, in seconds.
-        measured: likewise.
+        timelines: by name, the spans of each device, in seconds; of the same number of devices.
         title: for example the run and the step.
+        marked: those in which waiting is hatched by what is waited for, and the actions that the
+            step is as long as have a red border (`critical_path`).
         card: for a small place, narrow with large letters; otherwise as wide as the labels of the
             actions need, within bounds.
     """
-    longest = max(length(predicted), length(measured)) or 1e-9
-    durations = sorted(end - start for lane in measured for _, start, end in lane)
+    longest = max(map(length, timelines.values())) or 1e-9
+    last = [*timelines.values()][-1]
+    durations = sorted(end - start for lane in last for _, start, end in lane)
     short = durations[len(durations) // 4]
     wanted = longest / max(short, longest / 1e4) * _ACTION
     across = _CARD_ACROSS if card else round(min(max(wanted, _NARROWEST), _WIDEST))
     width = across + _LEFT + _RIGHT
-    entries = _entries(measured)
+    of_all = [
+        entry for name, spans in timelines.items() for entry in _entries(spans, name in marked)
+    ]
+    entries = list(dict.fromkeys(of_all))
     legend = _legend_height(entries, width)
-    panel = _panel_height(measured, _LANE)
-    canvas = _Canvas(width, legend + 2 * panel, zoom=2 if card else 1)
+    panel = _panel_height(last, _LANE)
+    canvas = _Canvas(width, legend + len(timelines) * panel, zoom=2 if card else 1)
     _draw_legend(canvas, 0, title, entries)
-    for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
+    for number, (name, spans) in enumerate(timelines.items()):
         text = f"{name}: {length(spans) * 1e3:.4g} ms, {bubble_fraction(spans):.1%} idle"
         top = legend + number * panel
-        _draw_lanes(canvas, top, text, spans, longest, across / longest, marks=spans is measured)
+        _draw_lanes(canvas, top, text, spans, longest, across / longest, marks=name in marked)
     return canvas.image
 
 
@@ -283,10 +299,10 @@ def _draw_lanes(
     every = -(-14 // lane_height)  # lanes that a line of text is as high as
 
     def box(device: int, start: float, end: float) -> tuple[float, float, float, float]:
-        left = _LEFT + (start - begin) * scale
+        left, right = (_LEFT + round((time - begin) * scale) for time in (start, end))
         y = top + _TITLE + device * lane_height
-        # a gap of one unit between two actions
-        return left, y, max(left + 1, _LEFT + (end - begin) * scale - 1), y + bar
+        # a gap of one unit between two actions; a box has its right border
+        return left, y, max(left, right - 2), y + bar
 
     for wait in waits(spans) if marks else ():
         _, colour, between = WAITS[wait.reason]
@@ -300,7 +316,7 @@ def _draw_lanes(
             left, y, right, below = place = box(device, start, end)
             shade = min(action.stage // len(spans), len(COLOURS[action.kind]) - 1)
             canvas.rectangle(place, COLOURS[action.kind][shade])
-            if action in critical and right - left > 4:
+            if action in critical and right - left > 3:
                 canvas.outline(place, CRITICAL)
             label = str(action.microbatch)
             if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 units wide
