@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+# in a tab it is indented
+_BLOCK = re.compile(r"^(?P<indent> *)```(\w+)\n(.*?)^(?P=indent)```$", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     """Returns the blocks of `page` in one of `languages`, in order."""
     text = page.read_text(encoding="utf-8")
     found = [
-        Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1)
+        Block(match[2], dedent(match[3]), text.count("\n", 0, match.start(3)) + 1)
         for match in _BLOCK.finditer(text)
     ]
     return [block for block in found if block.language in languages]
