@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,6 @@ from hybridtrain.app.config import (
     arguments_of,
     check,
     errors_with_config_keys,
-    with_config_keys,
 )
 from hybridtrain.app.pricing import chosen, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
@@ -274,17 +273,9 @@ def build_scaler(config: Config, world: World) -> GradScaler | None:
     return GradScaler(world.devices[0].type, init_scale=scale)
 
 
-class _InConfigKeys(Monitors):
-    """Monitors that name settings as the command line does."""
-
-    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
-        """See `Monitor.account`."""
-        super().account(step, account, [*map(with_config_keys, advice)])
-
-
 def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
     """Returns the monitors of rank 0 as one."""
-    return _InConfigKeys(
+    return Monitors(
         [
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),

@@ -93,7 +93,7 @@ def train(settings: Settings) -> Result:
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets
     )
-    trainer = Trainer(
+    trainer = _Trainer(
         model,
         optimizer,
         options.loss_fn,
@@ -109,6 +109,13 @@ def train(settings: Settings) -> Result:
     )
     with writing(context.directory, world):
         return _train(context, trainer)
+
+
+class _Trainer(Trainer):
+    @property
+    def advice(self) -> list[str]:
+        """The advice in the keys of the command line."""
+        return [*map(with_config_keys, super().advice)]
 
 
 def _train(context: RunContext, trainer: Trainer) -> Result:
@@ -145,7 +152,6 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     prediction = predict_run(context) if world.is_main else None
     texts = {"config": shown, "layout": placement, "overrides": _overrides(settings)}
     summary = trainer.fit({title: text for title, text in texts.items() if text})
-    summary["advice"] = [*map(with_config_keys, summary["advice"])]
     if prediction is not None:
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared, "environment": environment(world)})
