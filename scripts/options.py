@@ -109,6 +109,8 @@ def page(all_keys: list[tuple[str, str, Any, str]]) -> str:
 def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
     """Returns the JSON schema of a recipe, which an editor completes and checks keys by."""
     root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    defaults = "The option of each group, such as override /model: gpt"
+    root["properties"]["defaults"] = {"type": "array", "description": defaults}
     for group, name, kind, text in all_keys:
         at = root
         if group:
@@ -117,7 +119,7 @@ def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
             at.setdefault("properties", {})
         at["properties"][name] = {**json_type(kind), "description": text.replace("`", "")}
     return (
-        json.dumps({"$schema": "https://json-schema.org/draft-07/schema#", **root}, indent=1) + "\n"
+        json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **root}, indent=1) + "\n"
     )
 
 

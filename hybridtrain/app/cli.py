@@ -12,9 +12,7 @@ import importlib
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridtrain.app.compose import (
@@ -28,6 +26,7 @@ from hybridtrain.app.compose import (
 )
 from hybridtrain.app.config import errors_with_config_keys, with_new_keys
 from hybridtrain.app.error_report import lasting_streams, report, versions
+from hybridtrain.app.project import with_project
 from hybridtrain.app.resolve import Settings, settle
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect, end_with_parent
@@ -42,6 +41,7 @@ COMMANDS = (
     "submit",
     "results",
     "report",
+    "new",
     "smp-config",
     "measure-machine",
 )
@@ -50,6 +50,7 @@ COMMANDS = (
 _WITHOUT_OVERRIDES = {
     "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
     "report": "report takes runs, not overrides: hybridtrain report <run_name>...",
+    "new": "new takes a folder: hybridtrain new my_project",
     "measure-machine": "measure-machine comes first and takes no overrides",
     "smp-config": "smp-config takes a file: hybridtrain smp-config distribution.json",
 }
@@ -94,22 +95,22 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
     if command in _WITHOUT_OVERRIDES:
         raise ConfigError(_WITHOUT_OVERRIDES[command])
+    overrides, config_dir = with_project(overrides, parsed.config_dir)
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
-    overrides = with_allowed_packages(overrides)
     if command == "submit" and not parsed.cfg:
-        return _submit(overrides, parsed, dry_run)
+        return _submit(overrides, config_dir, parsed.multirun, dry_run)
     if parsed.multirun:
         from hybridtrain.app.results import sweep
 
-        return sweep(command, overrides, parsed.config_dir, run)
+        return sweep(command, overrides, config_dir, run)
     if parsed.cfg:
-        composed = compose_settings(overrides, parsed.config_dir)
+        composed = compose_settings(overrides, config_dir)
         text = config_text(composed, parsed.resolve, parsed.package)
         if detect(os.environ).rank == 0:
             print(text)
         return 0
-    run(command, settle(command, overrides, parsed.config_dir))
+    run(command, settle(command, overrides, config_dir))
     return 0
 
 
@@ -150,13 +151,13 @@ def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[s
             )
 
 
-def _submit(overrides: Sequence[str], parsed: argparse.Namespace, dry_run: bool) -> int:
+def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dry_run: bool) -> int:
     from hybridtrain.app.submit import submit  # with torch, which takes a second to import
 
     if "allow_targets" in given_keys(overrides):
         _make_working_directory_importable()
     with errors_with_config_keys():
-        return submit(overrides, parsed.config_dir, multirun=parsed.multirun, dry_run=dry_run)
+        return submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
 
 
 def run(command: str, settings: Settings) -> dict[str, Any]:
@@ -186,55 +187,3 @@ def _show(arguments: Sequence[str]) -> int:
         show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
         show(lambda config: None)()
     return 0
-
-
-_KEY = "allow_targets"
-
-
-def with_allowed_packages(overrides: Sequence[str]) -> list[str]:
-    """Returns `overrides` with the project's `allow_targets`, unless they have their own.
-
-    Rank 0 says which packages these are.
-
-    Raises:
-        ConfigError: the file cannot be read, has an unknown key, or lies among runs.
-    """
-    packages = [] if _KEY in given_keys(overrides) else _allowed(Path("pyproject.toml"))
-    if not packages:
-        return list(overrides)
-    listed = ",".join(packages)
-    here = Path.cwd()
-    if any((folder / "overrides.yaml").exists() for folder in (here, *here.parents)) or any(
-        here.glob("*/overrides.yaml")
-    ):
-        raise ConfigError(
-            f"pyproject.toml allows code of {listed}, which does not count in a directory of runs: "
-            f"call the command in the folder of your project, or add {_KEY}=[{listed}] to it"
-        )
-    if detect(os.environ).rank == 0:
-        print(f"{_KEY}=[{listed}], as pyproject.toml says", file=sys.stderr, flush=True)
-    return [*overrides, f"{_KEY}=[{listed}]"]
-
-
-def _allowed(path: Path) -> list[str]:
-    """Returns the packages that the file allows; none, if there is no file."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    table = content.get("tool", {}).get("hybridtrain", {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [tool.hybridtrain] must be a table, and not {table}")
-    if unknown := sorted(set(table) - {_KEY}):
-        raise ConfigError(f"{path}: [tool.hybridtrain] has {_KEY} only, and not {unknown[0]}")
-    packages = table.get(_KEY, [])
-    if not isinstance(packages, list) or not all(
-        isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) for name in packages
-    ):
-        raise ConfigError(
-            f"{path}: {_KEY} of [tool.hybridtrain] must be a list of packages, such as "
-            f'["my_project"], and not {packages}'
-        )
-    return packages

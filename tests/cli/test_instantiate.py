@@ -315,7 +315,7 @@ def test_a_project_allows_its_package_once_for_all_commands(
     ("text", "message"),
     [
         ("[tool", "pyproject.toml cannot be read: "),
-        ("[tool.hybridtrain]\nallow_target = []", "has allow_targets only, and not allow_target"),
+        ("[tool.hybridtrain]\nallow_target = []", "and config_dir only, and not allow_target"),
         ("[tool.hybridtrain]\nallow_targets = 'a'", "must be a list of packages"),
         ("[tool.hybridtrain]\nallow_targets = ['a]', 'b']", "must be a list of packages"),
         ("[tool]\nhybridtrain = 3", "must be a table"),

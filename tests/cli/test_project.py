@@ -1,0 +1,102 @@
+"""A project of one's own: `new`, what its pyproject.toml says, and plugins that are installed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridtrain.app.cli import main
+
+SHORT = ["world.devices=cpu", "trainer.epochs=1"]
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    assert main(["new", "my_project"]) == 0
+    monkeypatch.chdir("my_project")
+    yield Path.cwd()
+    for name in [name for name in sys.modules if name.startswith("my_project")]:
+        del sys.modules[name]
+
+
+def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_commands(
+    project: Path,
+) -> None:
+    assert main(["recipe=recipes/first.yaml", *SHORT]) == 0
+    summary = json.loads((project / "outputs/first/summary.json").read_text())
+    assert summary["eval"]["samples"] == 300
+    assert main(["evaluate", "run_name=first"]) == 0
+    assert main(["model=mlp", "data=spirals", "trainer.loss=cross_entropy", "--cfg", "job"]) == 0
+    own = subprocess.run([sys.executable, "-m", "pytest", "-q"], capture_output=True, text=True)
+    assert own.returncode == 0, own.stdout
+
+
+def test_an_editor_knows_every_key_of_its_recipe_and_of_the_packages(project: Path) -> None:
+    schema = json.loads((project / "schema.json").read_text())
+    recipes = Path(__file__).parents[2] / "recipes"
+    for recipe in [project / "recipes/first.yaml", *recipes.glob("*.yaml")]:
+        for key, value in yaml.safe_load(recipe.read_text()).items():
+            assert key in schema["properties"], recipe
+            known = schema["properties"][key]
+            if known.get("additionalProperties") is False:
+                assert set(value) <= set(known["properties"]), recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: hybridtrain new <folder>"),
+        (["my-project"], "my-project cannot be the name of a Python package"),
+        (["."], "is there already, and not empty"),
+    ],
+)
+def test_what_cannot_be_a_project_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    Path("mine.txt").touch()
+    assert main(["new", *words]) != 0
+    assert message in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["mine.txt"]
+
+
+def test_the_folder_of_options_is_named_in_the_table(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = project / "pyproject.toml"
+    table.write_text('[tool.hybridtrain]\nconfig_dir = "nowhere"\n')
+    assert main(["model=mlp"]) != 0
+    assert "nowhere" in capsys.readouterr().err
+    table.write_text("[tool.hybridtrain]\nconfig_dir = 3\n")
+    assert main(["model=mlp"]) != 0
+    assert (
+        "config_dir of [tool.hybridtrain] must be the path of a folder" in capsys.readouterr().err
+    )
+
+
+def test_a_plugin_that_is_installed_brings_options_and_may_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    info, options = site / "nets-1.0.dist-info", site / "nets" / "configs" / "model"
+    for folder in (info, options):
+        folder.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: nets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hybridtrain.plugins]\nnets = nets\n")
+    for package in (site / "nets", site / "nets" / "configs"):
+        (package / "__init__.py").touch()
+    (site / "nets" / "wide.py").write_text(
+        "from torch import nn\n\n\ndef wide(width):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))\n"
+    )
+    (options / "wide.yaml").write_text("_target_: nets.wide.wide\nwidth: 32\n")
+    monkeypatch.syspath_prepend(site)
+    assert main(["recipe=digits", "model=wide", "trainer.loss=cross_entropy", *SHORT]) == 0
+    summary = json.loads(Path("outputs/digits/summary.json").read_text())
+    assert sum(stage["parameters"] for stage in summary["stages"]) == 64 * 32 + 32 + 32 * 10 + 10
