@@ -1,4 +1,4 @@
-"""What a project of the user's says in its pyproject.toml, and what installed plugins bring.
+"""The pyproject.toml of a user's project, and what installed plugins bring.
 
 [tool.hybridtrain]                          in the pyproject.toml of the working directory
 allow_targets = ["my_project"]              packages that a `_target_` may come from
