@@ -92,7 +92,7 @@ class _Canvas:
 
 
 def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
-    """Draws both timelines on one time scale, each with its length and bubble fraction.
+    """Draws both timelines on one time scale, each with its length and share of idle time.
 
     The picture is as wide as the labels of the actions need, within bounds.
 
@@ -110,7 +110,7 @@ def draw(predicted: Spans, measured: Spans, title: str = "") -> Image.Image:
     canvas = _Canvas(across + _LEFT + _RIGHT, _LEGEND + 2 * panel)
     _draw_legend(canvas, 0, title, measured)
     for number, (name, spans) in enumerate((("predicted", predicted), ("measured", measured))):
-        text = f"{name}: {length(spans) * 1e3:.4g} ms, bubble {bubble_fraction(spans):.1%}"
+        text = f"{name}: {length(spans) * 1e3:.4g} ms, idle {bubble_fraction(spans):.1%}"
         _draw_lanes(canvas, _LEGEND + number * panel, text, spans, longest, across / longest)
     return canvas.image
 

@@ -24,25 +24,46 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 # Each tag of `Monitor.scalars`, what it is shown as, its factor, and what it is. TensorBoard sorts
-# groups by name: the numbers put first what is looked at first.
+# groups and curves by name: what is looked at first has a number, or a name that is first.
 _SHOWN = tuple(
     (re.compile(pattern), tag, factor, description)
     for pattern, tag, factor, description in (
         (r"train/loss", r"1_overview/train_loss", 1, "mean of the steps since the last point"),
         (r"eval/(.*)", r"1_overview/eval_\1", 1, "over all samples of the evaluation"),
-        (r"train/(\w+_per_second)", r"1_overview/\1", 1, "over all replicas, without pauses"),
+        (r"train/samples_per_second", r"1_overview/train_samples_per_second", 1,
+         "over all replicas, without pauses for evaluations and checkpoints"),
+        (r"train/tokens_per_second", r"1_overview/train_tokens_per_second", 1,
+         "samples per second times their length, padding included; over all replicas"),
+        (r"train/mfu", r"1_overview/utilization_mfu_percent", 100,
+         "model FLOPs utilization: FLOPs of forwards and backwards, without recomputation, in "
+         "percent of the peak rate of all devices"),
         (r"train/step_ms", r"2_time/step_ms", 1, "milliseconds of an optimizer step, the mean"),
         (r"pipeline/bubble_fraction", r"2_time/pipeline_idle_percent", 100,
          "idle time of the devices between the first action of a batch and the last, in percent"),
+        (r"replicas/slowest", r"2_time/replica_slowest", 1,
+         "the number of the replica that took longest"),
+        (r"replicas/slowest_ms", r"2_time/replica_slowest_ms", 1,
+         "milliseconds of a step of the slowest replica, without waiting for others"),
+        (r"replicas/mean_ms", r"2_time/replica_mean_ms", 1,
+         "milliseconds of a step without waiting for other replicas, the mean of all"),
         (r"stage(\d+)/memory_bytes", r"3_stages/memory_mib/\1", 2**-20,
          "peak memory of the stage's device in MiB; on a CPU weights and activations, as counted"),
+        (r"stage(\d+)/memory_percent", r"3_stages/memory_percent/\1", 1,
+         "peak memory of the stage's device, in percent of what the device has"),
         (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1, "milliseconds for a micro-batch, the mean"),
+        (r"train/grad_norm", r"4_optimizer/grad_norm", 1,
+         "norm of all gradients of a step, before clipping"),
+        (r"train/lr", r"4_optimizer/lr", 1, "learning rate, of the first parameter group"),
+        (r"lr/(.*)", r"4_optimizer/lr/\1", 1, "learning rate of a parameter group"),
+        (r"train/skipped_steps", r"4_optimizer/skipped_steps", 1,
+         "steps so far that were left out, since a gradient was not finite"),
+        (r"train/loss_scale", r"4_optimizer/loss_scale", 1, "what the loss is multiplied by, fp16"),
         (r"train/(.*)", r"4_optimizer/\1", 1, ""),
     )
 )  # fmt: skip
 _CHARTS = {
     "is it learning": {"loss, training and evaluation": r"1_overview/(train|eval)_loss"},
-    "where a step's time goes": {"percent of a step": r"2_time/(?!pipeline|step).*"},
+    "where a step's time goes": {"percent of a step": r"2_time/(?!pipeline).*_percent"},
     "stages": {
         "forward, ms per micro-batch": "3_stages/forward_ms/.*",
         "backward, ms per micro-batch": "3_stages/backward_ms/.*",
@@ -115,12 +136,12 @@ class TensorBoard(Monitor):
                       "all devices; docs/performance.md says what it is")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
-            self._add(step, "1_overview/computing_percent", computing, "of a step in which devices "
-                      "run forwards and backwards; 2_time has what is left")  # fmt: skip
-        memory = [value for tag, value in values.items() if tag.endswith("/memory_bytes")]
+            self._add(step, "1_overview/utilization_computing_percent", computing, "of a step, in "
+                      "which devices run forwards and backwards; 2_time has the rest")  # fmt: skip
+        memory = [value for tag, value in values.items() if tag.endswith("/memory_percent")]
         if memory:
-            self._add(step, "1_overview/peak_memory_mib", max(memory) / 2**20, "of the fullest "
-                      "stage; 3_stages has all")  # fmt: skip
+            self._add(step, "1_overview/utilization_memory_percent", max(memory), "peak memory of "
+                      "the fullest device, in percent of what it has")  # fmt: skip
         for tag, value in values.items():
             if not tag.startswith("account/"):
                 self._add(step, *shown(tag, value))
