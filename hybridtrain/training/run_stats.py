@@ -26,7 +26,7 @@ from hybridtrain.training.advice import RecordedStep, advise
 _log = logging.getLogger(__name__)
 
 # The share of a step that the others wait for a replica, from which on it is named.
-_CLEARLY_SLOWER = 0.05
+_CLEARLY_SLOWER = 0.1
 
 
 class DeviceAccount(NamedTuple):

@@ -95,8 +95,8 @@ def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> N
     assert scalars >= {
         *(f"1_overview/{name}" for name in ("train_loss", "eval_loss", "eval_accuracy")),
         *(
-            "1_overview/train_samples_per_second",
-            "1_overview/utilization_computing_percent",
+            "1_overview/train_samples_per_s",
+            "1_overview/used_time_percent",
             "2_time/step_ms",
         ),
         *(f"2_time/{name}_percent" for name in Account._fields),
