@@ -95,6 +95,10 @@ class Accelerator(Protocol):
         """Returns the peak memory since `reset_peak_memory`, of all that uses `device`."""
         ...
 
+    def total_memory(self, device: torch.device) -> int:
+        """Returns the bytes of memory that `device` has."""
+        ...
+
     def reset_peak_memory(self, device: torch.device) -> None:
         """Begins to count the peak anew."""
         ...
@@ -147,6 +151,9 @@ class Cuda:
         return PeakMemory(
             torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         )
+
+    def total_memory(self, device: torch.device) -> int:  # noqa: D102
+        return int(torch.cuda.get_device_properties(device).total_memory)
 
     def reset_peak_memory(self, device: torch.device) -> None:  # noqa: D102
         torch.cuda.reset_peak_memory_stats(device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError
@@ -70,6 +71,40 @@ class Accuracy(nn.Module):
         gather = self.dist_sync_fn or (lambda counts: [counts])
         counts = torch.stack(gather(self.counts)).sum(0).double()
         return counts[0] / counts[1]
+
+
+class Perplexity(nn.Module):
+    """The perplexity: exp of the mean cross-entropy over all targets but those of -100.
+
+    A `Metric` as `Accuracy` is, of logits or log-probabilities. NaN without any target.
+
+    Attributes:
+        dist_sync_fn: given a tensor of sums, returns those of all replicas; None: there is one.
+    """
+
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dist_sync_fn: Callable[[Tensor], list[Tensor]] | None = None
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
+
+    def reset(self) -> None:
+        """Forgets all predictions."""
+        self.sums.zero_()
+
+    def update(self, outputs: Any, targets: Tensor) -> None:
+        """Adds the predictions of a batch."""
+        logits, targets = classes_in_dim_1(main_output(outputs), targets)
+        loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+        number = (targets != IGNORED).sum()
+        self.sums += torch.stack([loss.double(), number.double()]).to(self.sums.device)
+
+    def compute(self) -> Tensor:
+        """Returns the perplexity, 0-dim, float64."""
+        gather = self.dist_sync_fn or (lambda sums: [sums])
+        sums = torch.stack(gather(self.sums)).sum(0)
+        return (sums[0] / sums[1]).exp()
 
 
 def main_output(outputs: Any) -> Tensor:

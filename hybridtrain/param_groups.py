@@ -26,6 +26,12 @@ def fits(name: str, patterns: str | Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in each)
 
 
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """Returns the present rate of each parameter group, as `lr/<its name or number>`."""
+    groups = enumerate(optimizer.param_groups)  # a rate is a tensor, if the user chose so
+    return {f"lr/{group.get('name', index)}": float(group["lr"]) for index, group in groups}
+
+
 def matching(patterns: str | Sequence[str], names: Iterable[str], argument: str) -> list[str]:
     """Returns those of `names` that match.
 

@@ -28,6 +28,7 @@ from hybridtrain.metrics import Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Throughput, call_hook
 from hybridtrain.options import TrainerOptions, check_names, with_new_names
+from hybridtrain.param_groups import learning_rates
 from hybridtrain.sharded_optimizer import check_sharded
 from hybridtrain.step import OptimizerStep, find_checkpoint, replay
 from hybridtrain.training import (
@@ -307,13 +308,13 @@ class Trainer:
             self._interruptions.begin_step()
             log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
             timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
-            # a tensor, if the user chose so; read before the schedule changes it in place
-            lr = float(self.optimizer.param_groups[0]["lr"]) if log_due else 0.0
+            # read before the schedule changes them
+            rates = learning_rates(self.optimizer) if log_due else {}
             with watched:
                 norm = self._take_step(stream, timeline=log_due or timeline_due)
             watched, self._between_steps = nullcontext(), True
             if log_due:
-                self._log(lr, norm)
+                self._log(rates, norm)
             if timeline_due and self._stats.recorded:
                 self._tell("on_timeline", *self._stats.timelines())
             wanted = self._interruptions.end_step()
@@ -459,6 +460,7 @@ class Trainer:
             **self._finite.counts(),
             "eval": self._evaluated[1],
             "samples_per_second": speed.samples_per_second,
+            "tokens_per_second": speed.tokens_per_second or None,
             "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
             "bubble_fraction": self._stats.bubble,
             "account": self.account,
@@ -595,17 +597,18 @@ class Trainer:
             raise
         samples = sum(batch.total for batch in batches)
         self.samples += samples
-        self.throughput.tick(samples)
+        self.throughput.tick(samples, sum(batch.tokens for batch in batches))
         self._tell("on_step", samples)
         self._stats.end_phase("host")
         return norm
 
-    def _log(self, lr: float, norm: torch.Tensor) -> None:
+    def _log(self, rates: dict[str, float], norm: torch.Tensor) -> None:
         speed = self.throughput.read()
         values = {
             "train/loss": self._step.mean_loss(),
-            "train/lr": lr,
+            "train/lr": next(iter(rates.values())),
             "train/samples_per_second": speed.samples_per_second,
+            **({"train/tokens_per_second": each} if (each := speed.tokens_per_second) else {}),
             "train/step_ms": speed.step_ms,
             # whole ones where their length is not known
             "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
@@ -614,6 +617,8 @@ class Trainer:
         for name in ("skipped_steps", "empty_steps"):
             if count := self._finite.counts()[name]:
                 values[f"train/{name}"] = count
+        if len(set(rates.values())) > 1:
+            values |= rates
         if self.scaler.is_enabled():
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read(self.optimizer)

@@ -34,7 +34,7 @@ from hybridtrain.app.compose import (
 from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig, with_config_keys
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
-from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words
+from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words, utilization
 from hybridtrain.app.resolve import Settings, in_words
 from hybridtrain.app.run_directory import (
     RunDirectory,
@@ -105,7 +105,7 @@ def train(settings: Settings) -> Result:
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
         monitor=build_monitor(config, context.directory) if world.is_main else None,
-        callbacks=build_callbacks(config, context.directory),
+        callbacks=[*utilization(context), *build_callbacks(config, context.directory)],
     )
     with writing(context.directory, world):
         return _train(context, trainer)

@@ -116,7 +116,7 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
         [vars(memory) for memory in best.memory],
         machine.usable_bytes,
         plans.timeline(chunks),
-        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, bubble {best.bubble:.1%}",
+        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, idle {best.bubble:.1%}",
     )
 
 

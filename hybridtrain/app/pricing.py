@@ -14,7 +14,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from statistics import median
@@ -36,13 +37,14 @@ from hybridtrain.app.config import (
     with_auto_replaced,
 )
 from hybridtrain.app.resolve import Settings
+from hybridtrain.callbacks import Callback, Mfu
 from hybridtrain.construction import construct_on_meta
 from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import write_atomically
 from hybridtrain.launch import detect
 from hybridtrain.machine import GIB, Machine, host_memory
-from hybridtrain.microbatch import chunk_sizes
+from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.planning import (
     Choices,
@@ -53,6 +55,7 @@ from hybridtrain.planning import (
     Plan,
     Prediction,
     Price,
+    count_layers,
     divisors,
     find_layouts,
     model_costs,
@@ -316,7 +319,7 @@ def _why(values: dict[str, Any], best: Price, others: list[Price], costs_from: s
     told = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
     why = (
         f"{told}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
-        f"bubble {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
+        f"idle {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
     )
     if others:
         other = ", ".join(f"{key}={getattr(others[0].layout, key)}" for key in values)
@@ -332,17 +335,13 @@ def predict_run(context: RunContext) -> Prediction:
     """
     if (reason := why_not_priced(context.model.options)) is not None:
         return Prediction(reason=reason)
-    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = fake_tensors.disabled
-    fake_tensors.disabled = True  # the error of a layer is told when it runs
     try:
-        return _prediction_of(context)
+        with _without_errors_of_fake_tensors():
+            return _prediction_of(context)
     except Exception as error:  # of the user's layers too, which run on fake tensors
         _log.debug("no prediction", exc_info=True)
         told = str(error).partition("\n")[0]
         return Prediction(reason=f"{type(error).__name__}: {told}")
-    finally:
-        fake_tensors.disabled = was_disabled
 
 
 def _prediction_of(context: RunContext) -> Prediction:
@@ -385,6 +384,50 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
     return plan.costs
 
 
+def utilization(context: RunContext) -> list[Callback]:
+    """Returns what logs the MFU of a run with a `cluster`, on rank 0; elsewhere nothing.
+
+    The FLOPs are counted on fake tensors, and those of a backward are twice the forward's. Nothing
+    that goes wrong here ends the run.
+    """
+    cluster, options = context.config.cluster, context.model.options
+    if cluster is None or not context.world.is_main:
+        return []
+    device, tf32 = context.world.devices[0].type, context.config.trainer.tf32
+    precision = "tf32" if tf32 and options.precision == "fp32" else options.precision
+    peak = machine_of(cluster).flops_per_s.get(precision)
+    reason = None
+    if cluster.device != device:
+        reason = f"cluster.device={cluster.device}, and the run is on {device}"
+    elif peak is None:
+        reason = f"set cluster.flops_per_s.{precision}="
+    else:
+        sizes = chunk_sizes(batch_size(context.example_inputs), options.chunks)
+        microbatch = split_batch(context.example_inputs, sizes)[0]
+        layers = [layer for stage in context.model.planned.stages for layer in stage]
+        try:
+            with _without_errors_of_fake_tensors():
+                counted = count_layers(layers, microbatch, options.precision)
+            return [Mfu(3 * sum(each.forward.flops for each in counted) / sizes[0], peak)]
+        except Exception as error:  # of the user's layers, which run on fake tensors
+            _log.debug("no FLOPs", exc_info=True)
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    _log.info("train/mfu is not logged: %s", reason)
+    return []
+
+
+@contextmanager
+def _without_errors_of_fake_tensors() -> Iterator[None]:
+    """Keeps the log of fake tensors still: the error of a layer is told when it runs."""
+    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = fake_tensors.disabled
+    fake_tensors.disabled = True
+    try:
+        yield
+    finally:
+        fake_tensors.disabled = was_disabled
+
+
 def beside_measured(
     prediction: Prediction, summary: Mapping[str, Any], placement: Placement = "loop"
 ) -> dict[str, Any]:
@@ -419,7 +462,7 @@ def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any
     if None not in (steps := pairs["step_ms"]):
         parts.append("predicted {:.1f} ms, measured {:.1f} ms per step".format(*steps))
     if None not in (bubbles := pairs["bubble"]):
-        parts.append("bubble {:.0%} predicted, {:.0%} measured".format(*bubbles))
+        parts.append("idle {:.0%} predicted, {:.0%} measured".format(*bubbles))
     if None not in (memory := pairs["memory_bytes"]):
         fullest = max(range(len(memory[1])), key=memory[1].__getitem__)
         one, other = (with_unit(each[fullest]) for each in memory)

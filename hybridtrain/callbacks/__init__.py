@@ -1,7 +1,7 @@
 """Callbacks of a `Trainer`, and the names that a config has for them.
 
 base               `Callback`, the moments of a run; the states of callbacks in a checkpoint
-ready_made         averages of the weights, early stopping, freezing, norms and rates
+ready_made         averages of the weights, early stopping, freezing, norms, rates and MFU
 profile            PyTorch's profiler over some steps
 
 The monitors of `hybridtrain.monitor` (progress bar, TensorBoard, metrics file, timeline) are
@@ -17,6 +17,7 @@ from hybridtrain.callbacks.ready_made import (
     Freeze,
     GradientNorms,
     LearningRates,
+    Mfu,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Freeze",
     "GradientNorms",
     "LearningRates",
+    "Mfu",
     "Profile",
 ]
 
@@ -39,5 +41,6 @@ CALLBACKS: dict[str, type[Callback]] = {
     "freeze": Freeze,
     "gradient_norms": GradientNorms,
     "learning_rates": LearningRates,
+    "mfu": Mfu,
     "profile": Profile,
 }

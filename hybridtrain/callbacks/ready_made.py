@@ -1,7 +1,7 @@
 """The callbacks of this project, which a config has by name.
 
 They end a run early (`EarlyStopping`), keep weights (`BestWeights`, `EMA`), freeze parameters for a
-part of a run (`Freeze`), and add to the log (`GradientNorms`, `LearningRates`).
+part of a run (`Freeze`), and add to the log (`GradientNorms`, `LearningRates`, `Mfu`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtrain.callbacks.base import Callback, Comparison
 from hybridtrain.checkpoint import write_weights
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.options import names_checked
-from hybridtrain.param_groups import fits, matching
+from hybridtrain.param_groups import fits, learning_rates, matching
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -136,7 +136,8 @@ class GradientNorms(Callback):
 class LearningRates(Callback):
     """Logs the learning rate of each parameter group, as `lr/<its name or number>`.
 
-    `train/lr` is that of the first group. Each is the rate that the step was taken with.
+    `train/lr` is that of the first group. Each is the rate that the step was taken with. Groups
+    whose rates differ are logged without it too.
     """
 
     def __init__(self) -> None:
@@ -145,12 +146,44 @@ class LearningRates(Callback):
     def on_gradients(self, trainer: Trainer) -> None:
         """Reads the rates, before the schedule changes them."""
         if trainer.logging:
-            groups = enumerate(trainer.optimizer.param_groups)
-            self._rates = {f"lr/{g.get('name', i)}": float(g["lr"]) for i, g in groups}
+            self._rates = learning_rates(trainer.optimizer)
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """Adds the rates."""
         values.update(self._rates)
+
+
+class Mfu(Callback):
+    """Logs the model FLOPs utilization, as `train/mfu`: a share of the devices' peak rate.
+
+    It is the FLOPs of the forwards and backwards of a second's samples, divided by what all devices
+    can do in it (Chowdhery et al., *PaLM*, arXiv:2204.02311, appendix B). What is computed again in
+    the backward does not count: these are the model's FLOPs, not the hardware's.
+
+    With a `cluster` a run on the command line has it, with the FLOPs counted.
+
+    Args:
+        flops_per_sample: of a forward and backward of the whole model; a backward is taken to have
+            twice the FLOPs of the forward.
+        peak_flops_per_s: of one device, in the precision of the run.
+    """
+
+    main_only = True
+
+    def __init__(self, flops_per_sample: float, peak_flops_per_s: float) -> None:
+        if not (flops_per_sample > 0 and peak_flops_per_s > 0):
+            raise ConfigError(
+                f"flops_per_sample={flops_per_sample} and peak_flops_per_s={peak_flops_per_s} must "
+                f"be positive"
+            )
+        self._flops_per_sample = flops_per_sample
+        self._peak = peak_flops_per_s
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the utilization."""
+        devices = trainer.world.replicas * trainer.world.nb_part
+        rate = values["train/samples_per_second"] * self._flops_per_sample
+        values["train/mfu"] = rate / (devices * self._peak)
 
 
 class BestWeights(Callback):

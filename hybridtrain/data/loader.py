@@ -26,10 +26,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hybridtrain.data.fetch import fetch, name_of
 from hybridtrain.errors import BatchError, DataError
+from hybridtrain.microbatch import leaves_of
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
@@ -59,6 +61,20 @@ class Batch:
     samples: int
     total: int
     last: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the global batch: its samples times their length; 0 where they have none.
+
+        Samples have a length if a tensor of the inputs has int32 or int64 values, as token ids
+        are, and the shape (samples, length); the first one counts. So padding counts, and where
+        each replica pads its own share, this replica's length is taken for all.
+        """
+        for leaf in leaves_of(self.inputs):
+            ids = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
+            if ids and leaf.dim() == 2 and leaf.shape[1] > 1:
+                return self.total * int(leaf.shape[1])
+        return 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.metrics import Accuracy, Metric, classes_in_dim_1, field_of, main_output
+from hybridtrain.metrics import (
+    Accuracy,
+    Metric,
+    Perplexity,
+    classes_in_dim_1,
+    field_of,
+    main_output,
+)
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -69,7 +76,7 @@ LOSSES: dict[str, LossFn] = {
     "mse": mse,
     "model_output": model_output,
 }
-METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy}
+METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy, "perplexity": Perplexity}
 
 
 def _over_heads(

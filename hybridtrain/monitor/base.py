@@ -56,10 +56,12 @@ class Monitor(Callback):
     and `close` at the end, also after an exception.
 
     The tags of `scalars` are `<group>/<name>`: `train/loss`, `train/lr`, `train/grad_norm`,
-    `train/samples_per_second`, `train/step_ms`, `account/bubble_ms` (the mean of all devices; see
-    `hybridtrain.schedule.Account`), `stage0/forward_ms`, `stage0/memory_bytes`, `eval/loss`,
-    `eval/accuracy`. The values are numbers on the host, because only the loop may
-    decide to wait for a device.
+    `train/samples_per_second`, `train/tokens_per_second` (see `Batch.tokens`), `train/step_ms`,
+    `train/mfu`, `lr/<group>` where groups have different rates, `account/bubble_ms` (the mean of
+    all devices; see `hybridtrain.schedule.Account`), `pipeline/bubble_fraction` (all idle time of a
+    batch), `replicas/slowest_ms`, `stage0/forward_ms`, `stage0/memory_bytes`,
+    `stage0/memory_percent` (on GPUs), `eval/loss`, `eval/accuracy`. The values are numbers on the
+    host, because only the loop may decide to wait for a device.
 
     A monitor that raises does not end the run: it is left out from then on, with one warning. What
     may end a run is a `Callback`.

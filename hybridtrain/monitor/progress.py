@@ -113,6 +113,7 @@ def _describe_training(values: Mapping[str, float]) -> list[str]:
     shown = (
         ("train/loss", "loss {}", _format_value),
         ("train/samples_per_second", "{} samples/s", _format_rate),
+        ("train/tokens_per_second", "{} tokens/s", _format_rate),
         ("train/lr", "lr {}", _format_value),
     )
     parts = [text.format(write(values[tag])) for tag, text, write in shown if tag in values]
@@ -149,6 +150,8 @@ class Interval(NamedTuple):
     samples_per_second: float
     step_ms: float
     """Mean time per step."""
+    tokens_per_second: float
+    """0 where samples have no length; see `Batch.tokens`."""
 
 
 class Summary(NamedTuple):
@@ -157,10 +160,11 @@ class Summary(NamedTuple):
     samples_per_second: float
     step_ms_p50: float
     step_ms_p95: float
+    tokens_per_second: float
 
 
 class Throughput:
-    """Measures samples per second of training, from its construction on.
+    """Measures samples and tokens per second of training, from its construction on.
 
     Time is measured on the host. GPU work is asynchronous, so the time of a single step there is
     the time to launch it; intervals that end with a logged step, which waits for the GPU, and the
@@ -172,15 +176,16 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._step_seconds = array("d")
-        self._samples = 0
-        self._read = (0, 0)  # steps and samples at the last reading
+        self._samples = self._tokens = 0
+        self._read = (0, 0, 0)  # steps, samples and tokens at the last reading
         self._mark = clock()  # the end of the last step, moved forward by pauses
 
-    def tick(self, samples: int) -> None:
-        """Ends a step on `samples` samples and begins the next."""
+    def tick(self, samples: int, tokens: int = 0) -> None:
+        """Ends a step on `samples` samples, of `tokens` tokens together, and begins the next."""
         now = self._clock()
         self._step_seconds.append(now - self._mark)
         self._samples += samples
+        self._tokens += tokens
         self._mark = now
 
     @contextmanager
@@ -194,16 +199,21 @@ class Throughput:
 
     def read(self) -> Interval:
         """Returns the rates since the last reading, or 0 without steps; begins an interval."""
-        steps, samples = self._read
-        self._read = (len(self._step_seconds), self._samples)
+        steps, samples, tokens = self._read
+        self._read = (len(self._step_seconds), self._samples, self._tokens)
         seconds = self._step_seconds[steps:]
-        rate = _ratio(self._samples - samples, sum(seconds))
-        return Interval(rate, _ratio(1e3 * sum(seconds), len(seconds)))
+        total = sum(seconds)
+        return Interval(
+            _ratio(self._samples - samples, total),
+            _ratio(1e3 * total, len(seconds)),
+            _ratio(self._tokens - tokens, total),
+        )
 
     def summary(self) -> Summary:
         """Returns the rates of the whole run; 0 without steps."""
         p50, p95 = (1e3 * np.percentile(self._step_seconds or [0.0], [50, 95])).tolist()
-        return Summary(_ratio(self._samples, sum(self._step_seconds)), p50, p95)
+        total = sum(self._step_seconds)
+        return Summary(_ratio(self._samples, total), p50, p95, _ratio(self._tokens, total))
 
 
 def _ratio(amount: float, of: float) -> float:

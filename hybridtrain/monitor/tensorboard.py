@@ -24,34 +24,58 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 # Each tag of `Monitor.scalars`, what it is shown as, its factor, and what it is. TensorBoard sorts
-# groups by name: the numbers put first what is looked at first.
+# groups and curves by name: what is looked at first has a number, or a name that is first.
 _SHOWN = tuple(
     (re.compile(pattern), tag, factor, description)
     for pattern, tag, factor, description in (
         (r"train/loss", r"1_overview/train_loss", 1, "mean of the steps since the last point"),
         (r"eval/(.*)", r"1_overview/eval_\1", 1, "over all samples of the evaluation"),
-        (r"train/(\w+_per_second)", r"1_overview/\1", 1, "over all replicas, without pauses"),
+        (r"train/samples_per_second", r"1_overview/train_samples_per_s", 1,
+         "over all replicas, without pauses for evaluations and checkpoints"),
+        (r"train/tokens_per_second", r"1_overview/train_tokens_per_s", 1,
+         "samples per second times their length, padding included; over all replicas"),
+        (r"train/mfu", r"1_overview/used_mfu_percent", 100,
+         "model FLOPs utilization: FLOPs of forwards and backwards, without recomputation, in "
+         "percent of the peak rate of all devices"),
         (r"train/step_ms", r"2_time/step_ms", 1, "milliseconds of an optimizer step, the mean"),
         (r"pipeline/bubble_fraction", r"2_time/pipeline_idle_percent", 100,
          "idle time of the devices between the first action of a batch and the last, in percent"),
+        (r"replicas/slowest", r"2_time/replica_slowest", 1,
+         "the number of the replica that took longest"),
+        (r"replicas/slowest_ms", r"2_time/replica_slowest_ms", 1,
+         "milliseconds of a step of the slowest replica, without waiting for others"),
+        (r"replicas/mean_ms", r"2_time/replica_mean_ms", 1,
+         "milliseconds of a step without waiting for other replicas, the mean of all"),
         (r"stage(\d+)/memory_bytes", r"3_stages/memory_mib/\1", 2**-20,
-         "peak memory of the stage's device in MiB; on a CPU weights and activations, as counted"),
-        (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1, "milliseconds for a micro-batch, the mean"),
+         "peak memory of the stage's device in MiB, replica 0; on a CPU it is counted"),
+        (r"stage(\d+)/memory_percent", r"3_stages/memory_percent/\1", 1,
+         "peak memory of the stage's device, of replica 0, in percent of what the device has"),
+        (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1,
+         "milliseconds for a micro-batch, the mean; replica 0"),
+        (r"train/grad_norm", r"4_optimizer/grad_norm", 1,
+         "norm of all gradients of a step, before clipping"),
+        (r"train/lr", r"4_optimizer/lr", 1, "learning rate, of the first parameter group"),
+        (r"lr/(.*)", r"4_optimizer/lr/\1", 1, "learning rate of a parameter group"),
+        (r"train/skipped_steps", r"4_optimizer/skipped_steps", 1,
+         "steps so far that were left out, since a gradient was not finite"),
+        (r"train/loss_scale", r"4_optimizer/loss_scale", 1, "what the loss is multiplied by, fp16"),
         (r"train/(.*)", r"4_optimizer/\1", 1, ""),
     )
 )  # fmt: skip
 _CHARTS = {
     "is it learning": {"loss, training and evaluation": r"1_overview/(train|eval)_loss"},
-    "where a step's time goes": {"percent of a step": r"2_time/(?!pipeline|step).*"},
     "stages": {
         "forward, ms per micro-batch": "3_stages/forward_ms/.*",
         "backward, ms per micro-batch": "3_stages/backward_ms/.*",
         "peak memory, MiB": "3_stages/memory_mib/.*",
     },
 }
+# Devices in a table that fits on a screen.
+_MOST_COLUMNS = 12
 # What names a run, and does not change what it learns or how fast.
 _NO_HYPERPARAMETERS = re.compile(
     r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\..*|submit\..*|cluster.*"
+    r"|checkpoint\..*|trainer\.\w+_every"
 )
 
 
@@ -61,7 +85,8 @@ class TensorBoard(Monitor):
     The groups are numbered, so that the first screen has what a person looks for first: is it
     learning, how fast, where does the time go, how full is memory. A tag of `Monitor.scalars` such
     as `train/loss` is shown as `1_overview/train_loss`, and other tags unchanged. The tab of custom
-    scalars has one chart for all stages, and one for the parts of a step.
+    scalars has both losses in one chart, and all stages; the parts of a step are a picture, where
+    each has its colour.
 
     Of the texts, `overrides` (YAML, a mapping of dotted keys), or else `config`, is what the tab of
     hyperparameters lists.
@@ -115,12 +140,12 @@ class TensorBoard(Monitor):
                       "all devices; docs/performance.md says what it is")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
-            self._add(step, "1_overview/computing_percent", computing, "of a step in which devices "
-                      "run forwards and backwards; 2_time has what is left")  # fmt: skip
-        memory = [value for tag, value in values.items() if tag.endswith("/memory_bytes")]
+            self._add(step, "1_overview/used_time_percent", computing, "of a step, in "
+                      "which devices run forwards and backwards; 2_time has the rest")  # fmt: skip
+        memory = [value for tag, value in values.items() if tag.endswith("/memory_percent")]
         if memory:
-            self._add(step, "1_overview/peak_memory_mib", max(memory) / 2**20, "of the fullest "
-                      "stage; 3_stages has all")  # fmt: skip
+            self._add(step, "1_overview/used_memory_percent", max(memory), "peak memory of "
+                      "the fullest device, in percent of what it has")  # fmt: skip
         for tag, value in values.items():
             if not tag.startswith("account/"):
                 self._add(step, *shown(tag, value))
@@ -135,13 +160,18 @@ class TensorBoard(Monitor):
 
     def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
         """See `Monitor.account`; a table in the tab of texts."""
-        lines = [["device", *account["mean"], "step"]]
-        devices = {f"{d['replica']}.{d['device']}": d for d in account["devices"]}
-        for name, parts in {**devices, "mean": account["mean"]}.items():
-            times = [parts[part] for part in account["mean"]]
-            lines.append([name, *(f"{time:.2f}" for time in (*times, sum(times)))])
+        shown = account["devices"][:_MOST_COLUMNS]
+        columns = {"mean": account["mean"]}
+        columns |= {f"replica {d['replica']}, device {d['device']}": d for d in shown}
+        lines = [["part", *columns]]
+        for part in account["mean"]:
+            lines.append([part, *(f"{times[part]:.2f}" for times in columns.values())])
+        steps = [sum(times[part] for part in account["mean"]) for times in columns.values()]
+        lines.append(["step", *(f"{step:.2f}" for step in steps)])
+        more = len(account["devices"]) - len(shown)
         text = [
-            "Milliseconds of a step, by device (replica.device); the mean of the recorded steps.",
+            "Milliseconds of a step, the mean of the recorded steps; the first column is the mean "
+            f"of all devices.{f' {more} more devices are in summary.json.' if more else ''}",
             markdown_table(lines),
             *(f"- {line}" for line in advice),
         ]

@@ -438,8 +438,9 @@ class Pipeline:
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
 
-        With `compile`, also `compiled_layers`, how many of them are compiled in training.
-        A collective call of the pipeline.
+        On a GPU also `device_memory_bytes`, what its device has. With `compile`, also
+        `compiled_layers`, how many of them are compiled in training. A collective call of the
+        pipeline.
         """
         compiles = self._options.compile
         own = [
@@ -450,6 +451,11 @@ class Pipeline:
                 # on a GPU the allocator has counted the optimizer's state already
                 "peak_memory_bytes": memory
                 + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+                **(
+                    {"device_memory_bytes": accelerator.total_memory(stage.device)}
+                    if (accelerator := accelerator_of(stage.device)) is not None
+                    else {}
+                ),
                 **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }
             for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)

@@ -18,7 +18,7 @@ price              the time of a step by simulation, and the fastest layouts tha
 priced             plans with their prices, as a table
 """
 
-from hybridtrain.planning.cost_table import CostTable
+from hybridtrain.planning.cost_table import CostTable, count_layers
 from hybridtrain.planning.costs import LayerCost
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
 from hybridtrain.planning.manual_split import partition, set_partition
@@ -58,6 +58,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "count_layers",
     "cut_by_costs",
     "divisors",
     "find_layouts",

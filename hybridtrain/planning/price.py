@@ -82,7 +82,7 @@ class Price:
         bubble: share of the devices' time in the pipeline in which they wait.
         memory: of each device.
         in_flight: the most micro-batches that each stage keeps alive at one time.
-        binds: what to change first: `compute`, `bubble`, `transfers`, `all-reduce`, `optimizer`,
+        binds: what to change first: `compute`, `idle`, `transfers`, `all-reduce`, `optimizer`,
             `host` or `data`, and `memory` where it is nearly full.
     """
 
@@ -144,7 +144,7 @@ def price(
     memory = device_memory(table, job, layout, counts)
     parts = {
         "compute": busy * job.accumulate,
-        "bubble": (spread.length - transfer - busy) * job.accumulate,
+        "idle": (spread.length - transfer - busy) * job.accumulate,
         "transfers": transfer * job.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,

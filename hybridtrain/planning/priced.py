@@ -42,7 +42,7 @@ class PricedPlans:
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [
             (
-                *("step ms", "samples/s", "bubble", "memory GiB", "nb_part", "replicas", "chunks"),
+                *("step ms", "samples/s", "idle", "memory GiB", "nb_part", "replicas", "chunks"),
                 *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
             )
         ]
@@ -198,4 +198,4 @@ def in_words(price: Price) -> str:
         "data, in the background": price.data_ms,
     }
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
-    return f"{price.step_ms:.1f} ms per step: {told}; bubble {price.bubble:.0%}"
+    return f"{price.step_ms:.1f} ms per step: {told}; idle {price.bubble:.0%}"

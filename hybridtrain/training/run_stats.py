@@ -25,6 +25,9 @@ from hybridtrain.training.advice import RecordedStep, advise
 
 _log = logging.getLogger(__name__)
 
+# The share of a step that the others wait for a replica, from which on it is named.
+_CLEARLY_SLOWER = 0.1
+
 
 class DeviceAccount(NamedTuple):
     """The time of a device in a step, by its parts.
@@ -78,6 +81,53 @@ def around_pipeline(
     )
 
 
+def own_times(accounts: Sequence[DeviceAccount]) -> dict[int, float]:
+    """Returns the seconds of a step that each replica takes by itself, the mean of its devices.
+
+    Waiting for slower replicas is left out, so that they differ where the steps do not.
+    """
+    return {
+        replica: account.total - account.stragglers
+        for replica, account in _by_replica(accounts).items()
+    }
+
+
+def slow_replica(accounts: Sequence[DeviceAccount]) -> str | None:
+    """Returns a sentence about the replica that the others wait for; None: there is none.
+
+    Args:
+        accounts: of all devices, the means over some steps: what is by chance evens out.
+    """
+    by_replica = _by_replica(accounts)
+    own = own_times(accounts)
+    if len(own) < 2:
+        return None
+    slowest = max(own, key=own.__getitem__)
+    others = Account.mean([by_replica[replica] for replica in own if replica != slowest])
+    late, step = own[slowest] - (others.total - others.stragglers), by_replica[slowest].total
+    if late < _CLEARLY_SLOWER * step:
+        return None
+    more = {
+        name: value - getattr(others, name)
+        for name, value in by_replica[slowest]._asdict().items()
+        if name != "stragglers"
+    }
+    part = max(more, key=more.__getitem__)
+    return (
+        f"replica {slowest} is slower than the others, which wait for it {late / step:.0%} of a "
+        f"step: without that a step would take {(step - late) * 1e3:.4g} ms instead of "
+        f"{step * 1e3:.4g}; most of the difference is in {part}"
+    )
+
+
+def _by_replica(accounts: Sequence[DeviceAccount]) -> dict[int, Account]:
+    """Returns the mean account of the devices of each replica, by its number."""
+    return {
+        replica: Account.mean([each.account for each in accounts if each.replica == replica])
+        for replica in sorted({each.replica for each in accounts})
+    }
+
+
 class RunStats:
     """Keeps the timelines of the last recorded step; only the reading methods wait for a device.
 
@@ -128,8 +178,9 @@ class RunStats:
     def read(self, optimizer: Optimizer) -> dict[str, float]:
         """Returns the account, times, memory and bubble of the last step, if it was recorded.
 
-        By tag; those of `account/` are in milliseconds, the mean over all devices. All processes
-        call it together.
+        By tag; those of `account/` are in milliseconds, the mean over all devices. With several
+        replicas `replicas/` has which one is slowest, its time without waiting for others, and the
+        mean of all. All processes call it together.
         """
         world = self._model.world
         # A user's own `training_step` may have recorded it in some processes alone.
@@ -146,7 +197,8 @@ class RunStats:
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
         if whole and self._phases is not None:
-            mean = Account.mean([each.account for each in self._read_account(self._phases)])
+            accounts = self._read_account(self._phases)
+            mean = Account.mean([each.account for each in accounts])
             samples = -(-self._samples // self._timelines[-1].schedule.chunks)
             recorded = RecordedStep(
                 mean,
@@ -163,10 +215,18 @@ class RunStats:
             if self._last is None or samples >= self._last.samples:
                 self._last = recorded
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
+            own = list(own_times(accounts).values())
+            if len(own) > 1:
+                slowest = max(range(len(own)), key=own.__getitem__)
+                values["replicas/slowest"] = slowest
+                values["replicas/slowest_ms"] = own[slowest] * 1e3
+                values["replicas/mean_ms"] = sum(own) / len(own) * 1e3
         for index, stage in enumerate(self.stages(optimizer)):
             values[f"stage{index}/forward_ms"] = stage["forward_ms"]
             values[f"stage{index}/backward_ms"] = stage["backward_ms"]
-            values[f"stage{index}/memory_bytes"] = stage["peak_memory_bytes"]
+            values[f"stage{index}/memory_bytes"] = peak = stage["peak_memory_bytes"]
+            if limit := stage.get("device_memory_bytes"):
+                values[f"stage{index}/memory_percent"] = 100 * peak / limit
         return values
 
     def _read_account(self, phases: Phases) -> list[DeviceAccount]:
@@ -217,22 +277,29 @@ class RunStats:
         return predict(self._timelines[-1].schedule, spans, self._reduced), spans
 
     def advice(self) -> list[str]:
-        """Returns what would make a step shorter, by the last recorded one; see `advise`."""
+        """Returns what would make a step shorter, by the last recorded one; see `advise`.
+
+        And which replica the others wait for, by the means over all recorded steps.
+        """
         if self._last is None:
             return []
         try:
-            return [proposal.text for proposal in advise(self._last)]
+            slow = slow_replica(self._means())
+            return [*(proposal.text for proposal in advise(self._last)), *([slow] if slow else [])]
         except Exception:  # no sentence is worth a run that is done
             _log.debug("there is no advice", exc_info=True)
             return []
+
+    def _means(self) -> list[DeviceAccount]:
+        """Returns the means over the recorded steps."""
+        share = 1 / max(1, self._accounted)
+        return [each._replace(account=each.account.scaled(share)) for each in self._sums]
 
     def account_summary(self) -> dict[str, Any] | None:
         """Returns the means over the recorded steps, in milliseconds; None: no step has any."""
         if not self._sums:
             return None
-        means = [
-            each._replace(account=each.account.scaled(1 / self._accounted)) for each in self._sums
-        ]
+        means = self._means()
 
         def in_ms(account: Account) -> dict[str, float]:
             return {name: seconds * 1e3 for name, seconds in account._asdict().items()}

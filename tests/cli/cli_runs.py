@@ -14,8 +14,8 @@ from hybridtrain.app.cli import main
 LAST = "step_00000006"
 # The values that differ between two equal runs.
 MEASURED = (
-    *("time", "train/samples_per_second", "train/step_ms"),
-    *("pipeline/", "account/", "stage"),
+    *("time", "train/samples_per_second", "train/tokens_per_second", "train/mfu"),
+    *("train/step_ms", "pipeline/", "account/", "replicas/", "stage"),
 )
 
 

@@ -94,7 +94,11 @@ def test_tensorboard_has_every_curve_and_the_config_as_text(finished: Path) -> N
     scalars = set(events.Tags()["scalars"])
     assert scalars >= {
         *(f"1_overview/{name}" for name in ("train_loss", "eval_loss", "eval_accuracy")),
-        *("1_overview/samples_per_second", "1_overview/computing_percent", "2_time/step_ms"),
+        *(
+            "1_overview/train_samples_per_s",
+            "1_overview/used_time_percent",
+            "2_time/step_ms",
+        ),
         *(f"2_time/{name}_percent" for name in Account._fields),
         *(f"3_stages/memory_mib/{i}" for i in (0, 1)),
         *(f"3_stages/{name}/{i}" for i in (0, 1) for name in ("forward_ms", "backward_ms")),

@@ -8,6 +8,7 @@ from torch import nn
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.losses import cross_entropy
+from hybridtrain.monitor import Monitor
 from hybridtrain.schedule import Account
 
 
@@ -60,9 +61,30 @@ def trained(layers, nb_part, engine="local", **settings):
     model = HybridModel(net, world, chunks=4, split="uniform")
     data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    trainer = Trainer(model, optimizer, cross_entropy, data, steps=4, log_every=2, **settings)
+    trainer = Trainer(
+        model, optimizer, cross_entropy, data, steps=4, log_every=2, monitor=Logged(), **settings
+    )
     trainer.fit()
     return trainer
+
+
+class Logged(Monitor):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.values = []
+
+    def scalars(self, step, values):
+        self.values.append(dict(values))
+
+
+def assert_names_slow_replica(trainer, slowest):
+    """Checks that rank 0's log and the advice of all ranks name the replica that is slowest."""
+    assert any(f"replica {slowest} is slower than the others" in line for line in trainer.advice)
+    if trainer.world.is_main:
+        for values in trainer.monitor.values:
+            assert values["replicas/slowest"] == slowest
+            assert values["replicas/slowest_ms"] > values["replicas/mean_ms"] > 0
 
 
 def check_rows(trainer, expected):

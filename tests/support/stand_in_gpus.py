@@ -35,6 +35,7 @@ from hybridtrain.pipeline.layer_rng import default_generator_lock
 
 PATIENCE_S = 30
 _ROUND = 512  # bytes of the smallest block
+_TOTAL = 2**30  # bytes of a device; more are there all the same
 aten = torch.ops.aten
 _TAKES_LENGTHS = aten._pack_padded_sequence.default  # in CPU memory, beside a tensor of a device
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -279,6 +280,9 @@ class StandInGPUs:
 
     def peak_memory(self, device: torch.device) -> PeakMemory:
         return PeakMemory(self.pools[device].peak, self.pools[device].reserved)
+
+    def total_memory(self, device: torch.device) -> int:
+        return _TOTAL
 
     def reset_peak_memory(self, device: torch.device) -> None:
         self.pools[device].peak = self.pools[device].allocated

@@ -19,6 +19,7 @@ from hybridtrain.callbacks import (
     Freeze,
     GradientNorms,
     LearningRates,
+    Mfu,
 )
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors
@@ -129,6 +130,28 @@ def test_what_a_callback_adds_to_the_log_reaches_the_monitor():
         assert len(parts) == 3
         total = sum(part**2 for part in parts) ** 0.5
         assert total == pytest.approx(values[step, "train/grad_norm"], rel=1e-5)
+
+
+def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
+    ours = trainer(steps=2, lr=cosine(2, 2))
+    first, *rest = ours.optimizer.param_groups[0]["params"]
+    groups = [{"params": [first], "lr": 1.0, "name": "head"}, {"params": rest}]
+    ours.optimizer = torch.optim.SGD(groups, lr=0.5)
+    ours.lr_schedule = None
+    ours.fit()
+    values = ours.monitor.values
+    assert [values[1, tag] for tag in ("train/lr", "lr/head", "lr/1")] == [1.0, 1.0, 0.5]
+
+
+def test_the_mfu_is_the_share_of_the_peak_of_all_devices():
+    ours = trainer(steps=2, callbacks=[Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
+    ours.fit()
+    values, devices = ours.monitor.values, ours.world.replicas * ours.world.nb_part
+    for step in (1, 2):
+        rate = values[step, "train/samples_per_second"] * 3e6 / 1e12
+        assert values[step, "train/mfu"] == pytest.approx(rate / devices)
+    with pytest.raises(ConfigError, match="peak_flops_per_s=0"):
+        Mfu(1.0, 0)
 
 
 def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):

@@ -148,3 +148,18 @@ def test_a_metric_is_left_as_it_came():
     ours.evaluate()
     copied = pickle.loads(pickle.dumps(ours.metrics["accuracy"]))
     assert copied.compute() == ours.metrics["accuracy"].compute()
+
+
+def test_the_perplexity_is_exp_of_the_cross_entropy_of_the_targets_that_count():
+    logits, targets = torch.randn(6, 4, 5), torch.randint(0, 5, (6, 4))
+    targets[::2, 1:] = -100
+    metric = METRICS["perplexity"]()
+    for part in (slice(0, 1), slice(1, 6)):  # unequal batches
+        metric.update(logits[part], targets[part])
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp()
+    assert float(metric.compute()) == pytest.approx(float(expected), rel=1e-6)
+    metric.reset()
+    metric.update(logits[:1].log_softmax(-1), targets[:1])  # of a loss that takes these
+    assert float(metric.compute()) == pytest.approx(
+        float(F.cross_entropy(logits[0], targets[0]).exp()), rel=1e-6
+    )

@@ -21,6 +21,7 @@ from hybridtrain.app import build
 from hybridtrain.app.config import Config
 from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state_table import HostCopies
+from hybridtrain.data import as_loader
 from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.segment import layers_of
@@ -28,6 +29,7 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline import layer_rng, pipeline
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.planning.costs import LayerProfiler
+from hybridtrain.training import RunStats
 
 
 class GPUGenerator:
@@ -302,3 +304,16 @@ def test_the_peak_of_a_device_begins_with_the_run_and_tells_what_is_reserved():
         model.pipeline.reset_peak_memory()
         memory = model.pipeline.device_memory()["cpu:0"]
         assert memory["allocated"] < 1 << 20 < memory["reserved"]
+
+
+def test_the_memory_of_a_stage_is_logged_beside_what_its_device_has():
+    with stand_in_gpus(1) as gpus:
+        world = World.from_env(1, [str(gpus.devices[0])])
+        model = HybridModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        stats = RunStats(model, as_loader([(floats(4), floats(4))], world))
+        stats.begin_step(recorded=False)  # no phases: its times are of no interest
+        stats.record([model.train_step(floats(4), None, mean_loss, timeline=True)])
+        values = stats.read(optimizer)
+        share = values["stage0/memory_bytes"] / gpus.total_memory(gpus.devices[0])
+        assert 0 < values["stage0/memory_percent"] == pytest.approx(100 * share)

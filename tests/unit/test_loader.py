@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import WatchedLoader, prefetch
-from hybridtrain.data.loader import EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader, permutation, share_of
 from hybridtrain.data.splits import InMemoryDataset
 from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError, DataError
@@ -350,3 +350,18 @@ def test_the_end_of_a_stream_does_not_wait_for_a_slow_source(monkeypatch):
     answer.set()
     thread.join(20)
     assert not prefetchers()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (torch.zeros(3, 7, dtype=torch.int64), 84),
+        ({"mask": torch.zeros(3, 7), "ids": torch.zeros(3, 7, dtype=torch.int32)}, 84),
+        (torch.zeros(3, 7), 0),  # features
+        (torch.zeros(3, 7, dtype=torch.uint8), 0),  # pixels
+        (torch.zeros(3, 1, 7, dtype=torch.int64), 0),
+        ((torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64)), 0),
+    ],
+)
+def test_a_batch_has_tokens_where_its_samples_are_sequences_of_ids(inputs, expected):
+    assert Batch(inputs, torch.zeros(3), samples=3, total=12).tokens == expected

@@ -142,6 +142,7 @@ def test_tensorboard_compares_runs_by_what_their_commands_set(tmp_path: Path) ->
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     overrides = "recipe: digits\noptim.lr: 0.1\nrun_name: a\npipeline.chunks: 8\n"
+    overrides += "trainer.log_every: 5\ncheckpoint.keep: 2\n"  # no run learns more or less by these
     texts = {"config": "seed: 3\n", "overrides": overrides}
     run(TensorBoard(tmp_path), range(1, 3), texts=texts)
     events = EventAccumulator(str(tmp_path))
@@ -163,6 +164,44 @@ def test_tensorboard_says_what_a_curve_is_and_shows_the_account_in_percent(tmp_p
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert "MiB" in events.SummaryMetadata("3_stages/memory_mib/0").summary_description
+
+
+def test_tensorboard_shows_what_is_used_of_the_devices_and_the_slowest_replica(
+    tmp_path: Path,
+) -> None:
+    values = {"train/mfu": 0.25, "stage0/memory_percent": 30.0, "stage1/memory_percent": 40.0}
+    values |= {"replicas/slowest": 1.0, "replicas/slowest_ms": 9.0, "replicas/mean_ms": 8.0}
+    run(TensorBoard(tmp_path), range(1, 2), values=lambda _: {**values, "lr/head": 0.5})
+    for tag, value in {
+        "1_overview/used_mfu_percent": 25.0,
+        "1_overview/used_memory_percent": 40.0,
+        "3_stages/memory_percent/0": 30.0,
+        "2_time/replica_slowest": 1.0,
+        "2_time/replica_slowest_ms": 9.0,
+        "2_time/replica_mean_ms": 8.0,
+        "4_optimizer/lr/head": 0.5,
+    }.items():
+        assert curve(tmp_path, tag) == [(1, value)]
+
+
+def test_tensorboard_has_a_column_for_each_of_the_first_devices(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    parts = dict.fromkeys(Account._fields, 1.0)
+    devices = [{"replica": i, "device": 0, **parts} for i in range(20)]
+    monitor = TensorBoard(tmp_path)
+    monitor.start(total_steps=9, first_step=0, texts={})
+    monitor.account(1, {"mean": parts, "devices": devices}, ["what to change"])
+    monitor.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("a step's time, by device/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "| step | 11.00 | 11.00 |" in text
+    assert "replica 11, device 0" in text
+    assert "replica 12, device 0" not in text
+    assert "8 more devices are in summary.json" in text
+    assert text.endswith("- what to change")
 
 
 def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_path: Path) -> None:

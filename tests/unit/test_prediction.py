@@ -100,7 +100,7 @@ def test_the_last_line_has_predicted_beside_measured():
     summary = summary_of([1024, 2048], 2, {})
     whole = Prediction(12.3, 0.25, (1024, 3072), "measured")
     assert prediction_in_words(**beside_measured(whole, summary)) == (
-        "predicted 12.3 ms, measured 13.0 ms per step; bubble 25% predicted, 30% measured; "
+        "predicted 12.3 ms, measured 13.0 ms per step; idle 25% predicted, 30% measured; "
         "memory of device 1: 3.0 KiB predicted, 2.0 KiB measured; from measured costs"
     )
     nothing = Prediction(reason="compile=true is not priced")

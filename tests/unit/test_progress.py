@@ -229,7 +229,7 @@ def test_throughput_leaves_pauses_out() -> None:
         raise RuntimeError("an evaluation that fails")
     clock.now += 0.15
     throughput.tick(32)
-    assert throughput.summary() == pytest.approx((128.0, 250.0, 250.0))
+    assert throughput.summary() == pytest.approx((128.0, 250.0, 250.0, 0.0))
 
 
 def test_throughput_of_an_interval_is_since_the_last_reading() -> None:
@@ -238,12 +238,13 @@ def test_throughput_of_an_interval_is_since_the_last_reading() -> None:
     for seconds in (0.5, 0.5):
         clock.now += seconds
         throughput.tick(10)
-    assert throughput.read() == pytest.approx((20.0, 500.0))
+    assert throughput.read() == pytest.approx((20.0, 500.0, 0.0))
     for seconds in (0.1, 0.3):
         clock.now += seconds
-        throughput.tick(10)
-    assert throughput.read() == pytest.approx((50.0, 200.0))
+        throughput.tick(10, 10 * 7)
+    assert throughput.read() == pytest.approx((50.0, 200.0, 350.0))
     assert throughput.summary().samples_per_second == pytest.approx(40 / 1.4)
+    assert throughput.summary().tokens_per_second == pytest.approx(140 / 1.4)
 
 
 def test_throughput_gives_exact_percentiles() -> None:
@@ -259,8 +260,8 @@ def test_throughput_gives_exact_percentiles() -> None:
 
 def test_throughput_of_a_run_without_steps_is_zero() -> None:
     throughput = Throughput()
-    assert throughput.read() == (0.0, 0.0)
-    assert throughput.summary() == (0.0, 0.0, 0.0)
+    assert throughput.read() == (0.0, 0.0, 0.0)
+    assert throughput.summary() == (0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked there")

@@ -14,7 +14,12 @@ from hybridtrain.losses import cross_entropy
 from hybridtrain.monitor import Monitor
 from hybridtrain.schedule import Account, Span
 from hybridtrain.training import advice, run_stats
-from hybridtrain.training.run_stats import around_pipeline
+from hybridtrain.training.run_stats import (
+    DeviceAccount,
+    around_pipeline,
+    own_times,
+    slow_replica,
+)
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -72,6 +77,25 @@ def test_a_step_that_is_not_recorded_is_in_no_account():
     trained(monitor=kept, log_every=100, steps=3)
     assert [step for step, _ in kept.values] == [3]
     assert [step for step, *_ in kept.reports] == [3]
+
+
+def of_replicas(*accounts):
+    return [DeviceAccount(replica, 0, account) for replica, account in enumerate(accounts)]
+
+
+def test_a_replica_that_the_others_wait_for_is_named_with_the_part_that_differs():
+    quick = Account(forward=1.0, backward=2.0, reduction=0.5, stragglers=1.5)
+    slow = Account(forward=1.0, backward=3.5, reduction=0.5)
+    assert list(own_times(of_replicas(quick, slow, quick)).values()) == [3.5, 5.0, 3.5]
+    said = slow_replica(of_replicas(quick, slow, quick))
+    assert said.startswith("replica 1 is slower than the others, which wait for it 30% of a step")
+    assert said.endswith("3500 ms instead of 5000; most of the difference is in backward")
+
+
+def test_replicas_that_wait_for_one_another_by_turns_are_not_called_slow():
+    even = Account(forward=1.0, backward=2.0, stragglers=0.5)
+    assert slow_replica(of_replicas(even, even)) is None
+    assert slow_replica(of_replicas(even)) is None
 
 
 def test_slow_loading_is_data():

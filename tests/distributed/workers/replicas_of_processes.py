@@ -7,6 +7,7 @@ import torch
 from support.launch import Cells
 from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
+from support.slow import assert_names_slow_replica, check_rows, trained
 
 from hybridtrain.schedule import placement_of
 
@@ -30,6 +31,15 @@ for inner, chosen in (("pp", CELLS[1::3]), ("dp", CELLS[2::3])):
         def _(world, cell=cell, inner=inner):
             replica = world.rank // 2 if inner == "pp" else world.rank % 2
             check_cell(cell, replica, 2, engine="distributed", inner=inner)
+
+
+@cells.add("one log tells of all replicas, and which one is slow")
+def _slow_replica(world):
+    slow = world.rank >= world.size // 2
+    layers = (3e-3, 3e-3) if slow else (1e-4, 1e-4)
+    trainer = trained(layers, 2, engine="distributed")
+    check_rows(trainer, [(replica, device) for replica in (0, 1) for device in (0, 1)])
+    assert_names_slow_replica(trainer, 1)
 
 
 if __name__ == "__main__":

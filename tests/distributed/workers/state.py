@@ -21,7 +21,7 @@ from support.compare import (
 )
 from support.launch import Cells
 from support.nets import classification, floats, mlp
-from support.slow import check_rows, trained
+from support.slow import assert_names_slow_replica, check_rows, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
@@ -427,6 +427,7 @@ def _account(world):
     first, last = trainer.account["devices"][0], trainer.account["devices"][-1]
     assert max(Account._fields, key=first.__getitem__) == "stragglers"
     assert max(Account._fields, key=last.__getitem__) == "backward"
+    assert_names_slow_replica(trainer, world.size - 1)
 
 
 @cells.add("a training_step that records in one process alone ends without an account")
