@@ -407,19 +407,24 @@ class Pipeline:
                 accelerator.reset_peak_memory(device)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the peak bytes of each device, `allocated` for tensors and `reserved` for them.
+        """Returns the peak bytes of each device and all that it has.
 
+        `allocated` is for tensors, `reserved` what is held for them, `total` all of the device's.
         Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
         the two is what the allocator holds beside the tensors.
         """
         rank = self._world.rank
         several = self._world.pipeline_group is not None
         own = [
-            (f"rank {rank} {device}" if several else str(device), accelerator.peak_memory(device))
+            (
+                f"rank {rank} {device}" if several else str(device),
+                accelerator.peak_memory(device)._asdict()
+                | {"total": accelerator.total_memory(device)},
+            )
             for device in sorted(self._gradient_devices, key=str)
             if (accelerator := accelerator_of(device)) is not None
         ]
-        return {name: memory._asdict() for name, memory in self.gather(own)}
+        return dict(self.gather(own))
 
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.
