@@ -16,6 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from hybridtrain.report import write_report
 from tests.support.browser import BrowserPage, open_browser, tensorboard
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
@@ -96,6 +97,20 @@ def hyperparameters(page: BrowserPage, runs: Path) -> None:
     page.page.get_by_text("Trial ID").wait_for()
 
 
+def report(page: BrowserPage, runs: Path) -> None:
+    """The page of a run, from its top."""
+    (run,) = (path.parent for path in (runs / "gpt").glob("*/metrics.jsonl"))
+    page.open(write_report([run], runs / "report.html"))
+    page.page.locator(".js-plotly-plot").first.wait_for()
+
+
+def report_step(page: BrowserPage, runs: Path) -> None:
+    """Where the time of a step goes, and the step, on the page of a run."""
+    report(page, runs)
+    page.page.get_by_text("Where the time of a step goes").scroll_into_view_if_needed()
+    page.page.evaluate("document.querySelectorAll('h3')[0].scrollIntoView()")
+
+
 def with_cards(page: BrowserPage) -> None:
     """Waits for the curves, and closes the settings, which take a fifth of the screen."""
     page.page.locator("scalar-card").first.wait_for()
@@ -109,6 +124,8 @@ SHOTS: dict[str, tuple[str, Callable[[BrowserPage, Path], None]]] = {
     "pictures": ("digits", pictures),
     "tables": ("replicas", tables),
     "hyperparameters": ("sweep", hyperparameters),
+    "report": ("gpt", report),
+    "report-step": ("gpt", report_step),
 }
 
 
