@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ class MLflow(Tracker):
 
         where = self.directory.resolve().parent
         local = self._uri is None and not mlflow.is_tracking_uri_set()
-        store = f"sqlite:///{where / 'mlflow.db'}" if local else self._uri
+        store = _new_or_known(where / "mlflow.db") if local else self._uri
         self._client = mlflow.MlflowClient(tracking_uri=store)
         run = self._run_of(known) if known else None
         self._resumed, self._newest = run is not None, {}
@@ -134,3 +136,16 @@ class MLflow(Tracker):
             history = self._client.get_metric_history(self._run_id, tag)
             self._newest[tag] = max((point.step for point in history), default=-1)
         return self._newest[tag]
+
+
+def _new_or_known(path: Path) -> str:
+    """Returns the address of a store in a file, which appears whole, also to runs beside this."""
+    if not path.exists():
+        import mlflow
+
+        new = path.with_name(f".mlflow-{os.getpid()}.db")
+        mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
+        with suppress(FileExistsError):  # by another run, in the meantime
+            os.link(new, path)
+        new.unlink()
+    return f"sqlite:///{path}"

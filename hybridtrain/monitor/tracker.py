@@ -47,7 +47,7 @@ class Tracker(Monitor):
     """
 
     package: str
-    patience_s = 60.0
+    patience_s = 30.0
 
     def __init__(self, directory: str | Path) -> None:
         if find_spec(self.package) is None:

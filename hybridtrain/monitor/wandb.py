@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ from PIL import Image
 
 from hybridtrain.monitor.tracker import Tracker
 from hybridtrain.options import names_checked
+
+_log = logging.getLogger(__name__)
 
 
 class WandB(Tracker):
@@ -62,6 +66,13 @@ class WandB(Tracker):
         """See `Tracker.begin`; the text `overrides` is a key of W&B's config."""
         import wandb
 
+        mode = self._settings["mode"] or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # it would ask and wait
+            self._settings["mode"] = "offline"
+            _log.warning(
+                "nobody is logged in at W&B, so the run is offline: `wandb sync` sends it. To log "
+                "in, call `wandb login`, or set WANDB_API_KEY"
+            )
         overrides = yaml.safe_load(texts.get("overrides", "")) or {}
         settings = wandb.Settings(
             console="off",  # the run has logs of its own
