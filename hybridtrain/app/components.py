@@ -418,8 +418,8 @@ def _build(
 ) -> Callback:
     """Returns the callback that the last part of `key` names among `named`, or its `_target_`."""
     if settings is not None and not isinstance(settings, Mapping):
-        group = key.partition(".")[0].removesuffix("s")
-        raise ConfigError(f"{key}={settings} must be a mapping of the {group}'s arguments")
+        switch = "true, false or " if key.startswith("monitor.") else ""
+        raise ConfigError(f"{key}={settings} must be {switch}a mapping of its arguments")
     settings = dict(settings or {})
     if "_target_" not in settings:
         group, _, name = key.partition(".")

@@ -270,7 +270,10 @@ def register() -> None:
     """
     store = ConfigStore.instance()
     store.repo.pop("recipe", None)  # the files of an earlier command in this process
-    store.store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    # for the user's own monitors; `to_config` refuses what is none
+    OmegaConf.set_struct(schema.monitor, False)
+    store.store(name="schema", node=schema)
     for recipe in files("hybridtrain.recipes").iterdir():
         if recipe.name.endswith(".yaml"):
             _store("recipe", Path(recipe.name).stem, recipe.read_text())
@@ -624,6 +627,7 @@ def _known_keys(overrides: Sequence[str]) -> list[str]:
     choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
     try:
         composed = compose("config", overrides=choices)
+        to_config(cast(dict[str, Any], OmegaConf.to_container(composed)))
     except (HydraException, OmegaConfBaseException):
         composed = compose("config")
     tree = OmegaConf.to_container(composed)

@@ -220,26 +220,26 @@ class CheckpointConfig(Group):
 class MonitorConfig(Group):
     """The reports of a run while it trains.
 
-    A monitor is true, false, or a mapping of its arguments. Any other key is a monitor of the
+    Each is true, false, or for some a mapping of its arguments. Any other key is a monitor of the
     user's own, a mapping with a `_target_`.
     """
 
-    tensorboard: Any = False
+    tensorboard: bool = False
     """Write event files for TensorBoard to the run directory."""
     wandb: Any = False
     """Report to Weights & Biases; or a mapping such as `{project: mine, tags: [a]}`."""
     mlflow: Any = False
     """Report to MLflow; or a mapping such as `{experiment: mine, tracking_uri: "http://..."}`."""
-    csv: Any = False
+    csv: bool = False
     """Write `metrics.csv` to the run directory."""
-    progress: Any = True
+    progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
     profile: Any = False
     """Write a trace of PyTorch's profiler over some steps, `{steps: [20, 25]}`; with `memory: true`
     of the allocations too."""
     group: str | None = None
-    """What runs that belong together have in common, in W&B and MLflow; null: the name of the
-    sweep, if there is one."""
+    """The name of runs that belong together, in W&B and MLflow; null: that of the sweep, if there
+    is one."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MonitorConfig) and vars(self) == vars(other)

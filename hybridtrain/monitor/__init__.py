@@ -2,7 +2,7 @@
 
 base               `Monitor`, a callback that needs numbers and texts alone
 tensorboard        scalars, texts and pictures for TensorBoard
-rows               files of metrics, a line for each logged step
+files              files of metrics, a line for each logged step
 tracker            a thread for services that may be slow or away: `wandb`, `mlflow`
 progress           a bar or lines, and `Throughput`: samples per second
 timeline           what the stages do when, in files
@@ -11,6 +11,7 @@ pictures           timelines, curves, plans and accounts, drawn
 
 from hybridtrain.callbacks import Callback, Profile
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
+from hybridtrain.monitor.files import CSVFile, MetricsFile
 from hybridtrain.monitor.mlflow import MLflow
 from hybridtrain.monitor.pictures import (
     Curve,
@@ -21,7 +22,6 @@ from hybridtrain.monitor.pictures import (
     in_ms,
 )
 from hybridtrain.monitor.progress import Progress, Throughput
-from hybridtrain.monitor.rows import CSVFile, MetricsFile
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles
 from hybridtrain.monitor.tracker import Tracker

@@ -1,4 +1,4 @@
-"""What the trackers share: a thread of their own, and the id of the run in the run directory."""
+"""The base of trackers: their thread, and the id of the run in the run directory."""
 
 from __future__ import annotations
 

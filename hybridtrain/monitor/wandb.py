@@ -67,7 +67,8 @@ class WandB(Tracker):
         import wandb
 
         mode = self._settings["mode"] or os.environ.get("WANDB_MODE") or "online"
-        if mode == "online" and not wandb.login(prompt=False, verify=False):  # it would ask and wait
+        # else it would ask for a key, and wait for the answer
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             self._settings["mode"] = "offline"
             _log.warning(
                 "nobody is logged in at W&B, so the run is offline: `wandb sync` sends it. To log "
@@ -75,7 +76,7 @@ class WandB(Tracker):
             )
         overrides = yaml.safe_load(texts.get("overrides", "")) or {}
         settings = wandb.Settings(
-            console="off",  # the run has logs of its own
+            console="off",  # the run has its logs
             quiet=True,
             init_timeout=self.patience_s,
             finish_timeout=self.patience_s,  # also that of the end of the process

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _BLOCK = 2**15
-_HEAD = 7  # of the file; also of each piece: checksum, length, and whether it is whole or which part
+_HEAD = (
+    7  # of the file; also of each piece: checksum, length, and whether it is whole or which part
+)
 
 
 class OfflineRun(NamedTuple):
@@ -36,9 +38,7 @@ def _read(data: bytes) -> OfflineRun:
             config |= {each.key: json.loads(each.value_json) for each in updates}
         if kind == "history":
             items = record.history.item
-            rows.append(
-                {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-            )
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
     return OfflineRun(run, config, rows)
 
 

@@ -213,9 +213,10 @@ def test_reports_that_nobody_takes_do_not_fill_the_memory(
     monkeypatch.setattr("hybridtrain.monitor.tracker._MOST_WAITING", 3)
     service = Service(tmp_path, answers=False)
     service.start(total_steps=None, first_step=0, texts={})
+    while service._waiting.qsize() < 3:  # the thread has taken the first
+        service.scalars(1, {"train/loss": 1.0})
     with pytest.raises(TimeoutError, match="3 reports are waiting"):
-        for step in range(5):
-            service.scalars(step, {"train/loss": 1.0})
+        service.scalars(2, {"train/loss": 1.0})
     service.answer.set()
 
 

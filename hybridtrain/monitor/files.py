@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from hybridtrain.files import atomic_file
 from hybridtrain.monitor.base import Monitor
 
-Row = dict[str, Any]
+Entry = dict[str, Any]
 
 
 class MetricsFile(Monitor):
@@ -38,7 +38,7 @@ class MetricsFile(Monitor):
         if first_step == 0:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
-            self._keep(lambda row: row["step"] <= first_step)
+            self._keep(lambda entry: entry["step"] <= first_step)
         self._first_step = first_step
         self._open()
 
@@ -48,10 +48,10 @@ class MetricsFile(Monitor):
             raise RuntimeError(f"call {type(self).__name__}.start() first")
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path} has been removed")
-        row = {"step": step, "time": round(time.time(), 3), **values}
+        entry = {"step": step, "time": round(time.time(), 3), **values}
         if step == self._first_step:  # an evaluation that is done again replaces the one before
-            self._rewrite(lambda old: old["step"] < step or old.keys() != row.keys())
-        self._write(row)
+            self._rewrite(lambda old: old["step"] < step or old.keys() != entry.keys())
+        self._write(entry)
 
     def close(self) -> None:
         """See `Monitor.close`."""
@@ -66,44 +66,44 @@ class MetricsFile(Monitor):
             if file is not None:
                 file.close()
 
-    def _text(self, row: Row) -> str:
-        """Returns a row as a line."""
-        finite = {tag: x if x is None or math.isfinite(x) else None for tag, x in row.items()}
+    def _text(self, entry: Entry) -> str:
+        """Returns a entry as a line."""
+        finite = {tag: x if x is None or math.isfinite(x) else None for tag, x in entry.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
 
-    def _head(self, rows: list[Row]) -> str:
-        """Returns what a file with `rows` begins with."""
+    def _head(self, entries: list[Entry]) -> str:
+        """Returns what a file with `entries` begins with."""
         return ""
 
-    def _rows(self, lines: Iterator[bytes]) -> Iterator[Row]:
-        """Yields the rows of lines, without those that a killed run did not finish."""
+    def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
+        """Yields the entries of lines, without those that a killed run did not finish."""
         for line in lines:
             with suppress(ValueError):
-                row: Any = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield row
+                entry: Any = json.loads(line)
+                if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                    yield entry
 
-    def _write(self, row: Row) -> None:
+    def _write(self, entry: Entry) -> None:
         assert self._file is not None
-        self._file.write(self._text(row))
+        self._file.write(self._text(entry))
 
     def _open(self) -> None:
         self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def _rewrite(self, wanted: Callable[[Row], bool], more: Iterable[Row] = ()) -> None:
-        """Drops other rows of the open file, and adds some."""
+    def _rewrite(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
+        """Drops other entries of the open file, and adds some."""
         assert self._file is not None
         self._file.close()
         self._keep(wanted, more)
         self._open()
 
-    def _keep(self, wanted: Callable[[Row], bool], more: Iterable[Row] = ()) -> None:
-        """Drops all other rows of the file, and adds some."""
+    def _keep(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
+        """Drops all other entries of the file, and adds some."""
         with open(self.path, "rb") as old, atomic_file(self.path) as new:
             whole = (line for line in old if line.endswith(b"\n"))
-            rows = [*filter(wanted, self._rows(whole)), *more]
-            new.write(self._head(rows).encode())
-            new.writelines(self._text(row).encode() for row in rows)
+            entries = [*filter(wanted, self._entries(whole)), *more]
+            new.write(self._head(entries).encode())
+            new.writelines(self._text(entry).encode() for entry in entries)
             new.flush()
             os.fsync(new.fileno())
 
@@ -125,14 +125,14 @@ class CSVFile(MetricsFile):
         self._columns = []
         super().start(total_steps=total_steps, first_step=first_step, texts=texts)
 
-    def _text(self, row: Row) -> str:
-        return _comma_separated([row.get(column) for column in self._columns])
+    def _text(self, entry: Entry) -> str:
+        return _comma_separated([entry.get(column) for column in self._columns])
 
-    def _head(self, rows: list[Row]) -> str:
-        self._columns = list(dict.fromkeys(tag for row in rows for tag in row))
-        return _comma_separated(self._columns) if rows else ""
+    def _head(self, entries: list[Entry]) -> str:
+        self._columns = list(dict.fromkeys(tag for entry in entries for tag in entry))
+        return _comma_separated(self._columns) if entries else ""
 
-    def _rows(self, lines: Iterator[bytes]) -> Iterator[Row]:
+    def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
         columns: list[str] = []
         for line in lines:
             with suppress(ValueError, csv.Error):
@@ -141,14 +141,14 @@ class CSVFile(MetricsFile):
                     columns = cells
                     continue
                 pairs = zip(columns, cells, strict=True)
-                row: Row = {column: float(cell) for column, cell in pairs if cell}
-                yield {**row, "step": int(row["step"])}
+                entry: Entry = {column: float(cell) for column, cell in pairs if cell}
+                yield {**entry, "step": int(entry["step"])}
 
-    def _write(self, row: Row) -> None:
-        if row.keys() <= set(self._columns):
-            super()._write(row)
+    def _write(self, entry: Entry) -> None:
+        if entry.keys() <= set(self._columns):
+            super()._write(entry)
         else:
-            self._rewrite(lambda old: True, [row])
+            self._rewrite(lambda old: True, [entry])
 
 
 def _comma_separated(cells: list[Any]) -> str:
