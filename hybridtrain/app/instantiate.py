@@ -74,7 +74,7 @@ TARGETS: dict[str, Targets] = {
         "hybridtrain.callbacks:Callback",
     ),
     "monitor": Targets(
-        "a monitor of hybridtrain.monitor",
+        "a monitor of hybridtrain.monitor, or a callback of hybridtrain.callbacks",
         ("hybridtrain.monitor", "hybridtrain.callbacks"),
         "hybridtrain.callbacks:Callback",
     ),

@@ -67,7 +67,7 @@ class MetricsFile(Monitor):
                 file.close()
 
     def _text(self, entry: Entry) -> str:
-        """Returns a entry as a line."""
+        """Returns an entry as a line."""
         finite = {tag: x if x is None or math.isfinite(x) else None for tag, x in entry.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
 

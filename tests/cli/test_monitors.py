@@ -82,7 +82,7 @@ def test_a_recipe_names_its_monitors_and_the_command_line_their_arguments() -> N
         ("monitor=[wandbb]", "monitor=wandbb is unknown: did you mean 'wandb'?"),
         ("monitor.wandbb=true", "monitor.wandbb: unknown key; did you mean monitor.wandb?"),
         ("recipe=mine.yaml", "monitor.tensorbord: unknown key; did you mean monitor.tensorboard?"),
-        ("monitor.csv=maybe", "monitor.csv: Value 'maybe' of type 'str' is not"),
+        ("monitor.csv=maybe", "monitor.csv: Value 'maybe' is not a valid bool"),
         ("monitor.mlflow=maybe", "monitor.mlflow=maybe must be true, false or a mapping"),
         ("monitor.wandb={tag: a}", "monitor.wandb.tag: unknown key; did you mean monitor.wandb.t"),
         ("monitor.profile={steps: [9, 3]}", "monitor.profile.steps=[9, 3] must be a number of"),
