@@ -101,8 +101,9 @@ def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_e
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copied: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    said = fail(capfd, *SMALL, "run_name=other", "monitor=[wandb]")
-    assert "WandB needs the package wandb" in said
+    # the data would be an error too, and are loaded later
+    said = fail(capfd, *SMALL, "run_name=other", "monitor=[wandb]", "+data.nothing=1")
+    assert said.startswith("error: WandB needs the package wandb")
     assert "pip install 'hybridtrain[wandb]'" in said
     assert not Path("outputs/other").exists()
     config = OmegaConf.load(copied / "config.yaml")
