@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,8 +72,10 @@ __all__ = [
     "operator_overloads",
     "operator_schema",
     "profiled",
+    "record_cuda_memory",
     "run_backward",
     "scaler_found_inf",
+    "write_cuda_memory",
 ]
 
 # --- profiling
@@ -97,6 +100,23 @@ def all_threads_profiled() -> Any:
     `torch._C._profiler._ExperimentalConfig`: without it a profiler sees the thread that begins it.
     """
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+def record_cuda_memory() -> None:
+    """Begins to record each allocation of the GPUs, with its stack.
+
+    `torch.cuda.memory._record_memory_history`, which PyTorch documents under this name.
+    """
+    torch.cuda.memory._record_memory_history()
+
+
+def write_cuda_memory(path: Path) -> None:
+    """Writes what was recorded to a file for pytorch.org/memory_viz, and stops recording.
+
+    `torch.cuda.memory._dump_snapshot`, which PyTorch documents under this name.
+    """
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 # --- tracing

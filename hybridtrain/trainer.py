@@ -450,19 +450,10 @@ class Trainer:
 
         With `engine="distributed"` all processes of a pipeline call this together.
         """
-        speed = self.throughput.summary()
         checkpoint = self._checkpoints.on_disk(self, self.step)
         resumed_from = self._checkpoints.resumed_from
         return {
-            "steps": self.step,
-            "samples": self.samples,
-            "train_loss": self._step.losses.value,
-            **self._finite.counts(),
-            "eval": self._evaluated[1],
-            "samples_per_second": speed.samples_per_second,
-            "tokens_per_second": speed.tokens_per_second or None,
-            "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
-            "bubble_fraction": self._stats.bubble,
+            **self.results,
             "account": self.account,
             "advice": self.advice,
             "stages": self._stats.stages(self.optimizer),
@@ -476,6 +467,22 @@ class Trainer:
             "checkpoint": checkpoint and str(checkpoint),
             "best": self._best.state_dict(),
             "resumed_from": resumed_from and str(resumed_from),
+        }
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Steps, samples, losses, the last evaluation and the speed: what `summary` begins with."""
+        speed = self.throughput.summary()
+        return {
+            "steps": self.step,
+            "samples": self.samples,
+            "train_loss": self._step.losses.value,
+            **self._finite.counts(),
+            "eval": self._evaluated[1],
+            "samples_per_second": speed.samples_per_second,
+            "tokens_per_second": speed.tokens_per_second or None,
+            "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
+            "bubble_fraction": self._stats.bubble,
         }
 
     @property

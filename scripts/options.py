@@ -114,7 +114,8 @@ def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
     for group, name, kind, text in all_keys:
         at = root
         if group:
-            made = {"type": "object", "properties": {}, "additionalProperties": group in ("data",)}
+            is_open = group in ("data", "monitor")  # to arguments, or names of the user's own
+            made = {"type": "object", "properties": {}, "additionalProperties": is_open}
             at = root["properties"].setdefault(group, made)
             at.setdefault("properties", {})
         at["properties"][name] = {**json_type(kind), "description": text.replace("`", "")}

@@ -49,10 +49,9 @@ from hybridtrain.errors import check_choice
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.losses import LossFn
 from hybridtrain.model import HybridModel
-from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TensorBoard, TimelineFiles
+from hybridtrain.monitor import MetricsFile, Monitor, Monitors, Progress, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
-from hybridtrain.report import check_installed
 from hybridtrain.trainer import TrainerOptions
 from hybridtrain.world import World
 
@@ -246,8 +245,6 @@ def checked_options(config: Config) -> RunOptions:
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
-    if config.monitor.report:
-        check_installed()
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     build_callbacks(config, RunDirectory(config))  # refuses what does not fit
@@ -273,23 +270,15 @@ def build_scaler(config: Config, world: World) -> GradScaler | None:
     return GradScaler(world.devices[0].type, init_scale=scale)
 
 
-def build_monitor(config: Config, directory: RunDirectory) -> Monitor:
-    """Returns the monitors of rank 0 as one."""
+def build_files(directory: RunDirectory) -> Monitor:
+    """Returns the monitors of rank 0 that every run has, as one."""
     return Monitors(
         [
             MetricsFile(directory.path / "metrics.jsonl"),
             TimelineFiles(directory.path),
             Progress(LogLines()),  # type: ignore[arg-type]
-            *([_tensorboard(directory)] if config.monitor.tensorboard else []),
-            *([Progress()] if config.monitor.progress else []),
         ]
     )
-
-
-def _tensorboard(directory: RunDirectory) -> TensorBoard:
-    """Returns the monitor, which names a run by the place of its files."""
-    before = directory.path / "tensorboard"  # where version 0.1 began them
-    return TensorBoard(before if before.exists() else directory.path, directory.path.name)
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:

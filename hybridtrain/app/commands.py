@@ -21,8 +21,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.app.build import RunContext, build_monitor, build_scaler, setup_run, writing
-from hybridtrain.app.components import build_callbacks, build_lr_schedule, build_model_optimizer
+from hybridtrain.app.build import RunContext, build_files, build_scaler, setup_run, writing
+from hybridtrain.app.components import (
+    build_callbacks,
+    build_lr_schedule,
+    build_model_optimizer,
+    build_monitors,
+)
 from hybridtrain.app.compose import (
     given_keys,
     masked,
@@ -85,6 +90,7 @@ def train(settings: Settings) -> Result:
             "ema= and output= are keys of evaluate, predict and export: to train without an "
             "average, leave ema out of callbacks="
         )
+    build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
@@ -104,8 +110,12 @@ def train(settings: Settings) -> Result:
         lr_schedule=lr_schedule,
         scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
-        monitor=build_monitor(config, context.directory) if world.is_main else None,
-        callbacks=[*utilization(context), *build_callbacks(config, context.directory)],
+        monitor=build_files(context.directory) if world.is_main else None,
+        callbacks=[
+            *utilization(context),
+            *build_callbacks(config, context.directory),
+            *build_monitors(config, context.directory),
+        ],
     )
     with writing(context.directory, world):
         return _train(context, trainer)

@@ -23,7 +23,9 @@ from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
 from hybridtrain.model import HybridModel
+from hybridtrain.monitor import MONITORS
 from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, parameter_groups
+from hybridtrain.report import check_installed
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 from hybridtrain.step import check_lr_schedule
 from hybridtrain.world import World
@@ -364,7 +366,41 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
             )
         chosen = dict.fromkeys(chosen)
     _refuse_nameless("callbacks", "callback", chosen)
-    return [_build(name, settings, config, directory) for name, settings in chosen.items()]
+    return [
+        _build(
+            f"callbacks.{name}", settings, CALLBACKS, config, {"directory": directory.path / name}
+        )
+        for name, settings in chosen.items()
+    ]
+
+
+def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
+    """Returns the monitors that `monitor` names; each is for all processes, see `Callback`.
+
+    Raises:
+        ConfigError: a name is unknown, a key does not fit, or a package is not installed.
+    """
+    if config.monitor.report:
+        check_installed()
+    run, chosen = directory.path, config.monitor.chosen()
+    before = run / "tensorboard"  # where version 0.1 began the event files
+    places: dict[str, dict[str, Any]] = {
+        "tensorboard": {"directory": before if before.exists() else run, "title": run.name},
+        "csv": {"path": run / "metrics.csv"},
+        "profile": {"directory": run / "profile"},
+    }
+    _refuse_nameless("monitor", "monitor", chosen)
+    others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
+    return [
+        _build(
+            f"monitor.{name}",
+            None if settings is True else settings,
+            MONITORS,
+            config,
+            places.get(name, others),
+        )
+        for name, settings in chosen.items()
+    ]
 
 
 def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
@@ -376,20 +412,24 @@ def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
         )
 
 
-def _build(name: str, settings: Any, config: Config, directory: RunDirectory) -> Callback:
-    key = f"callbacks.{name}"
+def _build(
+    key: str,
+    settings: Any,
+    named: Mapping[str, type[Callback]],
+    config: Config,
+    defaults: Mapping[str, Any],
+) -> Callback:
+    """Returns the callback that the last part of `key` names among `named`, or its `_target_`."""
     if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"{key}={settings} must be a mapping of the callback's arguments")
+        switch = "true, false or " if key.startswith("monitor.") else ""
+        raise ConfigError(f"{key}={settings} must be {switch}a mapping of its arguments")
     settings = dict(settings or {})
     if "_target_" not in settings:
-        check_choice("callbacks", name, CALLBACKS)
-        known = CALLBACKS[name]
+        group, _, name = key.partition(".")
+        check_choice(group, name, named)
+        known = named[name]
         settings["_target_"] = f"{known.__module__}.{known.__name__}"
     made: Callback = instantiate.build(
-        key,
-        settings,
-        Callback,
-        config.allow_targets,
-        defaults={"directory": directory.path / name},
+        key, settings, Callback, config.allow_targets, defaults=defaults
     )
     return made

@@ -11,6 +11,7 @@ What looks like a secret by its name is shown as `***`.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -39,6 +40,7 @@ from hybridtrain.app.config import (
     ClusterConfig,
     Config,
     flat_keys,
+    is_own,
     rename_old_keys,
     with_new_keys,
 )
@@ -61,14 +63,20 @@ def to_config(tree: Mapping[str, Any]) -> Config:
     Raises:
         OmegaConfBaseException: a key is unknown, or a value is of a wrong type.
     """
-    plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
-    return cast(Config, OmegaConf.to_object(merged))
+    plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True))
+    own = {}
+    if isinstance(monitors := plain.get("monitor"), dict):
+        own = {name: value for name, value in monitors.items() if is_own(value)}
+        plain["monitor"] = {name: monitors[name] for name in monitors if name not in own}
+    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain)))
+    vars(config.monitor).update(own)
+    return config
 
 
 def to_tree(config: Config) -> dict[str, Any]:
     """Returns `config` as plain dicts."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+    tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+    return {**tree, "monitor": copy.deepcopy(vars(config.monitor))}
 
 
 def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
@@ -262,7 +270,10 @@ def register() -> None:
     """
     store = ConfigStore.instance()
     store.repo.pop("recipe", None)  # the files of an earlier command in this process
-    store.store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    # for the user's own monitors; `to_config` refuses what is none
+    OmegaConf.set_struct(schema.monitor, False)
+    store.store(name="schema", node=schema)
     for recipe in files("hybridtrain.recipes").iterdir():
         if recipe.name.endswith(".yaml"):
             _store("recipe", Path(recipe.name).stem, recipe.read_text())
@@ -531,7 +542,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
-            return f"{group}={chosen} is unknown: {did_you_mean(chosen, cause.options or [])}"
+            known = GlobalHydra.instance().config_loader().get_group_options(group)
+            return f"{group}={chosen} is unknown: {did_you_mean(chosen, known)}"
     machine = [override for override in overrides if override.startswith("cluster.")]
     if machine and "NoneType" in str(error):  # the group is null
         return f"{machine[0]} changes a machine, but none is named: add cluster=h100, say"
@@ -615,6 +627,7 @@ def _known_keys(overrides: Sequence[str]) -> list[str]:
     choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
     try:
         composed = compose("config", overrides=choices)
+        to_config(cast(dict[str, Any], OmegaConf.to_container(composed)))
     except (HydraException, OmegaConfBaseException):
         composed = compose("config")
     tree = OmegaConf.to_container(composed)

@@ -218,14 +218,42 @@ class CheckpointConfig(Group):
 @dataclass
 @takes(TrainerOptions, "timeline_every")
 class MonitorConfig(Group):
-    """The reports of a run while it trains."""
+    """The reports of a run while it trains.
 
-    tensorboard: bool = True
+    Each is true, false, or for some a mapping of its arguments. Any other key is a monitor of the
+    user's own, a mapping with a `_target_`.
+    """
+
+    tensorboard: bool = False
     """Write event files for TensorBoard to the run directory."""
+    wandb: Any = False
+    """Report to Weights & Biases; or a mapping such as `{project: mine, tags: [a]}`."""
+    mlflow: Any = False
+    """Report to MLflow; or a mapping such as `{experiment: mine, tracking_uri: "http://..."}`."""
+    csv: bool = False
+    """Write `metrics.csv` to the run directory."""
     progress: bool = True
     """Show a progress bar on a terminal, plain lines elsewhere."""
     report: bool = False
     """Write `report.html`, the page of the run, to its directory at the end."""
+    profile: Any = False
+    """Write a trace of PyTorch's profiler over some steps, `{steps: [20, 25]}`; with `memory: true`
+    of the allocations too."""
+    group: str | None = None
+    """The name of runs that belong together, in W&B and MLflow; null: that of the sweep, if there
+    is one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MonitorConfig) and vars(self) == vars(other)
+
+    def chosen(self) -> dict[str, Any]:
+        """Returns the monitors that are not off, with their arguments or True."""
+        settings = ("group", "report", "timeline_every")
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in settings and value not in (None, False)
+        }
 
 
 @dataclass
@@ -406,6 +434,11 @@ def _new_target(path: str) -> str:
     """Returns the present name of a data set that was in `hybridtrain.data` until 0.1."""
     old = r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)"
     return re.sub(old, "hybridtrain.datasets.", path)
+
+
+def is_own(value: Any) -> bool:
+    """Returns whether a value of `monitor` is a monitor of the user's own, under a free name."""
+    return isinstance(value, Mapping) and "_target_" in value
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

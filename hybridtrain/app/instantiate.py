@@ -73,6 +73,11 @@ TARGETS: dict[str, Targets] = {
         ("hybridtrain.callbacks",),
         "hybridtrain.callbacks:Callback",
     ),
+    "monitor": Targets(
+        "a monitor of hybridtrain.monitor, or a callback of hybridtrain.callbacks",
+        ("hybridtrain.monitor", "hybridtrain.callbacks"),
+        "hybridtrain.callbacks:Callback",
+    ),
     "data.tokenizer": Targets("a tokenizer of torchtext by its name"),
 }
 

@@ -235,7 +235,7 @@ class JobRun:
     Attributes:
         name: of the run or of the sweep.
         folder: of the run or of the sweep; the script and the job's output are in `slurm` there.
-        overrides: the command line's.
+        overrides: the command line's; for a sweep, what comes before those of its file.
         config_dir: a folder with more groups and options.
         array: for a sweep, which lines of its file to train, from 1 on.
         sweep_file: for a sweep, the file whose lines are the overrides.
@@ -482,7 +482,8 @@ def _overrides(run: JobRun) -> str:
         # without its overrides a run would train with other settings
         missing = f'echo "error: no line $SLURM_ARRAY_TASK_ID in" {file} >&2'
         check = f'if [ -z "$line" ]; then {missing}; exit 2; fi'
-        return f'{line}\n{check}\neval "overrides=($line)"'
+        of_all = " ".join(map(shlex.quote, run.overrides))
+        return f'{line}\n{check}\noverrides=({of_all})\neval "overrides+=($line)"'
     return "\n".join(["overrides=(", *(f"    {shlex.quote(o)}" for o in run.overrides), ")"])
 
 

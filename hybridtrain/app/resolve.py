@@ -39,6 +39,7 @@ from hybridtrain.app.config import (
     OPEN_GROUPS,
     Config,
     groups,
+    is_own,
     rename_old_keys,
     with_auto_replaced,
 )
@@ -399,7 +400,7 @@ def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
     for name, group in groups().items():
         if isinstance(known.get(name), dict):
             names = {key.name for key in fields(group)}  # type: ignore[arg-type]
-            known[name] = {key: value for key, value in known[name].items() if key in names}
+            known[name] = {k: v for k, v in known[name].items() if k in names or is_own(v)}
     known = {key: value for key, value in known.items() if key in get_type_hints(Config)}
     try:
         return to_config(known)

@@ -295,7 +295,10 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         sys.stderr.flush()
         code, result = 0, {}
         try:
-            result = run(command, settle(command, point.overrides, config_dir, point.run_name))
+            settings = settle(command, point.overrides, config_dir, point.run_name)
+            if command == "train" and settings.config.monitor.group is None:
+                settings.config.monitor.group = planned.path.name
+            result = run(command, settings)
         except Exception as error:
             code = report_and_go_on(error)
         finally:

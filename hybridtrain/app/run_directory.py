@@ -7,7 +7,8 @@
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `monitor.timeline`
         run.lock        see `run_lock`             evaluations.jsonl   a line per `evaluate`
-        predictions/    see the command `predict`
+        predictions/    see the command `predict`  profile/        see `callbacks.profile`
+        metrics.csv     of `monitor.csv`           wandb/, *.id    see `monitor.tracker`
 
 Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints
 (`checkpoint_to_resume`). One process at a time may write to it (`run_lock`).

@@ -165,7 +165,8 @@ def _array(
     # A line keeps its number: an array that is still waiting reads the file when it begins.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
-    run = JobRun(sweep.path.name, sweep.path, [], config_dir, numbers, file)
+    group = f"monitor.group={_hydra_quoted(sweep.path.name)}"
+    run = JobRun(sweep.path.name, sweep.path, [group], config_dir, numbers, file)
     return run, *found[0], lines
 
 

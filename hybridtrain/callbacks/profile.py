@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hybridtrain._torch_private import all_threads_profiled
+from hybridtrain._torch_private import all_threads_profiled, record_cuda_memory, write_cuda_memory
 from hybridtrain.callbacks.base import Callback
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import names_checked
@@ -25,25 +26,33 @@ class Profile(Callback):
 
     A trace has the operations of all threads, those of the GPUs where there are some, and around
     them the actions of the schedule (`F3@1`: the forward of micro-batch 3 on stage 1) and the
-    layers by their names. It opens in ui.perfetto.dev and chrome://tracing.
+    layers by their names. It opens in ui.perfetto.dev, chrome://tracing and, with
+    torch-tb-profiler, in TensorBoard.
 
     Another profiler of `torch.profiler` sees the threads of the stages if it is made with
     `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
 
     Args:
-        directory: of the traces, `rank_0_steps_20_to_25.json` and so on.
+        directory: of the traces, `rank_0_steps_20_to_25.pt.trace.json` and so on.
         first: the first step in them.
-        steps: how many.
-        memory: record each allocation as well.
+        steps: how many; or the first and the last one, `[20, 25]`.
+        memory: record each allocation as well; on GPUs also a snapshot for pytorch.org/memory_viz,
+            `rank_0_steps_20_to_25.memory.pickle`.
 
     Raises:
-        ConfigError: a number is not 1 or more.
+        ConfigError: a number is not 1 or more, or the last step comes before the first.
     """
 
     @names_checked
     def __init__(
-        self, directory: str | Path, first: int = 10, steps: int = 3, memory: bool = False
+        self,
+        directory: str | Path,
+        first: int = 10,
+        steps: int | Sequence[int] = 3,
+        memory: bool = False,
     ) -> None:
+        if not isinstance(steps, int | float | str):
+            first, steps = _counted(steps)
         for name, value in {"first": first, "steps": steps}.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value} must be a whole number of at least 1")
@@ -75,13 +84,27 @@ class Profile(Callback):
                 profile_memory=self._memory,
                 experimental_config=all_threads_profiled(),
             )
+            if self._memory and on_gpu:
+                record_cuda_memory()
             self._profiler.start()
 
     def _end(self, rank: int, step: int) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"rank_{rank}_steps_{self._first}_to_{step}.json"
+        name = f"rank_{rank}_steps_{self._first}_to_{step}"
+        if self._memory and torch.cuda.is_available():
+            write_cuda_memory(self._directory / f"{name}.memory.pickle")
+        path = self._directory / f"{name}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         if rank == 0:
             _log.info("trace of the profiler: %s", path)
+
+
+def _counted(steps: Sequence[int]) -> tuple[int, int]:
+    """Returns the first of the steps from one to another, and how many they are."""
+    if len(steps) != 2 or any(type(step) is not int for step in steps) or steps[1] < steps[0]:
+        raise ConfigError(
+            f"steps={steps} must be a number of steps, or the first and the last one: [20, 25]"
+        )
+    return steps[0], steps[1] - steps[0] + 1

@@ -2,14 +2,17 @@
 
 base               `Monitor`, a callback that needs numbers and texts alone
 tensorboard        scalars, texts and pictures for TensorBoard
-jsonl              the metrics file, a line for each logged step
+files              files of metrics, a line for each logged step
+tracker            a thread for services that may be slow or away: `wandb`, `mlflow`
 progress           a bar or lines, and `Throughput`: samples per second
 timeline           what the stages do when, in files
 pictures           timelines, curves, plans and accounts, drawn
 """
 
+from hybridtrain.callbacks import Callback, Profile
 from hybridtrain.monitor.base import Monitor, Monitors, call_hook
-from hybridtrain.monitor.jsonl import MetricsFile
+from hybridtrain.monitor.files import CSVFile, MetricsFile
+from hybridtrain.monitor.mlflow import MLflow
 from hybridtrain.monitor.pictures import (
     COLOURS,
     CRITICAL,
@@ -26,13 +29,18 @@ from hybridtrain.monitor.pictures import (
 from hybridtrain.monitor.progress import Progress, Throughput
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, spans_of_trace
+from hybridtrain.monitor.tracker import Tracker
+from hybridtrain.monitor.wandb import WandB
 
 __all__ = [
     "COLOURS",
     "CRITICAL",
+    "MONITORS",
     "PARTS",
     "WAITS",
+    "CSVFile",
     "Curve",
+    "MLflow",
     "MetricsFile",
     "Monitor",
     "Monitors",
@@ -41,6 +49,8 @@ __all__ = [
     "TensorBoard",
     "Throughput",
     "TimelineFiles",
+    "Tracker",
+    "WandB",
     "call_hook",
     "draw_accounts",
     "draw_curves",
@@ -49,3 +59,13 @@ __all__ = [
     "in_ms",
     "spans_of_trace",
 ]
+
+MONITORS: dict[str, type[Callback]] = {
+    "csv": CSVFile,
+    "mlflow": MLflow,
+    "profile": Profile,
+    "progress": Progress,
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+}
+"""The names that a config has for them; a profile is of every process, and so no `Monitor`."""

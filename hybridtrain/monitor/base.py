@@ -53,7 +53,7 @@ class Monitor(Callback):
 
     It is a callback that needs nothing of the trainer but numbers and texts. The loop calls `start`
     once, `step` after every optimizer step, `scalars` on the steps that are logged or evaluated,
-    and `close` at the end, also after an exception.
+    `results` when the run is complete, and `close` at the end, also after an exception.
 
     The tags of `scalars` are `<group>/<name>`: `train/loss`, `train/lr`, `train/grad_norm`,
     `train/samples_per_second`, `train/tokens_per_second` (see `Batch.tokens`), `train/step_ms`,
@@ -113,6 +113,14 @@ class Monitor(Callback):
             advice: a sentence each.
         """
 
+    def results(self, step: int, results: Mapping[str, Any]) -> None:
+        """Reports what a complete run has come to at `step`, its last, before `close`.
+
+        Args:
+            step: the last one.
+            results: see `Trainer.results`: the first numbers of `summary.json`.
+        """
+
     def close(self) -> None:
         """Writes out what is pending; may be called twice, or without `start`."""
 
@@ -144,7 +152,9 @@ class Monitor(Callback):
             self.account(trainer.step, account, trainer.advice)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Calls `close`."""
+        """Calls `results`, if the run is complete, and `close`."""
+        if trainer.finished:
+            self.results(trainer.step, trainer.results)
         self.close()
 
 
@@ -178,9 +188,17 @@ class Monitors(Monitor):
         """See `Monitor.account`."""
         self._tell("account", step, account, advice)
 
+    def results(self, step: int, results: Mapping[str, Any]) -> None:
+        """See `Monitor.results`."""
+        self._tell("results", step, results)
+
     def close(self) -> None:
         """See `Monitor.close`."""
         self._tell("close")
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """See `Callback.on_exception`."""
+        self._tell("on_exception", trainer, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         for monitor in self._monitors:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from hybridtrain.monitor.base import Monitor, parts_of_account
 from hybridtrain.monitor.pictures import MOST_BARS, draw, draw_accounts
+from hybridtrain.monitor.tracker import flat
 from hybridtrain.schedule import COMPUTING, Spans
 from hybridtrain.text_table import markdown_table
 
@@ -227,20 +228,8 @@ def _add_hyperparameters(writer: Any, settings: str) -> None:
     with suppress(yaml.YAMLError):
         values = {
             key: value
-            for key, value in _flat(yaml.safe_load(settings))
+            for key, value in flat(yaml.safe_load(settings))
             if not _NO_HYPERPARAMETERS.fullmatch(key)
         }
         _, started, _ = hparams(values, {})
         writer._get_file_writer().add_summary(started)
-
-
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str | bool | float]]:
-    """Returns the dotted keys of a nested mapping, with values that TensorBoard takes."""
-    if not isinstance(tree, Mapping):
-        return [(prefix, tree if isinstance(tree, str | bool | int | float) else str(tree))]
-    return [
-        entry
-        for key, value in tree.items()
-        if value is not None
-        for entry in _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    ]

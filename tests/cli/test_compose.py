@@ -70,6 +70,8 @@ def test_every_option_of_every_group_composes_with_its_own_values(path: Path) ->
     of_the_schema = Config().data if group == "data" else {}
     if group == "cluster":  # a preset has what its data sheet says
         of_the_schema = dataclasses.asdict(ClusterConfig())
+    if group == "monitor":  # each names one monitor, and several can be chosen
+        of_the_schema = dataclasses.asdict(Config().monitor)
     assert values == of_the_schema | written
 
 

@@ -54,6 +54,7 @@ def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried:
             "hybridtrain.losses.nll",
         ],
         "callbacks": ["hybridtrain.callbacks.EMA"],
+        "monitor": ["hybridtrain.monitor.WandB", "hybridtrain.monitor.MLflow"],
     }
     for key, paths in wanted.items():
         assert set(paths) - set(tried["called"][key]) == set(), key

@@ -44,6 +44,7 @@ PACKAGES = {
     "trainer.metrics": ("torchmetrics",),
     "trainer.loss": ("torch.nn", "hybridtrain.losses"),
     "callbacks": ("hybridtrain.callbacks", "hybridtrain.monitor"),
+    "monitor": ("hybridtrain.callbacks", "hybridtrain.monitor"),
 }
 
 # Parameters that read a file or start a download, as documented: `load_data` checks a tokenizer.

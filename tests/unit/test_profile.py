@@ -31,7 +31,7 @@ def events(directory, steps_of_run=4, **settings):
 
 def test_a_trace_has_actions_and_layers_by_name_and_the_operations_of_all_threads(tmp_path):
     name, found = events(tmp_path / "profile", first=2, steps=2)
-    assert name == "rank_0_steps_2_to_3.json"
+    assert name == "rank_0_steps_2_to_3.pt.trace.json"
     names = [event["name"] for event in found]
     for action in ("F0@0", "F1@0", "F0@1", "F1@1", "B0@0", "B1@1"):
         assert names.count(action) == 2
@@ -45,8 +45,20 @@ def test_a_trace_has_actions_and_layers_by_name_and_the_operations_of_all_thread
 
 def test_a_run_that_ends_early_has_the_trace_of_what_there_was(tmp_path):
     name, found = events(tmp_path / "profile", first=4, steps=3)
-    assert name == "rank_0_steps_4_to_4.json"
+    assert name == "rank_0_steps_4_to_4.pt.trace.json"
     assert found
+
+
+def test_the_steps_may_be_the_first_and_the_last(tmp_path):
+    name, found = events(tmp_path / "profile", steps=[2, 3])
+    assert name == "rank_0_steps_2_to_3.pt.trace.json"
+    assert [event["name"] for event in found].count("F0@0") == 2
+
+
+@pytest.mark.parametrize("steps", [[3, 2], [1, 2, 3], [1.5, 2], []])
+def test_steps_that_are_no_range_are_refused(tmp_path, steps):
+    with pytest.raises(ConfigError, match=r"steps=\[.* the first and the last one"):
+        Profile(tmp_path, steps=steps)
 
 
 @pytest.mark.parametrize("settings", [{"first": 0}, {"steps": 0}, {"steps": 1.5}])

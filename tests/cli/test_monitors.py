@@ -1,0 +1,204 @@
+"""The monitors of a run by their names, with arguments, and the user's own ones."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import fail, metrics, succeed
+from omegaconf import OmegaConf
+from support.launch import SMALL, torchrun
+from support.wandb_files import offline_runs
+
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config
+
+QUICK = [*SMALL, "trainer.steps=2"]
+RUN = Path("outputs/digits")
+
+OWN = '''
+from hybridtrain.monitor import Monitor
+
+
+class Told(Monitor):
+    """Writes what it is told; fails if it is asked to."""
+
+    def __init__(self, directory, group=None, color="red", fails=False):
+        self.path, self.group, self.color, self.fails = directory / "told.txt", group, color, fails
+
+    def start(self, **kwargs):
+        self.told(f"{self.group} {self.color}")
+
+    def scalars(self, step, values):
+        if self.fails:
+            raise OSError("the service is away")
+        self.told(f"{step} {sorted(values)[-1]}")
+
+    def results(self, step, results):
+        self.told(f"{step} {results['eval']['samples']}")
+
+    def told(self, line):
+        with open(self.path, "a") as file:
+            print(line, file=file)
+'''
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides that add the user's own tracker, from a module in the working directory."""
+    Path("my_trackers.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "my_trackers", raising=False)
+    return ["allow_targets=[my_trackers]", "+monitor.mine._target_=my_trackers.Told"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on"),
+    [
+        ([], {"tensorboard", "progress"}),
+        (["monitor=[csv]"], {"csv", "progress"}),
+        (["monitor=csv"], {"csv", "progress"}),
+        (["monitor=[]", "monitor.progress=false"], set()),
+        (["monitor.tensorboard=false"], {"progress"}),
+        (["monitor=[tensorboard,wandb,mlflow,csv]"],
+         {"tensorboard", "wandb", "mlflow", "csv", "progress"}),
+        (["monitor.profile={steps: [20, 25]}"], {"tensorboard", "progress", "profile"}),
+    ],
+)  # fmt: skip
+def test_a_list_of_names_is_the_monitors_of_a_run(overrides: list[str], on: set[str]) -> None:
+    assert set(compose_config(overrides).monitor.chosen()) == on
+
+
+def test_a_recipe_names_its_monitors_and_the_command_line_their_arguments() -> None:
+    Path("mine.yaml").write_text("defaults:\n  - override /monitor: [wandb, csv]\n")
+    monitor = compose_config(["recipe=mine.yaml", "monitor.wandb.project=mine"]).monitor
+    assert set(monitor.chosen()) == {"wandb", "csv", "progress"}
+    assert monitor.wandb["project"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("monitor=[wandbb]", "monitor=wandbb is unknown: did you mean 'wandb'?"),
+        ("monitor.wandbb=true", "monitor.wandbb: unknown key; did you mean monitor.wandb?"),
+        ("recipe=mine.yaml", "monitor.tensorbord: unknown key; did you mean monitor.tensorboard?"),
+        ("monitor.csv=maybe", "monitor.csv: Value 'maybe' is not a valid bool"),
+        ("monitor.mlflow=maybe", "monitor.mlflow=maybe must be true, false or a mapping"),
+        ("monitor.wandb={tag: a}", "monitor.wandb.tag: unknown key; did you mean monitor.wandb.t"),
+        ("monitor.profile={steps: [9, 3]}", "monitor.profile.steps=[9, 3] must be a number of"),
+        ("+monitor.mine._target_=os.system", "monitor.mine._target_=os.system is not allowed: "),
+    ],
+)
+def test_a_mistake_in_the_monitors_is_one_line_before_the_run(
+    override: str, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text("monitor: {tensorbord: false}\n")
+    assert fail(capfd, *QUICK[1:], override).startswith(f"error: {line}")
+    assert not Path("outputs").exists()
+
+
+def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_evaluate(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copied: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
+    # the data would be an error too, and are loaded later
+    said = fail(capfd, *SMALL, "run_name=other", "monitor=[wandb]", "+data.nothing=1")
+    assert said.startswith("error: WandB needs the package wandb")
+    assert "pip install 'hybridtrain[wandb]'" in said
+    assert not Path("outputs/other").exists()
+    config = OmegaConf.load(copied / "config.yaml")
+    config.monitor.wandb = True
+    OmegaConf.save(config, copied / "config.yaml")
+    assert main(["evaluate", "run_name=digits"]) == 0
+
+
+def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    command = [*SMALL, "monitor=[wandb,csv]"]
+    for steps in (2, 4):
+        succeed(capfd, *command, f"trainer.steps={steps}")
+    expected = [
+        (line["step"], tag, value)
+        for line in metrics(RUN)
+        for tag, value in line.items()
+        if tag not in ("step", "time")
+    ]
+    with (RUN / "metrics.csv").open(newline="") as file:
+        found = [
+            (int(row["step"]), tag, float(value))
+            for row in csv.DictReader(file)
+            for tag, value in row.items()
+            if tag not in ("step", "time") and value
+        ]
+    assert sorted(found) == sorted(expected)
+    first, second = offline_runs(RUN)
+    assert first.run.run_id == second.run.run_id
+    assert second.config["pipeline"]["nb_part"] == 2
+    assert second.config["overrides"]["trainer.steps"] == 4
+    reported = {
+        (r["_step"], t, v) for run in (first, second) for r in run.rows for t, v in r.items()
+    }
+    assert reported >= {each for each in expected if each[1] in ("train/loss", "eval/accuracy")}
+    (summary,) = [row for row in second.rows if "summary/steps" in row]
+    ended = json.loads((RUN / "summary.json").read_text())
+    assert summary["summary/eval/accuracy"] == ended["eval"]["accuracy"]
+    assert summary["summary/step_ms/p50"] == ended["step_ms"]["p50"]
+
+
+def test_a_run_of_before_goes_on_with_its_monitors(
+    capfd: pytest.CaptureFixture[str], copied: Path
+) -> None:
+    config = OmegaConf.load(copied / "config.yaml")
+    config.monitor = {"tensorboard": False, "progress": True, "timeline_every": None}
+    OmegaConf.save(config, copied / "config.yaml")
+    for file in copied.glob("events.out.*"):
+        file.unlink()
+    succeed(capfd, *SMALL, "trainer.steps=8")
+    assert not list(copied.glob("events.out.*"))
+    assert metrics(copied)[-1]["step"] == 8
+    succeed(capfd, *SMALL, "trainer.steps=10", "monitor=[tensorboard,csv]")
+    assert list(copied.glob("events.out.*"))
+    assert (copied / "metrics.csv").exists()
+
+
+def test_a_tracker_of_the_users_own_goes_by_a_target_and_is_resumed(
+    capfd: pytest.CaptureFixture[str], own: list[str]
+) -> None:
+    succeed(capfd, *QUICK, *own, "+monitor.mine.color=blue")
+    told = ["None blue", "2 train/step_ms", "2 eval/loss", "2 355"]
+    assert (RUN / "told.txt").read_text().splitlines() == told
+    succeed(capfd, *SMALL, *own, "trainer.steps=4")
+    again = ["None blue", "4 train/step_ms", "4 eval/loss", "4 355"]
+    assert (RUN / "told.txt").read_text().splitlines() == [*told, *again]
+
+
+def test_a_recipe_has_a_tracker_of_the_users_own(
+    capfd: pytest.CaptureFixture[str], own: list[str]
+) -> None:
+    Path("mine.yaml").write_text("monitor: {mine: {_target_: my_trackers.Told, color: green}}\n")
+    succeed(capfd, "recipe=mine.yaml", *QUICK[1:], own[0], "run_name=digits")
+    assert (RUN / "told.txt").read_text().startswith("None green\n")
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    capfd: pytest.CaptureFixture[str], own: list[str]
+) -> None:
+    said = succeed(capfd, *QUICK, *own, "+monitor.mine.fails=true")
+    assert said.count("Told has stopped, and training goes on without it: OSError") == 1
+    assert metrics(RUN)[-1]["step"] == 2
+
+
+def test_the_runs_of_a_sweep_are_a_group(capfd: pytest.CaptureFixture[str], own: list[str]) -> None:
+    succeed(capfd, "-m", *QUICK, *own, "optim.lr=1e-3,1e-2")
+    groups = [path.read_text().split()[0] for path in Path("outputs").glob("*/told.txt")]
+    assert groups == ["digits-sweep-optim.lr"] * 2
+
+
+def test_every_process_has_a_profile_under_a_name_that_tensorboard_finds() -> None:
+    done = torchrun(2, [*SMALL, "trainer.steps=3", "monitor.profile={steps: [2, 3]}"])
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (RUN / "profile").iterdir()} == {
+        f"rank_{rank}_steps_2_to_3.pt.trace.json" for rank in (0, 1)
+    }

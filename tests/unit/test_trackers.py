@@ -1,0 +1,237 @@
+"""W&B, MLflow and the CSV file, by their own libraries; a tracker that hangs or fails."""
+
+import csv
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.wandb_files import offline_runs
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.monitor import CSVFile, MLflow, Monitor, Tracker, WandB, call_hook
+from hybridtrain.schedule import Action, Span
+
+CONFIG = "seed: 3\noptim:\n  lr: 0.1\n  betas: [0.9, 0.99]\n  eps: null\n"
+TEXTS = {"config": CONFIG, "layout": "1 process", "overrides": "optim.lr: 0.1\n"}
+
+
+def attempt(
+    monitor: Monitor, steps: range, *, first_step: int = 0, loss: float = 1.0, ends: bool = True
+) -> None:
+    """An attempt of a run in which every step is logged; one that is killed never closes."""
+    monitor.start(total_steps=None, first_step=first_step, texts=TEXTS)
+    for step in steps:
+        monitor.scalars(step, {"train/loss": loss})
+    if ends:
+        spans = [[Span(Action("F", 0, 0), 0.0, 1.0)]]
+        monitor.scalars(steps[-1], {"eval/loss": loss / 2})
+        monitor.timeline(steps[-1], spans, spans)
+        monitor.results(steps[-1], {"steps": steps[-1], "step_ms": {"p50": 2.0}, "eval": None})
+    monitor.close()
+
+
+# --- Weights & Biases ---------------------------------------------------------------------------
+
+
+def test_wandb_has_the_run_and_a_resumed_one_goes_on_with_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tmp_path / "lr_0.1"
+    run.mkdir()
+    for steps, first in ((range(1, 6), 0), (range(5, 8), 4)):
+        attempt(WandB(run, group="a sweep", tags=["b"]), steps, first_step=first, ends=first > 0)
+    before, after = offline_runs(run)
+    assert before.run.run_id == after.run.run_id
+    assert (after.run.display_name, after.run.project) == ("lr_0.1", "hybridtrain")
+    assert (after.run.run_group, list(after.run.tags)) == ("a sweep", ["b"])
+    assert after.config["optim"] == {"lr": 0.1, "betas": [0.9, 0.99], "eps": None}
+    assert after.config["overrides"] == {"optim.lr": 0.1}
+    assert [(row["_step"], row["train/loss"]) for row in before.rows] == [
+        (step, 1) for step in range(1, 6)
+    ]
+    assert [row["_step"] for row in after.rows] == [5, 6, 7]
+    last = after.rows[-1]
+    assert (last["eval/loss"], last["summary/step_ms/p50"], last["summary/steps"]) == (0.5, 2, 7)
+    assert last["timeline/_type"] == "image-file"
+
+
+# --- MLflow -------------------------------------------------------------------------------------
+
+
+def test_mlflow_has_the_run_and_a_resumed_one_continues_its_curves(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    run = tmp_path / "lr_0.1"
+    run.mkdir()
+    attempt(MLflow(run, group="a sweep", tags={"team": 7}), range(1, 6), ends=False)
+    attempt(MLflow(run), range(4, 8), first_step=3, loss=2.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"lr_0.1", "mlflow.db", "mlruns"}
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("hybridtrain")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("lr_0.1", "FINISHED")
+    assert (found.data.tags["group"], found.data.tags["team"]) == ("a sweep", "7")
+    assert found.data.params == {"seed": "3", "optim.lr": "0.1", "optim.betas": "[0.9, 0.99]"}
+
+    def curve(tag: str) -> list[tuple[int, float]]:
+        return [(p.step, p.value) for p in client.get_metric_history(found.info.run_id, tag)]
+
+    # MLflow cannot drop a point: those after the resumed step are the first attempt's
+    assert curve("train/loss") == [*((n, 1.0) for n in range(1, 6)), (6, 2.0), (7, 2.0)]
+    assert curve("eval/loss") == [(7, 1.0)]
+    assert curve("summary/step_ms/p50") == [(7, 2.0)]
+    files = {each.path for each in client.list_artifacts(found.info.run_id)}
+    assert files == {"config.yaml", "layout.txt", "overrides.yaml", "timeline.png"}
+
+
+def test_mlflow_begins_a_new_run_where_a_run_begins_anew(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{tmp_path / 'own.db'}"
+    for _ in range(2):
+        attempt(MLflow(tmp_path, store, experiment="a"), range(1, 2), ends=False)
+    client = MlflowClient(tracking_uri=store)
+    experiment = client.get_experiment_by_name("a")
+    assert experiment is not None
+    assert len(client.search_runs([experiment.experiment_id])) == 2
+
+
+# --- the CSV file -------------------------------------------------------------------------------
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [{k: v for k, v in row.items() if k != "time"} for row in csv.DictReader(file)]
+
+
+def test_the_csv_file_has_a_column_for_each_tag_whenever_it_appears(tmp_path: Path) -> None:
+    monitor = CSVFile(tmp_path / "metrics.csv")
+    monitor.start(total_steps=None, first_step=0, texts={})
+    monitor.scalars(1, {"train/loss": 0.1})
+    monitor.scalars(1, {"eval/loss": float("nan")})
+    monitor.scalars(2, {"train/loss": 1e-30, "eval/a,b": 2})
+    assert rows(tmp_path / "metrics.csv") == [  # also while the run goes on
+        {"step": "1", "train/loss": "0.1", "eval/loss": "", "eval/a,b": ""},
+        {"step": "1", "train/loss": "", "eval/loss": "nan", "eval/a,b": ""},
+        {"step": "2", "train/loss": "1e-30", "eval/loss": "", "eval/a,b": "2"},
+    ]
+    monitor.close()
+
+
+@pytest.mark.parametrize("torn", ["", "7,1.0", "\0\0\n", "7,1,2,3,4\n", ",,\n", "\udcff\n"])
+def test_the_csv_file_reads_as_one_run_after_a_resume(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.csv"
+    attempt(CSVFile(path), range(1, 8))
+    with path.open("ab") as file:
+        file.write(torn.encode(errors="surrogateescape"))
+    monitor = CSVFile(path)
+    monitor.start(total_steps=None, first_step=4, texts={})
+    monitor.scalars(4, {"eval/loss": 3.0})
+    monitor.scalars(4, {"eval/loss": 4.0})  # the evaluation of that step, done again
+    monitor.scalars(5, {"train/loss": 2.0})
+    monitor.close()
+    assert [(row["step"], row["train/loss"], row["eval/loss"]) for row in rows(path)] == [
+        *[(str(step), "1.0", "") for step in (1, 2, 3, 4)],
+        ("4", "", "4.0"),
+        ("5", "2.0", ""),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_csv_file_of_a_fresh_start_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    attempt(CSVFile(path), range(1, 5), ends=False)
+    attempt(CSVFile(path), range(1, 2), ends=False)
+    assert [row["step"] for row in rows(path)] == ["1"]
+
+
+# --- a service that is slow, away or not installed ----------------------------------------------
+
+
+class Service(Tracker):
+    """A tracker whose service is `yaml`, and waits for `answer`, or refuses."""
+
+    package = "yaml"
+    patience_s = 0.05
+
+    def __init__(self, directory: Path, answers: bool = True, refuses: bool = False) -> None:
+        super().__init__(directory)
+        self.answer = threading.Event()
+        self.refuses = refuses
+        if answers:
+            self.answer.set()
+
+    def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+        self.answer.wait()
+        if self.refuses:
+            raise ConnectionError("nobody there")
+        return "id"
+
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_service_that_does_not_answer_holds_up_neither_steps_nor_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(tmp_path, answers=False)
+    call_hook(service, "start", total_steps=None, first_step=0, texts={})
+    for step in range(3):
+        call_hook(service, "scalars", step, {"train/loss": 1.0})
+    call_hook(service, "close")
+    service.answer.set()
+    (message,) = caplog.messages
+    assert message.startswith("Service has stopped, and training goes on without it: TimeoutError")
+
+
+def test_a_service_that_refuses_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(tmp_path, refuses=True)
+    call_hook(service, "start", total_steps=None, first_step=0, texts={})
+    while service._error is None:
+        time.sleep(0.001)
+    for step in range(3):
+        call_hook(service, "scalars", step, {"train/loss": 1.0})
+    call_hook(service, "close")
+    assert caplog.messages == [
+        "Service has stopped, and training goes on without it: ConnectionError: nobody there"
+    ]
+
+
+def test_reports_that_nobody_takes_do_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridtrain.monitor.tracker._MOST_WAITING", 3)
+    service = Service(tmp_path, answers=False)
+    service.start(total_steps=None, first_step=0, texts={})
+    while service._waiting.qsize() < 3:  # the thread has taken the first
+        service.scalars(1, {"train/loss": 1.0})
+    with pytest.raises(TimeoutError, match="3 reports are waiting"):
+        service.scalars(2, {"train/loss": 1.0})
+    service.answer.set()
+
+
+def test_a_tracker_without_its_package_names_the_extra(tmp_path: Path) -> None:
+    class Away(Service):
+        package = "not_installed"
+
+    with pytest.raises(ConfigError, match=r"pip install 'hybridtrain\[not_installed\]'"):
+        Away(tmp_path)
+
+
+def test_closing_a_tracker_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.close()
+    attempt(service, range(1, 2), ends=False)
+    service.close()
+    with pytest.raises(RuntimeError, match="start"):
+        service.scalars(1, {"train/loss": 1.0})
