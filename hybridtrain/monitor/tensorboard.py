@@ -138,7 +138,7 @@ class TensorBoard(Monitor):
         total = sum(account.values()) or 1.0
         for name, value in account.items():
             self._add(step, f"2_time/{name}_percent", 100 * value / total, "of a step, the mean of "
-                      "all devices; docs/performance.md says what it is")  # fmt: skip
+                      "all devices; docs/monitoring.md says what it is")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
             self._add(step, "1_overview/used_time_percent", computing, "of a step, in "
