@@ -70,7 +70,7 @@ class Batch:
         are, and the shape (samples, length); the first one counts. So padding counts, and where
         each replica pads its own share, this replica's length is taken for all.
         """
-        for leaf in leaves_of(self.inputs):
+        for leaf in (self.inputs,) if isinstance(self.inputs, Tensor) else leaves_of(self.inputs):
             ids = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
             if ids and leaf.dim() == 2 and leaf.shape[1] > 1:
                 return self.total * int(leaf.shape[1])

@@ -126,13 +126,14 @@ def account_of(
             computing[action] -= waited
             reduced[action] = computing[action] + min(excess_of_last[action.stage], waited)
     delays, between = late_starts(schedule, measured)
-    lengths = [
-        _length(schedule, computing),
-        _length(schedule, computing, between),
-        _length(schedule, computing, delays),
-        _length(schedule, reduced, delays),
-        _length(schedule, whole, delays),
-    ]
+    steps: list[tuple[_Times, _Times | None]]
+    steps = [
+        (computing, None), (computing, between), (computing, delays), (reduced, delays),
+        (whole, delays),
+    ]  # fmt: skip
+    lengths = [_length(schedule, *steps[0])]
+    for before, step in pairwise(steps):  # without messages or replicas some are the same
+        lengths.append(lengths[-1] if step == before else _length(schedule, *step))
     # Each step is as long as the one before or longer, since nothing in it ends earlier.
     host, messages, reduction, stragglers = (
         max(0.0, after - before) for before, after in pairwise(lengths)
