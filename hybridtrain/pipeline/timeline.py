@@ -61,7 +61,7 @@ class Timeline:
         if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
             # The zero of the events and the clock that processes compare must be one time.
             accelerator.synchronize(devices[peers.own_lane])
-        self._zero = [mark(device) for device in devices]
+        self._zero = marks(devices)
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
         self._behind = 0.0  # how much later this process began than the first one
@@ -141,13 +141,13 @@ class Phases:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.begin = [mark(device) for device in devices]
+        self.begin = marks(devices)
         self._devices = devices
         self._ends: dict[str, list[Mark]] = {}
 
     def end(self, name: str) -> None:
         """Notes that the phase `name` ends, and the next one begins."""
-        self._ends[name] = [mark(device) for device in self._devices]
+        self._ends[name] = marks(self._devices)
 
     def ends(self, device: int) -> dict[str, float]:
         """Returns when each phase ended, in seconds of the step, on a device by its number."""
@@ -189,6 +189,15 @@ def mark(device: torch.device) -> Mark:
     if accelerator is None:
         return now()
     return accelerator.record_event(accelerator.current_stream(device), timing=True)
+
+
+def marks(devices: Sequence[torch.device]) -> list[Mark]:
+    """Returns the present time on each device; lanes on one device have one time.
+
+    A thread that has to wait between two readings would shift one lane against the other.
+    """
+    known = {device: mark(device) for device in dict.fromkeys(devices)}
+    return [known[device] for device in devices]
 
 
 def _align(devices: Iterable[torch.device]) -> None:

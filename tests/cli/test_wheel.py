@@ -11,6 +11,7 @@ import yaml
 from support.launch import SMALL, environment
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hybridtrain"
 
 DATA = ("configs", "recipes")  # packages of the wheel, which are folders beside the package here
 
@@ -79,7 +80,7 @@ def test_the_wheel_has_the_configs_and_recipes(installed: Path) -> None:
         str(path.relative_to(ROOT))
         for folder in ("configs", "recipes")
         for path in (ROOT / folder).rglob("*.yaml")
-    }
+    } | {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.yaml")}  # of `new`
 
 
 def test_the_wheel_has_all_modules(installed: Path) -> None:

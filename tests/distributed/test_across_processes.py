@@ -84,7 +84,7 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     said = forked_command(
         2, [*QUICK, ACROSS, "run_name=run", "pipeline.split=time"], tmp_path / "said"
     )
-    assert said.count("ms per step; bubble") == 1
+    assert said.count("ms per step; idle") == 1
     said = forked_command(2, ["evaluate", "run_name=run"], tmp_path / "said")
     (result,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert result["loss"] == metrics("run")[-1]["eval/loss"]

@@ -18,6 +18,8 @@ from hybridtrain.monitor import Monitor
 from hybridtrain.monitor.pictures import COLOURS, WAITS, draw
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace, spans_of_trace
+from hybridtrain.pipeline import Timeline
+from hybridtrain.pipeline import timeline as timeline_module
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
 
 FORWARD, BACKWARD = ({ImageColor.getrgb(colour) for colour in COLOURS[kind]} for kind in "FB")
@@ -123,6 +125,18 @@ def test_an_action_that_took_no_time_can_be_drawn():
 
 
 # Recorded.
+def test_lanes_on_one_device_count_from_one_time_however_long_reading_it_takes(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(timeline_module, "now", lambda: float(next(clock)))
+    schedule = make_schedule("1f1b", 2, 1)
+    recorded = Timeline(schedule, [torch.device("cpu")] * 2)
+    first, second = Action("F", 0, 0), Action("F", 1, 0)
+    recorded.record(0, first, 10.0, 11.0)
+    recorded.record(1, second, 11.0, 12.0)
+    (before,), (after,) = recorded.spans()
+    assert before.end == after.start
+
+
 class Slow(nn.Module):
     def __init__(self):
         super().__init__()

@@ -22,6 +22,7 @@ def attempt(
     monitor: Monitor, steps: range, *, first_step: int = 0, loss: float = 1.0, ends: bool = True
 ) -> None:
     """An attempt of a run in which every step is logged; one that is killed never closes."""
+    monitor.patience_s = 300  # a busy machine is no server that is away
     monitor.start(total_steps=None, first_step=first_step, texts=TEXTS)
     for step in steps:
         monitor.scalars(step, {"train/loss": loss})
