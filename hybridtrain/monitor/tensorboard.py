@@ -73,11 +73,15 @@ _CHARTS = {
 }
 # Devices in a table that fits on a screen.
 _MOST_COLUMNS = 12
-# What names a run, and does not change what it learns or how fast.
 _NO_HYPERPARAMETERS = re.compile(
-    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\..*|submit\..*|cluster.*"
+    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|submit\..*|cluster.*"
     r"|checkpoint\..*|trainer\.\w+_every"
 )
+
+
+def is_hyperparameter(key: str) -> bool:
+    """Returns False for keys that change neither what a run learns nor how fast."""
+    return _NO_HYPERPARAMETERS.fullmatch(key) is None
 
 
 class TensorBoard(Monitor):
@@ -227,9 +231,7 @@ def _add_hyperparameters(writer: Any, settings: str) -> None:
 
     with suppress(yaml.YAMLError):
         values = {
-            key: value
-            for key, value in flat(yaml.safe_load(settings))
-            if not _NO_HYPERPARAMETERS.fullmatch(key)
+            key: value for key, value in flat(yaml.safe_load(settings)) if is_hyperparameter(key)
         }
         _, started, _ = hparams(values, {})
         writer._get_file_writer().add_summary(started)

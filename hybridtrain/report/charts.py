@@ -98,7 +98,7 @@ def account(bars: Mapping[str, Mapping[str, float]], title: str, legend: bool = 
     """
     from plotly.graph_objects import Bar
 
-    height = 150 + _BAR * len(bars)
+    height = max(280 if legend else 0, 150 + _BAR * len(bars))
     figure = _figure(
         title, height, barmode="stack", xaxis_title="ms of a step", showlegend=legend,
         legend={"traceorder": "normal"},

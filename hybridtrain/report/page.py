@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
+from hybridtrain.monitor import is_hyperparameter
 from hybridtrain.planning import Plan
 from hybridtrain.report import charts
 from hybridtrain.report.record import RunRecord
@@ -178,7 +179,7 @@ def _compared(records: Sequence[RunRecord]) -> Table:
     keys = [
         key
         for key in dict.fromkeys(key for own in settings for key in own)
-        if key not in ("run_name", "output_dir") and len({own.get(key) for own in settings}) > 1
+        if is_hyperparameter(key) and len({own.get(key) for own in settings}) > 1
     ]
     results = [dict(_facts(record)) for record in records]
     columns = [
