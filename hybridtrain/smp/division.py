@@ -106,8 +106,7 @@ def model_creation(
     Raises:
         ConfigError: `tensor_parallelism` is True.
     """
-    if tensor_parallelism:
-        raise ConfigError("tensor parallelism is not supported: leave tensor_parallelism out")
+    refuse_tensor_parallelism(tensor_parallelism)
     before = torch.get_default_dtype()
     if dtype is not None and current().config.precision == "fp32":
         torch.set_default_dtype(dtype)
@@ -115,6 +114,27 @@ def model_creation(
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def refuse_tensor_parallelism(enabled: bool) -> None:
+    """Raises a ConfigError if it is `enabled`."""
+    if enabled:
+        raise ConfigError(
+            "tensor parallelism is not supported: leave it out, or enable it where "
+            "smp.tp_size() > 1, which it never is"
+        )
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
+    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    refuse_tensor_parallelism(enabled)
+    yield
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
+    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    refuse_tensor_parallelism(enabled)
 
 
 @contextmanager

@@ -123,11 +123,11 @@ class _Step:
             raise UserError(f"{self._name} is called in another step: call it outside of it")
         cut = self._cutter.cut(args, kwargs, runtime.config.microbatches)
         first_call = not self._is_checked
-        attributes = plain_attributes(model.module) if first_call else {}
+        attributes = plain_attributes(model.net) if first_call else {}
         if first_call:
             if self._trains is None:
                 self._trains = names_backward(self._function)
-            check_globals(self._function, model.module)
+            check_globals(self._function, model.net)
         state = ThreadState.capture()
         bodies = [
             Body(partial(self._function, *own_args, **own_kwargs), self._name, state)
@@ -141,7 +141,7 @@ class _Step:
             if trains:
                 runtime.attendance.begin()  # which travels during what follows
             if first_call:
-                check_attributes(self._name, attributes, model.module)
+                check_attributes(self._name, attributes, model.net)
             if not model.partitioned:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
@@ -155,6 +155,7 @@ class _Step:
             if not is_done:
                 set_flags(flags_before)  # bodies that end in another order may leave them changed
         self._is_checked = True
+        model.run_post_step_hooks()
         return collected(shared(values, runtime.world, drawn_from), cut.samples)
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
@@ -220,7 +221,7 @@ class _Step:
                 gradient = gradient * share
             return HeadOutput(value, result.root, gradient)
 
-        inputs = [inputs_of(model.module, call.args, call.kwargs) for call in calls]
+        inputs = [inputs_of(model.net, call.args, call.kwargs) for call in calls]
         # an autocast inside of the step is on for the model's call alone
         with (
             torch.set_grad_enabled(trains),

@@ -1086,9 +1086,15 @@ def _(world):
     assert smp.get_partition(script.net[4]) == 1
     assert script.model.local_state_dict()["_smp_is_partial"]
     assert len(script.model.state_dict()) == len(build().state_dict())
-    for name in ("tensor_parallelism", "nn", "tp_register", "optimizers"):
+    for name in ("tp_register", "fp16"):
         with pytest.raises(ConfigError, match=rf"smp.{name}: "):
             getattr(smp, name)
+    with pytest.raises(ConfigError, match=r"smp.nn.DistributedTransformer is of tensor"):
+        smp.nn.DistributedTransformer  # noqa: B018
+    with smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True):
+        assert script.model.module.module is script.net
+    with pytest.raises(ConfigError, match="tensor parallelism is not"), smp.tensor_parallelism():
+        pass
     with pytest.raises(AttributeError):
         smp.no_such_name  # noqa: B018
 
