@@ -77,8 +77,7 @@ class BatchCheck:
             raise BatchError(
                 f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
                 f"with engine=distributed samples are divided over the replicas (world.replica of "
-                f"world.replicas; in smp, dp_rank() of dp_size()), not over the processes, and "
-                f"each process needs the same order"
+                f"world.replicas), not over the processes, and each process needs the same order"
             )
 
 

@@ -15,6 +15,7 @@ microbatches       the arguments of a step, cut
 optimizer          `DistributedOptimizer`; amp: `GradScaler`; optimizers: LAMB, NovoGrad
 nn                 `FusedLayerNorm`
 saving             checkpoints, and files of parts
+words              the words of smp in the library's messages
 """
 
 from typing import Any

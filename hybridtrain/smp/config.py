@@ -76,7 +76,7 @@ class SmpConfig:
     bf16: bool = False
     ddp_dist_backend: str = "auto"
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The settings under the key `hybridtrain`: those of `_OWN_KEYS`, and fields of
+    """The settings under the key `hybridtrain`: those of `OWN_KEYS`, and fields of
     `PipelineOptions`."""
 
     def __post_init__(self) -> None:
@@ -99,10 +99,10 @@ class SmpConfig:
             raise ConfigError("fp16 and bf16 cannot both be true: choose one")
         if not self.auto_partition and self.default_partition is None:
             raise ConfigError(
-                "auto_partition=false needs default_partition=, the stage of modules that are in "
-                "no smp.partition"
+                "auto_partition=false needs default_partition=, the partition of modules that are "
+                "in no smp.partition"
             )
-        known = {option.name for option in fields(PipelineOptions)} | {*_OWN_KEYS}
+        known = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
         for name in self.own:
             if name not in known:
                 hint = did_you_mean(name, sorted(known), "settings")
@@ -151,11 +151,11 @@ class SmpConfig:
             shard="optimizer" if self.shard_optimizer_state else "none",
             seed=seed,
         )
-        settings = {name: value for name, value in self.own.items() if name not in _OWN_KEYS}
+        settings = {name: value for name, value in self.own.items() if name not in OWN_KEYS}
         return with_settings(options, settings)
 
 
-_OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
+OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
 def parse(given: Mapping[str, Any]) -> SmpConfig:
@@ -171,8 +171,8 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
             raise ConfigError("partitions and pipeline_parallel_degree differ: give one of them")
     if "pipeline_parallel_degree" not in values:
         raise ConfigError(
-            "pipeline_parallel_degree (or partitions) is missing: the number of stages that the "
-            "model is divided into; 1 for data parallelism alone"
+            "pipeline_parallel_degree (or partitions) is missing: the number of partitions that "
+            "the model is divided into; 1 for data parallelism alone"
         )
     for name, why in REFUSED.items():
         value = values.pop(name, None)

@@ -21,6 +21,7 @@ from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.planning import plan, table
 from hybridtrain.smp.runtime import Runtime, current
+from hybridtrain.smp.words import in_smp_words
 
 log = logging.getLogger("hybridtrain")
 
@@ -74,6 +75,7 @@ def partitioned_model(
     return HybridModel(net, world, options, example_inputs=example)
 
 
+@in_smp_words()
 def get_partition(module: nn.Module) -> int:
     """Returns the stage that `module` is in, or the first one of its parts is.
 

@@ -30,6 +30,7 @@ from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import OptimizerStep
 
 
@@ -390,6 +391,7 @@ class DistributedModel(nn.Module):
         own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
         return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
 
+    @in_smp_words()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the whole model; all processes of a pipeline call it together."""
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
@@ -398,6 +400,7 @@ class DistributedModel(nn.Module):
         """Returns the state of this process's stages, marked as a part."""
         return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
 
+    @in_smp_words()
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -428,6 +431,7 @@ class DistributedModel(nn.Module):
             raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
         self.net.zero_grad(set_to_none)
 
+    @in_smp_words()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before.
 
@@ -435,6 +439,7 @@ class DistributedModel(nn.Module):
         """
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
+    @in_smp_words()
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages; as `clip_grad_norm_`."""
         return self.partitioned_hybrid().grad_norm()

@@ -20,6 +20,7 @@ from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 
 _SCALE_ARGUMENTS = {
     "init_scale": 2.0**32,
@@ -117,6 +118,7 @@ class DistributedOptimizer(Optimizer):
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
 
+    @in_smp_words()
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
 
@@ -167,6 +169,7 @@ class DistributedOptimizer(Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    @in_smp_words()
     def clip_master_grads(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         model = current().model
@@ -225,6 +228,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in [p for p in self.state if not self._shares.owns(p)]:
                 del self.state[parameter]
 
+    @in_smp_words()
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
@@ -243,6 +247,7 @@ class DistributedOptimizer(Optimizer):
         """
         return {**self._numbered(is_whole=False, gathers=bool(gather_if_shard)), PARTIAL: True}
 
+    @in_smp_words()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
 

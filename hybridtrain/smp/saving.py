@@ -42,6 +42,7 @@ from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
 from hybridtrain.smp.ranks import joined, pp_rank, pp_size, rdp_rank
 from hybridtrain.smp.runtime import Runtime, current
+from hybridtrain.smp.words import in_smp_words
 
 _CONTENT = "user_content"
 
@@ -204,6 +205,7 @@ def load(
     return objects[0] if len(objects) == 1 else joined(objects)
 
 
+@in_smp_words()
 def save_checkpoint(
     path: str,
     tag: str,
@@ -259,6 +261,7 @@ def save_checkpoint(
     )
 
 
+@in_smp_words()
 def resume_from_checkpoint(
     path: str,
     tag: str | None = None,

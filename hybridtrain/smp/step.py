@@ -33,6 +33,7 @@ from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 from hybridtrain.world import World
 
 _SMALL = 1 << 16  # bytes of a CPU tensor that travels with the structure around it
@@ -108,6 +109,7 @@ class _Step:
         """Binds the step where it is a method."""
         return self if instance is None else partial(self, instance)
 
+    @in_smp_words()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step for a batch.
 
