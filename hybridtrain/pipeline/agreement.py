@@ -51,7 +51,7 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
-        digest = _digest((inputs, targets))
+        digest = batch_digest((inputs, targets))
         self._found = torch.tensor([digest, -digest])
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -81,8 +81,8 @@ class BatchCheck:
             )
 
 
-def _digest(batch: Any) -> int:
-    """Returns a number of 62 bits."""
+def batch_digest(batch: Any) -> int:
+    """Returns a number of 62 bits, of shapes and of some numbers of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor):

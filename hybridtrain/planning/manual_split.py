@@ -87,36 +87,36 @@ _marking = _Marking()
 
 
 @contextmanager
-def partition(stage: int) -> Iterator[None]:
-    """Marks the modules that this thread makes inside, also by copying, for `stage`.
+def partition(index: int) -> Iterator[None]:
+    """Marks the modules that this thread makes inside, also by copying, for the stage `index`.
 
     Of nested partitions the innermost counts.
 
     Raises:
-        SplitError: `stage` is not the index of a stage.
+        SplitError: `index` is not the index of a stage.
     """
-    _check_index(stage)
+    _check_index(index)
     before = _current.stage
     with _marking:
-        _current.stage = stage
+        _current.stage = index
         try:
             yield
         finally:
             _current.stage = before
 
 
-def set_partition(module: nn.Module, stage: int) -> None:
-    """Marks `module` for `stage`, with what is in it; parts that are marked otherwise stay.
+def set_partition(module: nn.Module, index: int) -> None:
+    """Marks `module` for the stage `index`, with what is in it; parts with other marks stay.
 
     Raises:
-        SplitError: `stage` is not the index of a stage.
+        SplitError: `index` is not the index of a stage.
     """
-    _check_index(stage)
+    _check_index(index)
     before = _mark(module)
     for part in module.modules():
         if before is not None and _mark(part) == before:  # made in one partition with it
-            part.__dict__[_MARK] = stage
-    module.__dict__[_MARK] = stage
+            part.__dict__[_MARK] = index
+    module.__dict__[_MARK] = index
 
 
 def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:

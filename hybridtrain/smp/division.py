@@ -195,24 +195,24 @@ def checkpoint(
 
 
 def checkpoint_sequential(
-    sequential: nn.Sequential,
+    sequential_module: nn.Sequential,
     input: Any,
     strategy: str = "each",
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Returns `sequential(input)`, in a model's forward; each of its layers is recomputed.
+    """Returns `sequential_module(input)`, in a model's forward; each of its layers is recomputed.
 
     Args:
-        sequential: a Sequential of the model.
+        sequential_module: a Sequential of the model.
         input: its argument.
         strategy: as of `set_activation_checkpointing`.
         preserve_rng_state: see there.
         pack_args_as_tuple: see there.
     """
-    if not isinstance(sequential, nn.Sequential):
+    if not isinstance(sequential_module, nn.Sequential):
         raise ConfigError("smp.checkpoint_sequential takes an nn.Sequential")
-    return checkpoint(sequential, input)
+    return checkpoint(sequential_module, input)
 
 
 def checkpointed_names(net: nn.Module) -> list[str]:

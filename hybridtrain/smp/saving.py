@@ -184,6 +184,8 @@ def load(
     options = dict(pickle_load_args, map_location=map_location)
     options.setdefault("weights_only", not current().config.trusts_pickles)
     if pickle_module is not None:
+        if options["weights_only"]:
+            raise CheckpointError(f"pickle_module= reads objects of any type: {_TRUST}")
         options["pickle_module"] = pickle_module
     paths = [Path(f)]
     if partial:
