@@ -1,4 +1,4 @@
-"""Runs a script of smp 1.x as it is, with no import changed.
+"""Runs an unchanged script of smp 1.x.
 
     torchrun --standalone --nproc-per-node 2 -m hybridtrain.smp train.py --its-arguments
 

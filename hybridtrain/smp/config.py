@@ -131,7 +131,7 @@ class SmpConfig:
 
     @property
     def trusts_pickles(self) -> bool:
-        """Whether objects of any type are saved and loaded, by pickle, which can run code."""
+        """True if objects of any type are saved and loaded, by pickle, which can run code."""
         return self.own.get("trust_pickles", False) is True
 
     def options(self, seed: int) -> PipelineOptions:

@@ -2,7 +2,7 @@
 
 Scripts also import functions that translate states between these layers and those of transformers,
 `smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2`. A model is transformers' own here, so
-that they return the state as it is. All submodules of `huggingface` are this module.
+that they return the state unchanged. All submodules of `huggingface` are this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.modules |= {
 }
 
 
-def _as_it_is(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+def _unchanged(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns `state_dict`: the names are those of transformers already."""
     return state_dict
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return sys.modules[__name__]
     if name.startswith("translate_"):
-        return _as_it_is
+        return _unchanged
     if name.startswith("Distributed") or name == "FlashAttentionLayer":
         raise ConfigError(
             f"smp.nn.{name} is of tensor parallelism, which is not supported: write the layer in "

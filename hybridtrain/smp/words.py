@@ -43,7 +43,7 @@ _QUOTED = re.compile(r"""((?<!\w)(?:'[^'\n]*'|"[^"\n]*")(?!\w))""")
 
 
 def smp_words(message: str) -> str:
-    """Returns `message` with the keys and words of smp; quoted texts stay as they are."""
+    """Returns `message` with the keys and words of smp; quoted texts do not change."""
 
     def renamed(match: re.Match[str]) -> str:
         return f"{_KEYS.get(match[1], match[1])}={match[2]}" if match[1] else match[0]

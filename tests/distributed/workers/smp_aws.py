@@ -1,4 +1,4 @@
-"""AWS's example scripts, with the import changed or as they are, against a plain loop."""
+"""AWS's example scripts, with the import changed or unchanged, against a plain loop."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _(world):
         "gpt2-manual",
         "train_gpt_simple",
         aws.write_tokens,
-        options(**GPT, manual_partition=1, logits_output="logits.pt"),
+        options(**GPT, num_layers=2, manual_partition=1, logits_output="logits.pt"),
         options(max_steps=6, load_partial=1),
         exact=False,
     )
@@ -91,7 +91,7 @@ def _(world):
         "gptj",
         "train_gptj_simple",
         aws.write_tokens,
-        options(**GPT, manual_partition=1, gather_if_shard=0),
+        options(**GPT, num_layers=2, manual_partition=1, gather_if_shard=0),
         options(max_steps=6, load_partial=1),
     )
 
@@ -108,14 +108,14 @@ def _(world):
     )
 
 
-@cells.add("BERT: sagemaker_smp_pretrain.py, as it is")
+@cells.add("BERT: sagemaker_smp_pretrain.py, unchanged")
 def _(world):
     files = {"input_dir": "input", "config_file": "config.json", "output_dir": "output"}
     arguments = options(**files)
     check(world, "bert", "sagemaker_smp_pretrain", aws.write_sentences, arguments, aliases=True)
 
 
-@cells.add("MNIST: pt_mnist.py, as it is")
+@cells.add("MNIST: pt_mnist.py, unchanged")
 def _(world):
     check(world, "mnist", "pt_mnist", aws.write_digits, [], aliases=True)
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import hybridtrain.smp as smp
-from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, SplitError, UserError
 from hybridtrain.smp import runtime
 from hybridtrain.smp.step import flags
 
@@ -545,7 +545,9 @@ def _(world):
     before = [p.clone() for p in model.parameters()]
     output, _ = train_step(model, x, y)
     assert output.outputs[0].dtype == torch.float16
+    assert not optimizer.overflow
     optimizer.step()  # the scale is too large: no update, and a smaller one
+    assert optimizer.overflow
     assert optimizer.loss_scale == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
                if not b.is_meta)  # fmt: skip
@@ -555,6 +557,7 @@ def _(world):
         norm = optimizer.clip_master_grads(1e9)
         optimizer.step()
     assert optimizer.loss_scale < 2.0**30
+    assert not optimizer.overflow
     assert torch.isfinite(norm)
     assert all(not torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
                if not b.is_meta)  # fmt: skip
@@ -1099,6 +1102,69 @@ def _(world):
         pass
     with pytest.raises(AttributeError):
         smp.no_such_name  # noqa: B018
+
+
+class Settings:
+    """A configuration, as those of transformers are."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def to_dict(self):
+        return self.fields
+
+    @classmethod
+    def from_dict(cls, fields):
+        return cls(**fields)
+
+
+@cells.add("a configuration is saved by its fields, and other objects where files are trusted")
+def _(world):
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
+    content = {"config": Settings(layers=2, labels={0: "a"}), "args": {"lr": 0.1, "dirs": ["a"]}}
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    for partial in (True, False):
+        saved = {"path": folder, "tag": f"{partial}", "partial": partial}
+        smp.save_checkpoint(**saved, optimizer=script.optimizer, user_content=content)
+        smp.barrier()
+        found = smp.resume_from_checkpoint(folder, f"{partial}", partial)
+        assert isinstance(found["config"], Settings)
+        assert found["config"].fields == content["config"].fields
+        assert found["args"] == content["args"]
+        with pytest.raises(CheckpointError, match=r"SimpleNamespace at user_content.*trust_pick"):
+            smp.save_checkpoint(**saved, user_content={"any": SimpleNamespace()})
+    smp.save({**content, "model": script.model.local_state_dict()}, f"{folder}/parts")
+    smp.save(SimpleNamespace(), f"{folder}/any")
+    smp.barrier()
+    assert smp.load(f"{folder}/parts")["config"].fields == content["config"].fields
+    with pytest.raises(CheckpointError, match="trust_pickles"):
+        smp.load(f"{folder}/any")
+    with pytest.raises(CheckpointError, match="trust_pickles"):
+        smp.load(f"{folder}/parts", pickle_module=pickle)
+    assert smp.load(f"{folder}/any", weights_only=False) == SimpleNamespace()
+    Settings.__name__ = "Gone"  # as in a script that has not imported it
+    del globals()["Settings"]
+    assert smp.load(f"{folder}/parts")["config"] == content["config"].fields
+    begin({**PIPELINE, "hybridtrain": {"trust_pickles": True}})
+    assert smp.load(f"{folder}/any") == SimpleNamespace()
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@cells.add("errors of the library speak of smp's keys, partitions and microbatches")
+def _(world):
+    net = build()
+    smp.set_partition(net[0], 1)
+    smp.set_partition(net[4], 0)
+    script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
+    said = r"is to be on partition 0 but runs after '\d' on partition 1"
+    with pytest.raises((SplitError, UserError), match=said):
+        train_step(script.model, script.x, script.y)
+    script = begin()
+    with pytest.raises(BatchError, match=r"the 2 microbatches|2 microbatches do not"):
+        train_step(script.model, script.x, script.y[:7])
 
 
 @cells.add("every name of the page takes every argument of smp's documented signature")
