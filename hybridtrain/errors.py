@@ -9,7 +9,9 @@ message without a traceback. Every other exception is a bug, and keeps its trace
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -97,3 +99,22 @@ def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
     known = list(known)
     close = closest(name, known)
     return f"did you mean {close!r}?" if close else f"the {kind} are: {', '.join(known)}"
+
+
+QUOTE_OR_ARGUMENT = re.compile(
+    r"""(?<!\w)(?:'[^'\n]*'|"[^"\n]*")(?!\w)|(?<![\w.\-/?&])(\w+)=(?!=)(None\b|True\b|False\b|)"""
+)
+"""A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison."""
+
+
+@contextmanager
+def reworded_errors(reword: Callable[[str, Exception], str]) -> Iterator[None]:
+    """Applies `reword` to a UserError that is raised inside, and to every error's notes."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError):
+            error.args = (reword(str(error), error),)
+        if hasattr(error, "__notes__"):
+            error.__notes__ = [reword(note, error) for note in error.__notes__]
+        raise

@@ -114,7 +114,8 @@ class PipelineOptions:
     memory_limit_gib: float | None = None
     """For a split by measured costs: what a device may hold, in GiB; None: no limit."""
     default_partition: int | None = None
-    """For the split `manual`: the stage of layers without a mark; None: each needs one."""
+    """For the split `manual`: the stage of layers without a mark, or the nearest that their order
+    allows; None: each needs one."""
     optimizer_tensors_per_param: int = 2
     """For a split by memory: tensors of a parameter's size that the optimizer keeps for it (AdamW
     keeps 2)."""

@@ -19,13 +19,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from hybridtrain.errors import ConfigError, DataError, UserError
+from hybridtrain.errors import QUOTE_OR_ARGUMENT, ConfigError, DataError, reworded_errors
 from hybridtrain.machine import Machine
 from hybridtrain.options import OTHER_NAMES as ARGUMENTS
 from hybridtrain.options import (
@@ -492,11 +492,6 @@ OTHER_NAMES = {
     **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
 }
 
-# A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison.
-_QUOTE_OR_ARGUMENT = re.compile(
-    r"""(?<!\w)(?:'[^'\n]*'|"[^"\n]*")(?!\w)|(?<![\w.\-/?&])(\w+)=(?!=)(None\b|True\b|False\b|)"""
-)
-
 
 def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
     """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`.
@@ -510,20 +505,15 @@ def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
         value = "null" if match[2] == "None" else match[2].lower()
         return f"{keys[match[1]]}={value}"
 
-    message = _QUOTE_OR_ARGUMENT.sub(replaced, message)
+    message = QUOTE_OR_ARGUMENT.sub(replaced, message)
     return re.sub("or start a new run( in another directory)?", "or set another run_name", message)
 
 
-@contextmanager
-def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> Iterator[None]:
+def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> AbstractContextManager[None]:
     """Applies `with_config_keys` to an error that is raised inside, and to every error's notes."""
-    try:
-        yield
-    except Exception as error:
-        if keys is KEYS and isinstance(error, DataError):
-            keys = _KEYS_OF_DATA
-        if isinstance(error, UserError):
-            error.args = (with_config_keys(str(error), keys),)
-        if hasattr(error, "__notes__"):
-            error.__notes__ = [with_config_keys(note, keys) for note in error.__notes__]
-        raise
+
+    def reword(message: str, error: Exception) -> str:
+        is_of_data = keys is KEYS and isinstance(error, DataError)
+        return with_config_keys(message, _KEYS_OF_DATA if is_of_data else keys)
+
+    return reworded_errors(reword)

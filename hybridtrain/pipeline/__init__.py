@@ -21,7 +21,7 @@ model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
-from hybridtrain.pipeline.agreement import BatchCheck, check_replicas
+from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES
@@ -42,6 +42,7 @@ __all__ = [
     "Pipeline",
     "ReplayedDraws",
     "Timeline",
+    "batch_digest",
     "check_replicas",
     "construct_own_stages",
     "default_generator_lock",

@@ -51,7 +51,7 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
-        digest = _digest((inputs, targets))
+        digest = batch_digest((inputs, targets))
         self._found = torch.tensor([digest, -digest])
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -77,13 +77,12 @@ class BatchCheck:
             raise BatchError(
                 f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
                 f"with engine=distributed samples are divided over the replicas (world.replica of "
-                f"world.replicas; in smp, dp_rank() of dp_size()), not over the processes, and "
-                f"each process needs the same order"
+                f"world.replicas), not over the processes, and each process needs the same order"
             )
 
 
-def _digest(batch: Any) -> int:
-    """Returns a number of 62 bits."""
+def batch_digest(batch: Any) -> int:
+    """Returns a number of 62 bits, of shapes and of some numbers of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor):

@@ -18,6 +18,7 @@ have it. A module without one goes with the nearest module around it.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from torch import Tensor, nn
 from hybridtrain.errors import SplitError, did_you_mean
 from hybridtrain.graph import Layer
 from hybridtrain.options import SplitSpec
+
+log = logging.getLogger("hybridtrain")
 
 _MARK = "_pipeline_stage"
 
@@ -84,36 +87,36 @@ _marking = _Marking()
 
 
 @contextmanager
-def partition(stage: int) -> Iterator[None]:
-    """Marks the modules that this thread makes inside, also by copying, for `stage`.
+def partition(index: int) -> Iterator[None]:
+    """Marks the modules that this thread makes inside, also by copying, for the stage `index`.
 
     Of nested partitions the innermost counts.
 
     Raises:
-        SplitError: `stage` is not the index of a stage.
+        SplitError: `index` is not the index of a stage.
     """
-    _check_index(stage)
+    _check_index(index)
     before = _current.stage
     with _marking:
-        _current.stage = stage
+        _current.stage = index
         try:
             yield
         finally:
             _current.stage = before
 
 
-def set_partition(module: nn.Module, stage: int) -> None:
-    """Marks `module` for `stage`, with what is in it; parts that are marked otherwise stay.
+def set_partition(module: nn.Module, index: int) -> None:
+    """Marks `module` for the stage `index`, with what is in it; parts with other marks stay.
 
     Raises:
-        SplitError: `stage` is not the index of a stage.
+        SplitError: `index` is not the index of a stage.
     """
-    _check_index(stage)
+    _check_index(index)
     before = _mark(module)
     for part in module.modules():
         if before is not None and _mark(part) == before:  # made in one partition with it
-            part.__dict__[_MARK] = stage
-    module.__dict__[_MARK] = stage
+            part.__dict__[_MARK] = index
+    module.__dict__[_MARK] = index
 
 
 def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
@@ -154,12 +157,14 @@ def counts_by_marks(
 ) -> list[int]:
     """Returns how many layers each stage gets if they go where the marks say.
 
-    A layer with neither a mark nor parameters nor buffers, or a stateless one that runs again, can
-    run anywhere: it goes as near to its mark or to `default_partition` as the order allows, and
-    without either with the layer before it.
+    A layer without a mark goes as near to `default_partition` as the order of the layers allows,
+    with a line in the log where that is another stage. A layer with neither a mark nor parameters
+    nor buffers, or a stateless one that runs again, can run anywhere: it goes as near to its mark
+    or to `default_partition`, and without either with the layer before it.
 
     `layers` are those of `net` in the order in which they run, by their names there; a further call
-    of a module has a suffix (`decoder@2`). `default_partition` None allows no layer without a mark.
+    of a module has a suffix (`decoder@2`). `default_partition` None allows no layer with state
+    without a mark.
 
     Raises:
         SplitError: the marks do not describe `stages` runs of layers; says which layer, and why.
@@ -169,32 +174,40 @@ def counts_by_marks(
             "no module of the model has a partition: make modules inside `with partition(i):`, or "
             "call set_partition"
         )
-    hint = ""
     if default_partition is not None:
         _check_stage(f"default_partition={default_partition}", default_partition, stages)
-        hint = f" (without a mark: default_partition={default_partition})"
     marks: dict[int, int | None] = {}
     for module, mark in _marks_in(net):
         for held in (module, *_own_state(module)):
             marks.setdefault(id(held), mark)
     assigned: list[int | None] = []
     preferred: list[int | None] = []
+    moves: list[bool] = []  # layers with state and without a mark
     ran: set[int] = set()
     for layer in layers:
-        stage = _stage_of(net, layer, marks, default_partition)
+        wanted = _wanted_stages(net, layer, marks)
+        stage = _stage_of(layer, wanted, default_partition)
         preferred.append(default_partition if stage is None else stage)
         again = id(layer.module) in ran or layer.name != strip_call_index(layer.name)
         ran.add(id(layer.module))
         stateless = not any(_own_state(part) for part in layer.module.modules())
-        assigned.append(None if again and stateless else stage)
+        moves.append(wanted == {None})
+        assigned.append(None if moves[-1] or (again and stateless) else stage)
     filled = _fill_in(assigned, preferred, stages)
-    return _counts_of(layers, filled, stages, hint)
+    for layer, is_moved, stage in zip(layers, moves, filled, strict=True):
+        if is_moved and stage != default_partition:
+            log.info(
+                "%s has no partition and is on %d: layers run in the order of the stages, and "
+                "default_partition=%d is not possible there",
+                layer.name, stage, default_partition,
+            )  # fmt: skip
+    return _counts_of(layers, filled, stages)
 
 
-def _stage_of(
-    net: nn.Module, layer: Layer, marks: Mapping[int, int | None], default: int | None
-) -> int | None:
-    """Returns the stage that the marks ask for; None if the layer can run anywhere.
+def _wanted_stages(
+    net: nn.Module, layer: Layer, marks: Mapping[int, int | None]
+) -> set[int | None]:
+    """Returns the marks of what is in a layer, None for what has none; empty: it can run anywhere.
 
     What holds state decides, since the rest can be computed next to it. The layer may be a segment
     of the model's forward: not a module of the model, but with some of its modules and parameters,
@@ -210,6 +223,11 @@ def _stage_of(
     if not wanted:
         wanted = {marks.get(id(part)) for part in parts if not any(part.children())} - {None}
         wanted = wanted or {by_name} - {None}
+    return wanted
+
+
+def _stage_of(layer: Layer, wanted: Collection[int | None], default: int | None) -> int | None:
+    """Returns the stage of a layer; None if it can run anywhere."""
     found = {default if mark is None else mark for mark in wanted}
     if None in found:
         raise SplitError(
@@ -341,13 +359,11 @@ def _fill_in(
     return filled
 
 
-def _counts_of(
-    layers: Sequence[Layer], assigned: Sequence[int], stages: int, hint: str = ""
-) -> list[int]:
+def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) -> list[int]:
     """Returns how many layers each stage gets, by the stage that each layer is assigned to.
 
     Raises:
-        SplitError: a stage does not exist or has no layer, or the stages are not in order (`hint`).
+        SplitError: a stage does not exist or has no layer, or the stages are not in order.
     """
     for layer, stage in zip(layers, assigned, strict=True):
         _check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
@@ -355,7 +371,7 @@ def _counts_of(
         if stage < earlier:
             raise SplitError(
                 f"layer {layer.name!r} is to be on stage {stage} but runs after {before.name!r} "
-                f"on stage {earlier}{hint}: stages run in order, so put {layer.name!r} on a later "
+                f"on stage {earlier}: stages run in order, so put {layer.name!r} on a later "
                 f"one or {before.name!r} on an earlier one"
             )
     counts = [assigned.count(stage) for stage in range(stages)]

@@ -12,14 +12,17 @@ division           how it is divided, and which modules are recomputed
 step               `@smp.step`: a function that runs once for each micro-batch
 bodies             these runs, each suspended where it calls the model
 microbatches       the arguments of a step, cut
-optimizer          `DistributedOptimizer`; amp: `GradScaler`
+optimizer          `DistributedOptimizer`; amp: `GradScaler`; optimizers: LAMB, NovoGrad
+nn                 `FusedLayerNorm`
 saving             checkpoints, and files of parts
+words              the words of smp in the library's messages
 """
 
 from typing import Any
 
+import hybridtrain
 from hybridtrain.planning import partition, set_partition
-from hybridtrain.smp import amp
+from hybridtrain.smp import amp, nn, optimizers
 from hybridtrain.smp.config import config_from_distribution
 from hybridtrain.smp.division import (
     checkpoint,
@@ -29,6 +32,8 @@ from hybridtrain.smp.division import (
     get_partition,
     model_creation,
     set_activation_checkpointing,
+    set_tensor_parallelism,
+    tensor_parallelism,
 )
 from hybridtrain.smp.microbatches import SplitDataset
 from hybridtrain.smp.model import NAMES, DistributedModel, refuse
@@ -133,6 +138,8 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
+    "optimizers",
     "partition",
     "pp_barrier",
     "pp_rank",
@@ -150,13 +157,17 @@ __all__ = [
     "send",
     "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
     "tp_size",
 ]
+
+__version__ = hybridtrain.__version__
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP

@@ -38,6 +38,9 @@ NO_MEANING = {
     "task_level_active_microbatches": "active_microbatches holds for each device",
     "static_mode": "the order of execution is always that of the schedule",
     "fast_mode": "values already go from stage to stage directly",
+    "checkpoint_attentions": "it concerns the layers of tensor parallelism",
+    "_match_weights": "it concerns the layers of tensor parallelism",
+    "_fp32_grad_accumulation": "gradients are fp32",
 }
 """Keys that are accepted and change nothing, with the reason."""
 
@@ -73,7 +76,7 @@ class SmpConfig:
     bf16: bool = False
     ddp_dist_backend: str = "auto"
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The settings under the key `hybridtrain`: `engine`, `devices`, `timeout_s`, and fields of
+    """The settings under the key `hybridtrain`: those of `OWN_KEYS`, and fields of
     `PipelineOptions`."""
 
     def __post_init__(self) -> None:
@@ -96,10 +99,10 @@ class SmpConfig:
             raise ConfigError("fp16 and bf16 cannot both be true: choose one")
         if not self.auto_partition and self.default_partition is None:
             raise ConfigError(
-                "auto_partition=false needs default_partition=, the stage of modules that are in "
-                "no smp.partition"
+                "auto_partition=false needs default_partition=, the partition of modules that are "
+                "in no smp.partition"
             )
-        known = {option.name for option in fields(PipelineOptions)} | {*_WORLD_KEYS}
+        known = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
         for name in self.own:
             if name not in known:
                 hint = did_you_mean(name, sorted(known), "settings")
@@ -126,6 +129,11 @@ class SmpConfig:
         """The option `precision`."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
+    @property
+    def trusts_pickles(self) -> bool:
+        """True if objects of any type are saved and loaded, by pickle, which can run code."""
+        return self.own.get("trust_pickles", False) is True
+
     def options(self, seed: int) -> PipelineOptions:
         """Returns the options of the pipeline.
 
@@ -143,11 +151,11 @@ class SmpConfig:
             shard="optimizer" if self.shard_optimizer_state else "none",
             seed=seed,
         )
-        settings = {name: value for name, value in self.own.items() if name not in _WORLD_KEYS}
+        settings = {name: value for name, value in self.own.items() if name not in OWN_KEYS}
         return with_settings(options, settings)
 
 
-_WORLD_KEYS = ("engine", "devices", "timeout_s", "stall_s")
+OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
 def parse(given: Mapping[str, Any]) -> SmpConfig:
@@ -163,8 +171,8 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
             raise ConfigError("partitions and pipeline_parallel_degree differ: give one of them")
     if "pipeline_parallel_degree" not in values:
         raise ConfigError(
-            "pipeline_parallel_degree (or partitions) is missing: the number of stages that the "
-            "model is divided into; 1 for data parallelism alone"
+            "pipeline_parallel_degree (or partitions) is missing: the number of partitions that "
+            "the model is divided into; 1 for data parallelism alone"
         )
     for name, why in REFUSED.items():
         value = values.pop(name, None)

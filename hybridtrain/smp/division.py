@@ -21,6 +21,7 @@ from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.planning import plan, table
 from hybridtrain.smp.runtime import Runtime, current
+from hybridtrain.smp.words import in_smp_words
 
 log = logging.getLogger("hybridtrain")
 
@@ -74,6 +75,7 @@ def partitioned_model(
     return HybridModel(net, world, options, example_inputs=example)
 
 
+@in_smp_words()
 def get_partition(module: nn.Module) -> int:
     """Returns the stage that `module` is in, or the first one of its parts is.
 
@@ -106,8 +108,7 @@ def model_creation(
     Raises:
         ConfigError: `tensor_parallelism` is True.
     """
-    if tensor_parallelism:
-        raise ConfigError("tensor parallelism is not supported: leave tensor_parallelism out")
+    refuse_tensor_parallelism(tensor_parallelism)
     before = torch.get_default_dtype()
     if dtype is not None and current().config.precision == "fp32":
         torch.set_default_dtype(dtype)
@@ -115,6 +116,27 @@ def model_creation(
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def refuse_tensor_parallelism(enabled: bool) -> None:
+    """Raises a ConfigError if it is `enabled`."""
+    if enabled:
+        raise ConfigError(
+            "tensor parallelism is not supported: leave it out, or enable it where "
+            "smp.tp_size() > 1, which it never is"
+        )
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
+    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    refuse_tensor_parallelism(enabled)
+    yield
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
+    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    refuse_tensor_parallelism(enabled)
 
 
 @contextmanager
@@ -173,24 +195,24 @@ def checkpoint(
 
 
 def checkpoint_sequential(
-    sequential: nn.Sequential,
+    sequential_module: nn.Sequential,
     input: Any,
     strategy: str = "each",
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Returns `sequential(input)`, in a model's forward; each of its layers is recomputed.
+    """Returns `sequential_module(input)`, in a model's forward; each of its layers is recomputed.
 
     Args:
-        sequential: a Sequential of the model.
+        sequential_module: a Sequential of the model.
         input: its argument.
         strategy: as of `set_activation_checkpointing`.
         preserve_rng_state: see there.
         pack_args_as_tuple: see there.
     """
-    if not isinstance(sequential, nn.Sequential):
+    if not isinstance(sequential_module, nn.Sequential):
         raise ConfigError("smp.checkpoint_sequential takes an nn.Sequential")
-    return checkpoint(sequential, input)
+    return checkpoint(sequential_module, input)
 
 
 def checkpointed_names(net: nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import OptimizerStep
 
 
@@ -39,7 +40,10 @@ def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         UserError: `net` cannot be called with them.
     """
-    if len(args) == 1 and not kwargs and (isinstance(args[0], Tensor) or is_chain(net)):
+    # of keys and values in models of transformers; it is for generation, and stages cannot pass it
+    has_cache = getattr(getattr(net, "config", None), "use_cache", False) is True
+    is_alone = len(args) == 1 and not kwargs and not has_cache
+    if is_alone and (isinstance(args[0], Tensor) or is_chain(net)):
         return args[0]
     try:
         signature = inspect.signature(net.forward)
@@ -59,19 +63,14 @@ def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
             return args
         by_name |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return by_name
+    return {"use_cache": False, **by_name} if has_cache else by_name
 
 
 _TENSOR = "tensor parallelism is not supported: leave it out, or write the layer in plain PyTorch"
-_APEX = "the optimizers of apex are not there: use torch.optim, with fused=True on GPUs"
 
 NAMES = {
-    "tensor_parallelism": _TENSOR,
-    "set_tensor_parallelism": _TENSOR,
     "tp_register": _TENSOR,
     "tp_register_with_module": _TENSOR,
-    "nn": f"smp.nn is for tensor parallelism, and apex's layer norm: {_TENSOR}; torch.nn.LayerNorm",
-    "optimizers": _APEX,
     "fp16": "FP16_Module and FP16_Optimizer are made by fp16=true in the configuration",
     "sharded_data_parallel": "sharded data parallelism is not supported",
 }
@@ -125,7 +124,7 @@ class DistributedModel(nn.Module):
         gradient_as_bucket_view: True; see DDP.
 
     Attributes:
-        module: the module.
+        net: the module.
         hybrid: the pipeline; None before the first step.
 
     Raises:
@@ -165,7 +164,7 @@ class DistributedModel(nn.Module):
             raise ConfigError(
                 f"backward_passes_per_step={backward_passes_per_step!r} must be 1 or more"
             )
-        self.module = module
+        self.net = module
         self.hybrid: HybridModel | None = None
         self.optimizer_step: OptimizerStep | None = None
         self.gradients_are_averaged = True
@@ -180,6 +179,7 @@ class DistributedModel(nn.Module):
         self._passes_done = 0
         self._syncs = True
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         runtime.model = self
         refuse_optimizer_steps_in_bodies()
 
@@ -281,11 +281,11 @@ class DistributedModel(nn.Module):
     def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Divides the model, by the arguments of its call for a micro-batch; a collective call."""
         runtime = current()
-        example = Microbatch(inputs_of(self.module, args, kwargs))
+        example = Microbatch(inputs_of(self.net, args, kwargs))
         # those of other stages are replaced, but the optimizers still hold them
-        of_model = set(map(id, self.module.parameters()))
+        of_model = set(map(id, self.net.parameters()))
         self.hybrid = partitioned_model(
-            self.module, runtime, example, measures=self._measures, settings=self._settings
+            self.net, runtime, example, measures=self._measures, settings=self._settings
         )
         self.hybrid.train(self.training)
         for optimizer in runtime.optimizers:
@@ -307,6 +307,18 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks[handle.id] = hook
         return handle
 
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Has `hook(model, optimizer)` called once, after the first step."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    def run_post_step_hooks(self) -> None:
+        """Calls the hooks for after the first step, which are no more then."""
+        while self._post_step_hooks:
+            _, hook = self._post_step_hooks.popitem(last=False)
+            hook(self, next(iter(current().optimizers), None))
+
     def partitioned_hybrid(self) -> HybridModel:
         """Returns the pipeline.
 
@@ -322,7 +334,12 @@ class DistributedModel(nn.Module):
 
     def get_module(self) -> nn.Module:
         """Returns the module."""
-        return self.module
+        return self.net
+
+    @property
+    def module(self) -> Any:
+        """The module, which is also found as `model.module.module`: smp has DDP in between."""
+        return _InDDP(self.net)
 
     # --- parameters and state
 
@@ -335,7 +352,7 @@ class DistributedModel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         """Returns the parameters under the module's own names; as `parameters`."""
         if self.hybrid is None:
-            return self.module.named_parameters(*args, **kwargs)
+            return self.net.named_parameters(*args, **kwargs)
         return self.hybrid.named_parameters()
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -345,7 +362,7 @@ class DistributedModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Returns the buffers under the module's own names; as `parameters`."""
         if self.hybrid is None:
-            return self.module.named_buffers(*args, **kwargs)
+            return self.net.named_buffers(*args, **kwargs)
         return self.hybrid.named_buffers()
 
     def local_parameters(self) -> Iterator[Parameter]:
@@ -372,35 +389,49 @@ class DistributedModel(nn.Module):
         """Returns the modules of this process's stages, with their names."""
         hybrid = self.partitioned_hybrid()
         own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
-        return ((name, m) for name, m in self.module.named_modules() if id(m) in own)
+        return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
 
+    @in_smp_words()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the whole model; all processes of a pipeline call it together."""
-        return self.module.state_dict() if self.hybrid is None else self.hybrid.state_dict()
+        return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the state of this process's stages, marked as a part."""
         return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
 
+    @in_smp_words()
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        same_partition_load: bool = False,
     ) -> Any:
         """Loads a state of the whole model, or the parts of all processes of the pipeline.
+
+        Args:
+            state_dict: the state.
+            strict: as of any module.
+            assign: False.
+            same_partition_load: changes nothing: parts may be of another partition.
 
         Raises:
             ConfigError: `assign` is True.
         """
         if assign:
             raise ConfigError("load_state_dict(assign=True) is not supported: leave assign out")
-        target = self.module if self.hybrid is None else self.hybrid
+        target = self.net if self.hybrid is None else self.hybrid
         return target.load_state_dict(whole(state_dict), strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
         if current_body() is not None:
             raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
-        self.module.zero_grad(set_to_none)
+        self.net.zero_grad(set_to_none)
 
+    @in_smp_words()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before.
 
@@ -408,6 +439,7 @@ class DistributedModel(nn.Module):
         """
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
+    @in_smp_words()
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages; as `clip_grad_norm_`."""
         return self.partitioned_hybrid().grad_norm()
@@ -417,7 +449,7 @@ class DistributedModel(nn.Module):
     def train(self, mode: bool = True) -> DistributedModel:
         """Sets training mode."""
         self.training = mode
-        (self.module if self.hybrid is None else self.hybrid).train(mode)
+        (self.net if self.hybrid is None else self.hybrid).train(mode)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
@@ -429,7 +461,7 @@ class DistributedModel(nn.Module):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if self.hybrid is None:
             if dtype is not None:
-                self.module.to(dtype)
+                self.net.to(dtype)
             return self
         own = {stage.device for stage in self.hybrid.stages}
         stays = device is None or device in own or (device.type == "cuda" and device.index is None)
@@ -490,6 +522,29 @@ class DistributedModel(nn.Module):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a smp.DistributedModel cannot be pickled: save model.state_dict()")
+
+
+class _InDDP:
+    """Stands for `module`, and has it as its attribute `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        object.__setattr__(self, "module", module)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.module)
 
 
 def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:

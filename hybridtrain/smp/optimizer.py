@@ -20,6 +20,7 @@ from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 
 _SCALE_ARGUMENTS = {
     "init_scale": 2.0**32,
@@ -49,6 +50,7 @@ class DistributedOptimizer(Optimizer):
 
     Attributes:
         loss_scaler: scales the loss; None without `fp16`.
+        overflow: True if the last `step` was left out, since a gradient was not finite.
 
     Raises:
         ConfigError: `optimizer` is none, or an argument is unknown, or its `step` was replaced by
@@ -96,7 +98,7 @@ class DistributedOptimizer(Optimizer):
         if runtime.config.fp16:
             dynamic = dynamic_loss_scale or static_loss_scale is None
             self.loss_scaler = _scaler({**_SCALE_ARGUMENTS, **given}, dynamic, static_loss_scale)
-        self._updates = False
+        self.overflow = self._updates = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
         _check_not_divided("smp.DistributedOptimizer")
@@ -116,6 +118,7 @@ class DistributedOptimizer(Optimizer):
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
 
+    @in_smp_words()
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
 
@@ -140,13 +143,14 @@ class DistributedOptimizer(Optimizer):
         if model is not None and not model.gradients_are_averaged:
             decided = True  # replicas may differ in what is finite
         if step is not None and closure is None and not decided:
-            self._updates = True
+            self.overflow = self._updates = True
             try:
                 step.take(self)  # which calls this method again, or not
             finally:
                 self._updates = False
             step.end()
             return None
+        self.overflow = False
         with self._own_share():
             result = super().step(closure) if closure is not None else super().step()
         if self._shares is not None:
@@ -165,6 +169,7 @@ class DistributedOptimizer(Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    @in_smp_words()
     def clip_master_grads(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         model = current().model
@@ -223,6 +228,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in [p for p in self.state if not self._shares.owns(p)]:
                 del self.state[parameter]
 
+    @in_smp_words()
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
@@ -232,13 +238,16 @@ class DistributedOptimizer(Optimizer):
         """
         return self._numbered(is_whole=True)
 
-    def local_state_dict(self) -> dict[str, Any]:
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Returns the state for this process's stages, marked as a part.
 
-        With `shard_optimizer_state` all replicas call it together, as each has some of the entries.
+        Args:
+            gather_if_shard: with `shard_optimizer_state`, join the entries that each replica has,
+                which all of them call together; False: the entries of this replica alone.
         """
-        return {**self._numbered(is_whole=False), PARTIAL: True}
+        return {**self._numbered(is_whole=False, gathers=bool(gather_if_shard)), PARTIAL: True}
 
+    @in_smp_words()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
 
@@ -276,13 +285,13 @@ class DistributedOptimizer(Optimizer):
         if self.loss_scaler is not None and state is not None:
             self.loss_scaler.load_scale(state)
 
-    def _numbered(self, is_whole: bool) -> dict[str, Any]:
+    def _numbered(self, is_whole: bool, gathers: bool = True) -> dict[str, Any]:
         """Returns the state with the numbers of all parameters; of all stages if it `is_whole`."""
         local = Optimizer.state_dict(self)
         if self._numbers is None:
             return {**local, **self.loss_scaler_state()}
         state = {self._own_numbers[place]: entry for place, entry in local["state"].items()}
-        spread = [CommGroup.RDP_GROUP] if self._shares is not None else []
+        spread = [CommGroup.RDP_GROUP] if self._shares is not None and gathers else []
         if is_whole and current().world.pipeline_group is not None:
             spread.append(CommGroup.MP_GROUP)
         # Each process has some of the entries. Those of the replicas are joined first, so that in

@@ -33,6 +33,7 @@ from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config
 from hybridtrain.smp.config import SmpConfig, parameters_of, parse
+from hybridtrain.smp.words import in_smp_words
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
+@in_smp_words()
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Reads the configuration and joins the other processes; call it once, at the beginning.
 

@@ -4,6 +4,10 @@
     path/tag                a full one: the model's state alone, for plain PyTorch
     path/user_content_tag   and what the script has saved with it
 
+What the script saves beside its model may be tensors, plain values, and objects that have
+`to_dict` and whose class has `from_dict`, such as the configurations of transformers. Anything else
+is a pickle, which runs code when it is loaded: the configuration must say that files are trusted.
+
 A checkpoint does not depend on the division: it is loaded into any number of stages and processes.
 Rank 0 reads and writes `path/step_*`; the file system need not be shared.
 """
@@ -11,11 +15,15 @@ Rank 0 reads and writes `path/step_*`; the file system need not be shared.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path, PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint import (
@@ -32,14 +40,88 @@ from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
-from hybridtrain.smp.ranks import joined, pp_rank, pp_size
+from hybridtrain.smp.ranks import joined, pp_rank, pp_size, rdp_rank
 from hybridtrain.smp.runtime import Runtime, current
+from hybridtrain.smp.words import in_smp_words
 
 _CONTENT = "user_content"
 
 
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, PurePath),
+    *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device),
+)
+_CLASS, _FIELDS, _PICKLE = "smp_class", "smp_fields", "smp_pickle"
+
+
+def portable(value: Any, other: Callable[[Any, str], Any], path: str = "user_content") -> Any:
+    """Returns `value` with plain values in the place of its objects.
+
+    Args:
+        value: lists, dictionaries and the like, of values of any type.
+        other: returns what stands for an object without `to_dict`, which is at a path.
+        path: where `value` is.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {key: portable(item, other, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple | Set) and not hasattr(value, "_fields"):
+        items = [portable(item, other, f"{path}.{i}") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else type(value)(items)  # type: ignore[call-arg]
+    if hasattr(value, "to_dict") and hasattr(type(value), "from_dict"):
+        name = f"{type(value).__module__}:{type(value).__qualname__}"
+        fields = portable(value.to_dict(), other, path)
+        return {_CLASS: name, _FIELDS: fields}
+    return other(value, path)
+
+
+def restored(value: Any) -> Any:
+    """Returns what `portable` was given.
+
+    An object whose class the script has not imported is the dictionary of its fields: a file names
+    no module that is imported.
+    """
+    if isinstance(value, list | tuple | Set) and not hasattr(value, "_fields"):
+        items = [restored(item) for item in value]
+        return items if isinstance(value, list) else type(value)(items)  # type: ignore[call-arg]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {_PICKLE}:
+        if not current().config.trusts_pickles:
+            raise CheckpointError(f"the file has pickled objects: {_TRUST}")
+        return pickle.loads(value[_PICKLE])
+    if value.keys() != {_CLASS, _FIELDS}:
+        return {key: restored(item) for key, item in value.items()}
+    fields = restored(value[_FIELDS])
+    module, _, name = value[_CLASS].partition(":")
+    from_dict = getattr(getattr(sys.modules.get(module), name, None), "from_dict", None)
+    return fields if from_dict is None else from_dict(fields)
+
+
+_TRUST = (
+    "pass its fields, or, if you trust who writes the files, since a pickle runs code when it is "
+    'loaded, add "hybridtrain": {"trust_pickles": true} to the configuration'
+)
+
+
+def _pickled(value: Any, path: str) -> Any:
+    if not current().config.trusts_pickles:
+        raise CheckpointError(
+            f"cannot save a {type(value).__module__}.{type(value).__qualname__} at {path}: it has "
+            f"no to_dict and from_dict; {_TRUST}"
+        )
+    return {_PICKLE: pickle.dumps(value)}
+
+
 def save(
-    obj: Any, f: str, partial: bool = True, pickle_module: Any = None, pickle_protocol: int = 2
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: Any = None,
+    pickle_protocol: int = 2,
+    *,
+    v3: bool = False,
 ) -> None:
     """Saves `obj` with `torch.save`, in a file that appears whole or not at all.
 
@@ -50,6 +132,8 @@ def save(
             and `f` with `.parts` at its end has their number; False: the first one writes `f`.
         pickle_module: as in `torch.save`.
         pickle_protocol: see there.
+        v3: with `partial`, each process writes its own file, `f` with
+            `_<pp_rank>_<tp_rank>_<rdp_rank>` at its end, which the script loads with `torch.load`.
 
     Raises:
         CheckpointError: `.parts` is there, and is of something else.
@@ -58,12 +142,16 @@ def save(
     place = pp_rank()
     if not partial and place:
         return
-    path = Path(f"{f}_{place}" if partial else f)
+    end = f"_{place}_0_{rdp_rank()}" if v3 else f"_{place}"
+    path = Path(f"{f}{end}" if partial else f)
     make_directory(path.parent)
-    before = _number_of_parts(f) if partial else 0
+    has_parts = partial and not v3
+    before = _number_of_parts(f) if has_parts else 0
+    # objects without `to_dict` are pickled as by torch.save; loading them needs trust
+    content = portable(obj, lambda value, _: value)
     with atomic_file(path) as file:
-        torch.save(obj, file, pickle_protocol=pickle_protocol, **options)
-    if not partial:
+        torch.save(content, file, pickle_protocol=pickle_protocol, **options)
+    if not has_parts:
         return
     # by all: the first of them has seen the number of a save by more processes
     write_atomically(Path(f"{f}.parts"), f"{pp_size()}\n")
@@ -94,7 +182,10 @@ def load(
         CheckpointError: there is no such file, or a part is missing.
     """
     options = dict(pickle_load_args, map_location=map_location)
+    options.setdefault("weights_only", not current().config.trusts_pickles)
     if pickle_module is not None:
+        if options["weights_only"]:
+            raise CheckpointError(f"pickle_module= reads objects of any type: {_TRUST}")
         options["pickle_module"] = pickle_module
     paths = [Path(f)]
     if partial:
@@ -107,10 +198,16 @@ def load(
             f"there is no {missing[0]}{', saved with partial=True' if partial else ''}: give the "
             f"path and the partial= that smp.save had"
         )
-    objects = [torch.load(path, **options) for path in paths]
+    try:
+        objects = [restored(torch.load(path, **options)) for path in paths]
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{f} holds another type than tensors and plain values: {_TRUST}; {error}"
+        ) from error
     return objects[0] if len(objects) == 1 else joined(objects)
 
 
+@in_smp_words()
 def save_checkpoint(
     path: str,
     tag: str,
@@ -130,7 +227,8 @@ def save_checkpoint(
             optimizer.
         model: the model; None: the script's.
         optimizer: what else is saved; None: no optimizer.
-        user_content: tensors, numbers, texts, and lists and dictionaries of them.
+        user_content: tensors, plain values, objects with `to_dict`, and lists and dictionaries of
+            them; others are pickled if the configuration trusts pickles.
         translate_if_full: changes nothing.
         num_kept_partial_checkpoints: the newest so many stay; None: all.
 
@@ -139,6 +237,7 @@ def save_checkpoint(
         UserError: the model is not divided yet.
     """
     runtime = current()
+    user_content = portable(user_content, _pickled)
     chosen = model or runtime.model
     if chosen is None:
         raise ConfigError("save_checkpoint needs model=, a smp.DistributedModel")
@@ -164,6 +263,7 @@ def save_checkpoint(
     )
 
 
+@in_smp_words()
 def resume_from_checkpoint(
     path: str,
     tag: str | None = None,
@@ -207,7 +307,7 @@ def resume_from_checkpoint(
         files = verify(found)["files"]
         weights, extra = read_weights(found, files)
         if not model.partitioned:  # or the first step would find out
-            check_fits(found, weights | extra, model.module.state_dict())
+            check_fits(found, weights | extra, model.net.state_dict())
         name = f"{_CONTENT}.json"
         content = read_tree(found, _CONTENT, files) if name in files else None
         return found, content
@@ -229,7 +329,7 @@ def resume_from_checkpoint(
     else:
         runtime.resume = restore
     whole = broadcast_tree(world, content, lambda _, value: value)
-    return whole["value"] if whole else None
+    return restored(whole["value"]) if whole else None
 
 
 class _Entry:
@@ -321,4 +421,4 @@ def _load_full(
     weights, content = world.on_main(read) or ({}, None)
     weights, content = broadcast_tree(world, (weights, content), lambda _, value: value)
     model.load_state_dict(weights, strict=strict)
-    return content
+    return restored(content)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import logging
 import pickle
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,16 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.backends import cuda
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hybridtrain.errors import BatchError, UserError
-from hybridtrain.pipeline import HeadOutput
+from hybridtrain.pipeline import HeadOutput, batch_digest
 from hybridtrain.precision import ThreadState
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of
+from hybridtrain.smp.ranks import CommGroup, allgather, pp_rank
 from hybridtrain.smp.runtime import current
+from hybridtrain.smp.words import in_smp_words
 from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
 
 _SMALL = 1 << 16  # bytes of a CPU tensor that travels with the structure around it
 
@@ -102,12 +107,13 @@ class _Step:
         self._cutter = ArgumentCutter(function, non_split_inputs, input_split_axes)
         self._detaches = detach_outputs
         self._trains = trains
-        self._is_checked = False
+        self._is_checked = self._follows_first = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step where it is a method."""
         return self if instance is None else partial(self, instance)
 
+    @in_smp_words()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step for a batch.
 
@@ -121,13 +127,14 @@ class _Step:
             raise UserError(f"{self._name} needs a model: wrap it in smp.DistributedModel first")
         if current_body() is not None:
             raise UserError(f"{self._name} is called in another step: call it outside of it")
+        args, kwargs = self._batch_of_first(args, kwargs)
         cut = self._cutter.cut(args, kwargs, runtime.config.microbatches)
         first_call = not self._is_checked
-        attributes = plain_attributes(model.module) if first_call else {}
+        attributes = plain_attributes(model.net) if first_call else {}
         if first_call:
             if self._trains is None:
                 self._trains = names_backward(self._function)
-            check_globals(self._function, model.module)
+            check_globals(self._function, model.net)
         state = ThreadState.capture()
         bodies = [
             Body(partial(self._function, *own_args, **own_kwargs), self._name, state)
@@ -141,7 +148,7 @@ class _Step:
             if trains:
                 runtime.attendance.begin()  # which travels during what follows
             if first_call:
-                check_attributes(self._name, attributes, model.module)
+                check_attributes(self._name, attributes, model.net)
             if not model.partitioned:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
@@ -155,7 +162,34 @@ class _Step:
             if not is_done:
                 set_flags(flags_before)  # bodies that end in another order may leave them changed
         self._is_checked = True
+        model.run_post_step_hooks()
         return collected(shared(values, runtime.world, drawn_from), cut.samples)
+
+    def _batch_of_first(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments with the tensors of the pipeline's first process.
+
+        They are sent where those of the first call differ, as where a script shuffles with another
+        seed in each process.
+        """
+        if current().world.pipeline_group is None:
+            return args, kwargs
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._is_checked:
+            own = batch_digest([tensor.cpu() for tensor in tensors])
+            self._follows_first = len(set(allgather(own, CommGroup.MP_GROUP))) > 1
+            if self._follows_first and pp_rank() == 0:
+                log.warning(
+                    "the processes of a pipeline gave %s different batches: those of smp.mp_rank() "
+                    "0 are used, and the others are not. Divide samples by smp.dp_rank() of "
+                    "smp.dp_size(), and shuffle them alike in all processes",
+                    self._name,
+                )
+        if not self._follows_first:
+            return args, kwargs
+        mine = tensors if pp_rank() == 0 else None
+        first = iter(allgather(mine, CommGroup.MP_GROUP)[0])
+        found: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
+        return found
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
         """Refuses flags of the whole process that are changed where the model is called.
@@ -220,7 +254,7 @@ class _Step:
                 gradient = gradient * share
             return HeadOutput(value, result.root, gradient)
 
-        inputs = [inputs_of(model.module, call.args, call.kwargs) for call in calls]
+        inputs = [inputs_of(model.net, call.args, call.kwargs) for call in calls]
         # an autocast inside of the step is on for the model's call alone
         with (
             torch.set_grad_enabled(trains),

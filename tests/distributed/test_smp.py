@@ -6,7 +6,7 @@ import sys
 from support.launch import each_cell, environment, forked_script
 
 
-@each_cell({"smp_rules": [2], "smp_scripts": [2, 4]})
+@each_cell({"smp_rules": [2], "smp_scripts": [2, 4], "smp_aws": [4, 2]})
 def test_smp(worker, processes, cell, launched):
     launched(worker, processes).check(cell)
 

@@ -25,7 +25,13 @@ def last_words(folder, *arguments):
 @pytest.mark.parametrize(
     ("height", "place", "who", "name", "where"),
     [
-        ("smp", "loss", 1, "rank 1 (stage 1, {})", " (in the forward of micro-batch 0 on stage 1"),
+        (
+            "smp",
+            "loss",
+            1,
+            "rank 1 (stage 1, {})",
+            " (in the forward of microbatch 0 on partition 1",
+        ),
         ("own", "between", 0, "rank 0 (stage 0, {})", ""),
         ("session", "loss", 1, "rank 1", " (in the forward of micro-batch 0 on stage 0"),
     ],

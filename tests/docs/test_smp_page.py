@@ -2,11 +2,16 @@
 
 import json
 import re
+from dataclasses import fields
 
 from pages import ROOT, blocks
-from support import forked
+from support import aws, forked
 from support.launch import environment
 from support.small_data import write_mnist
+from support.smp_names import LOSS_SCALE, NEW, REFUSED, SIGNATURES, VALUES
+
+from hybridtrain.smp.config import NO_MEANING, SmpConfig
+from hybridtrain.smp.config import REFUSED as REFUSED_KEYS
 
 PAGE = ROOT / "docs" / "smp.md"
 
@@ -28,3 +33,36 @@ def test_the_script_of_the_page_runs_with_its_configurations(tmp_path, monkeypat
         status, output = forked.run(2, *script, environment(), 300)
         assert status == 0, output
         assert "0 2." in output  # the first loss, of ten classes
+
+
+def test_the_page_has_the_names_that_a_test_calls_with_their_arguments_and_no_others():
+    text = PAGE.read_text().partition("## Every name")[2].partition("## What is saved")[0]
+    cells = "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))
+    found = dict(re.findall(r"`([\w.]+)(?:\((.*?)\))?`", cells))
+    own = re.compile(r"^(StepOutput|DistributedModel|DistributedOptimizer)\.")
+    names = {own.sub("", name): arguments.split() for name, arguments in SIGNATURES.items()}
+    others = [*VALUES.split(), *REFUSED.split(), *NEW.split(), *LOSS_SCALE]
+    known = {own.sub("", name) for name in others} | {
+        word for each in names.values() for word in each
+    }
+    of_classes = {"DistributedModel", "DistributedOptimizer"}  # headings
+    assert names.keys() - found.keys() == of_classes
+    without_a_table = {"StepOutput", "smp_slice"}
+    not_there = {"distributed_modules", "is_distributed_parameter"}
+    assert found.keys() - names.keys() - known == without_a_table | not_there
+    for name, arguments in found.items():
+        if name in names and arguments:
+            assert set(arguments.split(", ")) <= set(names[name]), name
+
+
+def test_the_page_has_every_key_of_the_configuration():
+    text = PAGE.read_text().partition("## From an estimator")[2].partition("## How a step runs")[0]
+    on_page = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))))
+    keys = {option.name for option in fields(SmpConfig)} - {"own"}
+    assert keys | NO_MEANING.keys() | REFUSED_KEYS.keys() | {"partitions"} <= on_page
+
+
+def test_the_page_names_the_examples_that_are_run():
+    rows = re.findall(r"^\| .*?`(\w+)\.py` \|", PAGE.read_text(), re.M)
+    files = {path.stem for path in aws.SCRIPTS.glob("*.py") if "smp.step" in path.read_text()}
+    assert set(rows) == files | {"train_gptneo_simple"}

@@ -1,15 +1,12 @@
 """The two scripts of smp 1.x's documentation, automatic and manual, byte for byte.
 
 Source: "Modifier un script d'entraînement PyTorch", Amazon SageMaker Developer Guide. What they
-leave open is filled in by `completed`: the body of GroupedNet, the data, and the import of the
-library.
+leave open is filled in by `completed`: the body of GroupedNet; and the data.
 """
 
 from __future__ import annotations
 
 import runpy
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +120,12 @@ def original(kind: str) -> str:
 
 
 def completed(kind: str) -> str:
-    """Returns the script with the library's import changed, and what it leaves open filled in."""
+    """Returns the script with what it leaves open filled in."""
 
     def indented(text: str, spaces: int) -> str:
         return "".join(" " * spaces + line + "\n" for line in text.splitlines())
 
     filled = {
-        "import smdistributed.modelparallel.torch as smp\n": "import hybridtrain.smp as smp\n",
         "        # define layers\n": indented(_FIRST + _SECOND, 8),
         "            # define child modules on device 0\n": indented(_FIRST, 12),
         "            # define child modules on device 1\n": indented(_SECOND, 12),
@@ -144,15 +140,14 @@ def completed(kind: str) -> str:
 def run(kind: str, folder: Path) -> dict[str, Any]:
     """Runs the completed script in this process; returns its variables.
 
-    `folder` has the script and the data; torchnet and the samples' transform are put in place.
+    `folder` has the script and the data; what `python -m hybridtrain.smp` provides and the samples'
+    transform are put in place.
     """
-    from hybridtrain.smp import SplitDataset
+    from hybridtrain.smp.__main__ import provide_modules
 
+    provide_modules()
     script = folder / f"{kind}.py"
     script.write_text(completed(kind), encoding="utf-8")
-    stand_in = types.ModuleType("torchnet.dataset")
-    stand_in.SplitDataset = SplitDataset  # type: ignore[attr-defined]
-    sys.modules |= {"torchnet": types.ModuleType("torchnet"), "torchnet.dataset": stand_in}
     datasets.MNIST = lambda _, **options: mnist(folder, **options)
     try:
         return runpy.run_path(str(script), run_name="__main__")

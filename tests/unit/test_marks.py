@@ -388,11 +388,6 @@ def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
             r"so put '2' on a later one or '1' on an earlier one$",
         ),
         (
-            [0, 1, None],
-            0,
-            r"runs after '1' on stage 1 \(without a mark: default_partition=0\): stages",
-        ),
-        (
             [0, 1, ~0],
             None,
             r"layer '2' is to be on stage 0 but runs after '1'",
@@ -407,6 +402,18 @@ def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
 def test_marks_that_do_not_fit_say_what_would(stages, default, message):
     with pytest.raises(SplitError, match=message):
         counts(chain(*stages), 2, default)
+
+
+def test_layers_without_a_mark_go_as_near_to_the_default_as_the_order_allows(caplog):
+    with caplog.at_level("INFO", logger="hybridtrain"):
+        assert counts(chain(None, 0, None, 1, None, None), 2, 0) == [3, 3]
+        assert counts(chain(None, 0, None, 1, None), 2, 1) == [2, 3]
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert said == [
+        "4 has no partition and is on 1",
+        "5 has no partition and is on 1",
+        "0 has no partition and is on 0",
+    ]
 
 
 def test_an_error_names_the_possible_stages_whatever_their_number():

@@ -12,6 +12,7 @@ from hybridtrain.smp.config import config_from_distribution, parse, read
 from hybridtrain.smp.microbatches import SplitDataset
 from hybridtrain.smp.model import inputs_of
 from hybridtrain.smp.step import StepOutput, collected, names_backward
+from hybridtrain.smp.words import smp_words
 
 PARAMETERS = {
     "partitions": 4,
@@ -188,3 +189,17 @@ def test_the_arguments_of_a_call_are_the_inputs_of_a_batch():
     assert list(found) == ["x", "mask", "other"]
     assert inputs_of(nn.Sequential(nn.Identity()), ((x, x),), {}) == (x, x)
     assert list(inputs_of(Net(), ((x, x),), {})) == ["x"]
+
+
+def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted():
+    said = (
+        "stage 1 of 'stages.0' in micro-batch 3: lower chunks= or nb_part=, set schedule=1f1b or "
+        "precision=bf16; samples are world.replica of world.replicas, as x.chunks=1 'chunks=2'"
+    )
+    expected = (
+        "partition 1 of 'stages.0' in microbatch 3: lower microbatches= or "
+        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain.precision=bf16; "
+        "samples are smp.dp_rank() of smp.dp_size(), as x.chunks=1 'chunks=2'"
+    )
+    assert smp_words(said) == expected
+    assert smp_words(expected) == expected

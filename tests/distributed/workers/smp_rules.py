@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import pickle
 import shutil
 import sys
 import tempfile
@@ -15,13 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launch import Cells
+from support.smp_names import LOSS_SCALE, SIGNATURES, VALUES
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import hybridtrain.smp as smp
-from hybridtrain.errors import BatchError, CheckpointError, ConfigError, UserError
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, SplitError, UserError
 from hybridtrain.smp import runtime
 from hybridtrain.smp.step import flags
 
@@ -543,7 +545,9 @@ def _(world):
     before = [p.clone() for p in model.parameters()]
     output, _ = train_step(model, x, y)
     assert output.outputs[0].dtype == torch.float16
+    assert not optimizer.overflow
     optimizer.step()  # the scale is too large: no update, and a smaller one
+    assert optimizer.overflow
     assert optimizer.loss_scale == 2.0**39
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
                if not b.is_meta)  # fmt: skip
@@ -553,6 +557,7 @@ def _(world):
         norm = optimizer.clip_master_grads(1e9)
         optimizer.step()
     assert optimizer.loss_scale < 2.0**30
+    assert not optimizer.overflow
     assert torch.isfinite(norm)
     assert all(not torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
                if not b.is_meta)  # fmt: skip
@@ -1086,11 +1091,255 @@ def _(world):
     assert smp.get_partition(script.net[4]) == 1
     assert script.model.local_state_dict()["_smp_is_partial"]
     assert len(script.model.state_dict()) == len(build().state_dict())
-    for name in ("tensor_parallelism", "nn", "tp_register", "optimizers"):
+    for name in ("tp_register", "fp16"):
         with pytest.raises(ConfigError, match=rf"smp.{name}: "):
             getattr(smp, name)
+    with pytest.raises(ConfigError, match=r"smp.nn.DistributedTransformer is of tensor"):
+        smp.nn.DistributedTransformer  # noqa: B018
+    with smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True):
+        assert script.model.module.module is script.net
+    with pytest.raises(ConfigError, match="tensor parallelism is not"), smp.tensor_parallelism():
+        pass
     with pytest.raises(AttributeError):
         smp.no_such_name  # noqa: B018
+
+
+class Settings:
+    """A configuration, as those of transformers are."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def to_dict(self):
+        return self.fields
+
+    @classmethod
+    def from_dict(cls, fields):
+        return cls(**fields)
+
+
+@cells.add("a configuration is saved by its fields, and other objects where files are trusted")
+def _(world):
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
+    content = {"config": Settings(layers=2, labels={0: "a"}), "args": {"lr": 0.1, "dirs": ["a"]}}
+    script = begin()
+    train_step(script.model, script.x, script.y)
+    for partial in (True, False):
+        saved = {"path": folder, "tag": f"{partial}", "partial": partial}
+        smp.save_checkpoint(**saved, optimizer=script.optimizer, user_content=content)
+        smp.barrier()
+        found = smp.resume_from_checkpoint(folder, f"{partial}", partial)
+        assert isinstance(found["config"], Settings)
+        assert found["config"].fields == content["config"].fields
+        assert found["args"] == content["args"]
+        with pytest.raises(CheckpointError, match=r"SimpleNamespace at user_content.*trust_pick"):
+            smp.save_checkpoint(**saved, user_content={"any": SimpleNamespace()})
+    smp.save({**content, "model": script.model.local_state_dict()}, f"{folder}/parts")
+    smp.save(SimpleNamespace(), f"{folder}/any")
+    smp.barrier()
+    assert smp.load(f"{folder}/parts")["config"].fields == content["config"].fields
+    with pytest.raises(CheckpointError, match="trust_pickles"):
+        smp.load(f"{folder}/any")
+    with pytest.raises(CheckpointError, match="trust_pickles"):
+        smp.load(f"{folder}/parts", pickle_module=pickle)
+    assert smp.load(f"{folder}/any", weights_only=False) == SimpleNamespace()
+    Settings.__name__ = "Gone"  # as in a script that has not imported it
+    del globals()["Settings"]
+    assert smp.load(f"{folder}/parts")["config"] == content["config"].fields
+    begin({**PIPELINE, "hybridtrain": {"trust_pickles": True}})
+    assert smp.load(f"{folder}/any") == SimpleNamespace()
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@cells.add("errors of the library speak of smp's keys, partitions and microbatches")
+def _(world):
+    net = build()
+    smp.set_partition(net[0], 1)
+    smp.set_partition(net[4], 0)
+    script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
+    said = r"is to be on partition 0 but runs after '\d' on partition 1"
+    with pytest.raises((SplitError, UserError), match=said):
+        train_step(script.model, script.x, script.y)
+    script = begin()
+    with pytest.raises(BatchError, match=r"the 2 microbatches|2 microbatches do not"):
+        train_step(script.model, script.x, script.y[:7])
+
+
+@cells.add("every name of the page takes every argument of smp's documented signature")
+def _(world):
+    folder = Path(smp.allgather(tempfile.mkdtemp())[0])
+    config = {**PIPELINE, "fp16": True, "hybridtrain": {"trust_pickles": True}}
+    of, called = {}, set()
+
+    def call(name, **arguments):
+        assert set(arguments) == set(SIGNATURES[name].split()), name
+        called.add(name)
+        *path, last = name.split(".")
+        target = of.get(path[0]) if path else smp
+        return getattr(target or getattr(smp, path[0]), last)(**arguments)
+
+    runtime._runtime = None
+    gc.collect()
+    call("init", config=config)
+    for name, arguments in SIGNATURES.items():
+        if not arguments and "." not in name and name != "init":
+            call(name)
+    call("barrier", group=smp.WORLD)
+    if smp.rank() == 0:
+        call("broadcast", obj="a", group=smp.CommGroup.WORLD)
+        call("send", obj="b", dest_rank=1, rank_type=smp.RankType.MP_RANK)
+        assert call("recv_from", src_rank=1, rank_type=smp.MP_RANK) == "c"
+    else:
+        assert call("recv_from", src_rank=0, rank_type=smp.WORLD_RANK) == "a"
+        assert call("recv_from", src_rank=0, rank_type=smp.MP_RANK) == "b"
+        call("send", obj="c", dest_rank=0, rank_type=smp.MP_RANK)
+        called.add("broadcast")
+    assert call("allgather", obj=smp.rank(), group=smp.PP_GROUP) == [0, 1]
+    assert call("reduce_scatter", parts=[1, 2], group=smp.WORLD) == 2 * (1 + smp.rank())
+    with (
+        call("model_creation", tensor_parallelism=False, dtype=None, attention_in_fp32=True),
+        call("tensor_parallelism", enabled=False, attention_in_fp32=True),
+        call("delay_param_initialization", enabled=True),
+        call("partition", index=1),
+    ):
+        norm = call("nn.FusedLayerNorm", normalized_shape=8, eps=1e-5, elementwise_affine=True)
+
+    # not by `call`, which a trace cannot see through
+    checked = {"preserve_rng_state": True}
+    more = {**checked, "strategy": "each", "pack_args_as_tuple": False}
+    assert {"module", *checked} == set(SIGNATURES["checkpoint"].split())
+    wanted = set(SIGNATURES["checkpoint_sequential"].split())
+    assert {"sequential_module", "input", *more} == wanted
+    called.update(("checkpoint", "checkpoint_sequential"))
+
+    def checkpoint(module, x):
+        return smp.checkpoint(module, x, **checked)
+
+    def checkpoint_sequential(module, x):
+        return smp.checkpoint_sequential(sequential_module=module, input=x, **more)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.one, self.norm, self.two = nn.Linear(6, 8), norm, build()[2:]
+
+        def forward(self, x):
+            x = self.norm(checkpoint(self.one, x))
+            return checkpoint_sequential(self.two, x)
+
+    net = Net()
+    call("set_partition", module=net.one, index=0)
+    call("set_tensor_parallelism", module=net.one, enabled=False, attention_in_fp32=True)
+    for kind in ("FusedLAMB", "FusedNovoGrad"):
+        call(f"optimizers.{kind}", params=net.parameters(), lr=0.1)
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = of["DistributedModel"] = call(
+        "DistributedModel",
+        module=net,
+        trace_device="gpu",
+        trace_execution_times=False,
+        overlapping_allreduce=True,
+        backward_passes_per_step=1,
+        average_grads_across_microbatches=True,
+        bucket_cap_mb=25,
+        trace_memory_usage=False,
+        broadcast_buffers=True,
+        find_unused_parameters=False,
+        gradient_as_bucket_view=True,
+    )
+    optimizer = of["DistributedOptimizer"] = call(
+        "DistributedOptimizer",
+        optimizer=plain,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args=dict(LOSS_SCALE),
+    )
+    call(
+        "set_activation_checkpointing",
+        module=net.two,
+        preserve_rng_state=True,
+        pack_args_as_tuple=False,
+        strategy="each",
+    )
+    hooks = []
+    for when in ("partition", "step"):
+        hook = lambda *given: hooks.append(given)  # noqa: E731
+        call(f"DistributedModel.register_post_{when}_hook", hook=hook)
+    call("DistributedModel.to", device="cuda")
+    call("DistributedModel.cuda", device=0)
+
+    @call("step", non_split_inputs=["weight"], input_split_axes={"x": 0}, detach_outputs=True)
+    def step(model, x, y, weight):
+        output = model(x).float()
+        # not by `call`: that it trains is seen by the name
+        model.backward(tensors=[F.cross_entropy(output, y, weight)], grad_tensors=None)
+        return output
+
+    x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    of["StepOutput"] = step(model, x, y, torch.ones(3))
+    assert SIGNATURES["DistributedModel.backward"] == "tensors grad_tensors"
+    called.add("DistributedModel.backward")
+    assert hooks == [(model, optimizer)] * 2
+    call("DistributedOptimizer.clip_master_grads", max_norm=1.0)
+    optimizer.step()
+    call("get_partition", module=net.one)
+    for owner in ("StepOutput", "DistributedModel", "DistributedOptimizer"):
+        for name, arguments in SIGNATURES.items():
+            if name.startswith(f"{owner}.") and not arguments:
+                call(name)
+    state = call("DistributedModel.state_dict", gather_to_rank0=True)
+    call(
+        "DistributedModel.load_state_dict", state_dict=state, strict=True, same_partition_load=True
+    )
+    part = call("DistributedOptimizer.local_state_dict", gather_if_shard=True)
+    call("DistributedOptimizer.load_state_dict", state_dict=part)
+    call(
+        "amp.GradScaler",
+        init_scale=8.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        enabled=True,
+    )
+    for v3 in (True, False):
+        call("save", obj=part, f=f"{folder}/part", partial=True, pickle_module=pickle,
+             pickle_protocol=2, v3=v3)  # fmt: skip
+    assert torch.load(f"{folder}/part_{smp.pp_rank()}_{smp.tp_rank()}_{smp.rdp_rank()}")
+    call("load", f=f"{folder}/part", map_location="cpu", pickle_module=pickle, partial=True)
+    for partial in (True, False):
+        call(
+            "save_checkpoint",
+            path=str(folder),
+            tag=f"tag{partial}",
+            partial=partial,
+            model=model,
+            optimizer=optimizer,
+            user_content={"any": SimpleNamespace(steps=3)},
+            translate_if_full=True,
+            num_kept_partial_checkpoints=1,
+        )
+        smp.barrier()
+        content = call(
+            "resume_from_checkpoint",
+            path=str(folder),
+            tag=f"tag{partial}",
+            partial=partial,
+            strict=True,
+            load_optimizer=True,
+            load_sharded_optimizer_state=True,
+            translate_function=lambda state: state,
+        )
+        assert content["any"].steps == 3
+    for name in VALUES.split():
+        owner, _, value = name.rpartition(".")
+        assert hasattr(of[owner] if owner else smp, value), name
+    assert called == SIGNATURES.keys()
+    smp.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

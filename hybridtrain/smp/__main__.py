@@ -1,0 +1,53 @@
+"""Runs an unchanged script of smp 1.x.
+
+    torchrun --standalone --nproc-per-node 2 -m hybridtrain.smp train.py --its-arguments
+
+What it imports from `smdistributed.modelparallel` is this package, and the `SplitDataset` of
+`torchnet.dataset` the one of here, where torchnet is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import hybridtrain.smp as smp
+from hybridtrain.smp import microbatches
+
+
+def provide_modules() -> None:
+    """Makes this package importable by the names that scripts of smp have."""
+    own = smp.__name__
+    library: Any = types.ModuleType("smdistributed")
+    library.modelparallel = types.ModuleType("smdistributed.modelparallel")
+    library.modelparallel.torch = smp
+    library.modelparallel.__version__ = smp.__version__
+    sys.modules |= {
+        library.__name__: library,
+        library.modelparallel.__name__: library.modelparallel,
+    }
+    for name, module in list(sys.modules.items()):
+        if name == own or name.startswith(f"{own}."):
+            sys.modules[f"smdistributed.modelparallel.torch{name.removeprefix(own)}"] = module
+    if "torchnet" not in sys.modules and importlib.util.find_spec("torchnet") is None:
+        torchnet: Any = types.ModuleType("torchnet")
+        torchnet.dataset = microbatches
+        sys.modules |= {"torchnet": torchnet, "torchnet.dataset": microbatches}
+
+
+def main() -> None:
+    """Runs the script that the command line names, with the arguments behind it."""
+    del sys.argv[0]
+    if not sys.argv:
+        sys.exit("usage: torchrun ... -m hybridtrain.smp <script> [arguments]")
+    provide_modules()
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

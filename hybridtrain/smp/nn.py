@@ -1,0 +1,42 @@
+"""`smp.nn`: what PyTorch has of it. The layers of tensor parallelism are refused, each by its name.
+
+Scripts also import functions that translate states between these layers and those of transformers,
+`smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2`. A model is transformers' own here, so
+that they return the state unchanged. All submodules of `huggingface` are this module.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.nn import LayerNorm as FusedLayerNorm
+
+from hybridtrain.errors import ConfigError
+
+__all__ = ["FusedLayerNorm"]
+
+_MODELS = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta", "t5", "vit")
+_MODULES = {"huggingface", *_MODELS}
+sys.modules |= {
+    f"{__name__}.{name}": sys.modules[__name__]
+    for name in ("huggingface", *(f"huggingface.{model}" for model in _MODELS))
+}
+
+
+def _unchanged(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns `state_dict`: the names are those of transformers already."""
+    return state_dict
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return sys.modules[__name__]
+    if name.startswith("translate_"):
+        return _unchanged
+    if name.startswith("Distributed") or name == "FlashAttentionLayer":
+        raise ConfigError(
+            f"smp.nn.{name} is of tensor parallelism, which is not supported: write the layer in "
+            f"plain PyTorch, whose attention is torch.nn.functional.scaled_dot_product_attention"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
