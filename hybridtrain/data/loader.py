@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import IterableDataset
 
-from hybridtrain.data.fetch import fetch, name_of
+from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.errors import BatchError, DataError
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
@@ -105,8 +105,11 @@ class Loader:
         batch_size: samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
         shuffle: False for the order of the data set. An iterable one keeps its own order.
-        seed: the order is drawn from it; in worker processes, the default generators start from it
-            and the epoch.
+        seed: the order is drawn from it, and so is what the samples of a map-style data set draw by
+            PyTorch, such as random transforms: the numbers of a sample depend on the seed, the
+            epoch and the sample alone. In worker processes that goes for Python's and NumPy's
+            default generators too. Those of an iterable data set start there from the seed and the
+            epoch.
         options: how batches are loaded.
         **settings: fields of `options` to change.
 
@@ -318,8 +321,8 @@ class TrainLoader(Loader):
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
         # The plan is read twice: ahead of time by those who fetch, and with each batch in use.
-        indices = self._indices(start.next)
-        with closing(fetch(self.dataset, indices, self.options, self._world)) as fetched:
+        requests = self._requests(start.next)
+        with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
             plan = self._plan(start.next)
             for (inputs, targets), (after, total, share) in zip(fetched, plan, strict=False):
                 samples = share.stop - share.start
@@ -335,14 +338,15 @@ class TrainLoader(Loader):
                 yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, share
             first = 0
 
-    def _indices(self, start: Position) -> Iterator[torch.Tensor]:
-        """Yields the sample indices of this replica's batches, each of shape (samples,)."""
+    def _requests(self, start: Position) -> Iterator[Request]:
+        """Yields this replica's batches."""
         epoch, order = -1, torch.arange(self.samples)
         for after, total, share in self._plan(start):
             if self._shuffle and after.epoch != epoch:
                 epoch, order = after.epoch, permutation(self.samples, self._seed, after.epoch)
             whole = order[(after.batch - 1) * self.batch_size :][:total]
-            yield whole[share] if share.stop > share.start else whole[:1]
+            mine = whole[share] if share.stop > share.start else whole[:1]
+            yield Request(mine.tolist(), after.epoch, self._seed)
 
 
 class EvalLoader:
@@ -388,7 +392,8 @@ class EvalLoader:
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
         elif self.samples:
             batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
-            yield from fetch(self._dataset, batches, self._options, self._world)
+            requests = (Request(batch.tolist()) for batch in batches)
+            yield from fetch(self._dataset, requests, self._options, self._world)
 
 
 def is_stream(dataset: Any) -> bool:
