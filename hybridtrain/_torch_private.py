@@ -332,7 +332,7 @@ def _context() -> InterceptedDraws:
     if (own := _active.get(threading.get_ident())) is not None:
         return own
     # a thread that a layer has started, such as TorchScript's, has the key and no context
-    active = list(_active.values())
+    active = [one for one in _active.values() if one.for_other_threads]
     if torch._C._current_graph_task_id() != -1:  # or it is autograd's, for a GPU
         active = [one for one in active if one.in_backward][:1]
     if len(active) == 1:
@@ -351,9 +351,11 @@ class InterceptedDraws(AbstractContextManager[Any]):
 
     Attributes:
         in_backward: it is around a backward, which may go on in other threads.
+        for_other_threads: it is for threads too that are started inside of it.
     """
 
     in_backward = False
+    for_other_threads = True
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`; what it calls itself is not intercepted."""

@@ -96,6 +96,13 @@ class RunContext(Setup):
         kind = StreamLoader if is_stream(self.data.train) else TrainLoader
         return kind(self.data.train, size, self.world, seed=seed, options=options)
 
+    def predict_loader(self) -> EvalLoader | None:
+        """Returns the loader of inputs without targets; without these, the evaluation's."""
+        if self.data.predict is None:
+            return self.eval_loader()
+        size, options = self.config.data["batch_size"], self.options.loader
+        return EvalLoader(self.data.predict, size, self.world, options=options, inputs_alone=True)
+
     def eval_loader(self) -> EvalLoader | None:
         """Returns the loader of the evaluation split, if there is one."""
         if self.data.eval is None:

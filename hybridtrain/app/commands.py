@@ -7,9 +7,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,6 +39,8 @@ from hybridtrain.app.compose import (
 )
 from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig, with_config_keys
 from hybridtrain.app.error_report import finite, print_result
+from hybridtrain.app.export import AVERAGED
+from hybridtrain.app.export import export as export  # a command, too
 from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_for_cluster
 from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words, utilization
 from hybridtrain.app.resolve import Settings, in_words
@@ -48,16 +51,10 @@ from hybridtrain.app.run_directory import (
     environment,
 )
 from hybridtrain.checkpoint import (
-    CheckpointStore,
-    evaluated_average,
     init_from,
     parse_init_from,
-    read_weights,
     restore_checkpoint,
-    with_average,
-    write_weights,
 )
-from hybridtrain.checkpoint import verify as verify_files
 from hybridtrain.data import EvalLoader
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
@@ -74,7 +71,6 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-_AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
 
 # Training steps that `verify` compares.
 _VERIFIED_BATCHES = 3
@@ -223,7 +219,7 @@ def evaluate(settings: Settings) -> Result:
 
     The values are a line of JSON on stdout, and one more in `evaluations.jsonl`.
     """
-    context, loader, checkpoint, step = _trained(settings)
+    context, loader, checkpoint, step = _trained(settings, RunContext.eval_loader)
     directory = context.directory
     options = context.options
     values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
@@ -271,7 +267,7 @@ def predict(settings: Settings) -> Result:
     output = settings.config.output
     if output is not None:
         check_output(output)
-    context, loader, checkpoint, _ = _trained(settings)
+    context, loader, checkpoint, _ = _trained(settings, RunContext.predict_loader)
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)
     outputs = predict_model(context.model, loader)
@@ -286,44 +282,21 @@ def predict(settings: Settings) -> Result:
     return {}
 
 
-def _trained(settings: Settings) -> tuple[RunContext, EvalLoader, Path, int]:
-    """Returns the objects of a run, its evaluation data, and the checkpoint that is loaded."""
+def _trained(
+    settings: Settings, loader_of: Callable[[RunContext], EvalLoader | None]
+) -> tuple[RunContext, EvalLoader, Path, int]:
+    """Returns the objects of a run, the loader of its data, and the checkpoint that is loaded."""
     fit_to_devices(settings)
     context = setup_run(settings)
     config = context.config
-    loader = context.eval_loader()
+    loader = loader_of(context)
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
-        _log.info(_AVERAGED)
+        _log.info(AVERAGED)
     return context, loader, checkpoint, saved["step"]
-
-
-def export(settings: Settings) -> Result:
-    """Writes a checkpoint's weights as one safetensors file; needs nothing but its files.
-
-    `net.load_state_dict(safetensors.torch.load_file(path))` reads it back.
-    """
-    if detect(os.environ).rank != 0:
-        return {}
-    config = settings.config
-    directory = RunDirectory(config)
-    directory.log_to_files(0)
-    for note in settings.notes:
-        _log.info("%s", note)
-    checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
-    files = verify_files(checkpoint)["files"]
-    weights, others = read_weights(checkpoint, files)
-    average = evaluated_average(checkpoint, files) if config.ema else {}
-    path = directory.path / "export" / f"{checkpoint.name}.safetensors"
-    write_weights(path, {**with_average(weights, average), **others})
-    if average:
-        _log.info(_AVERAGED)
-    _log.info("wrote %s, of %s", path, checkpoint)
-    print_result({"checkpoint": str(checkpoint), "file": str(path)})
-    return {}
 
 
 def _refuse_other_settings(context: RunContext, step: int) -> None:
@@ -422,8 +395,10 @@ def check_output(path: str) -> None:
     Raises:
         ConfigError: names the suffixes that are known.
     """
-    if Path(path).suffix not in (".jsonl", ".npy"):
-        raise ConfigError(f"output={path}: the suffix must be .jsonl or .npy")
+    if Path(path).suffix not in (".jsonl", ".npy", ".parquet"):
+        raise ConfigError(f"output={path}: the suffix must be .jsonl, .npy or .parquet")
+    if Path(path).suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError(f"output={path} needs pyarrow: pip install pyarrow")
 
 
 def write_outputs(path: Path, outputs: Any) -> None:
@@ -431,7 +406,8 @@ def write_outputs(path: Path, outputs: Any) -> None:
 
     Args:
         path: with the suffix `.jsonl` for a line per sample, NaN and the infinities as null; with
-            `.npy` for one array, of outputs that are one tensor.
+            `.npy` for one array, of outputs that are one tensor; with `.parquet` for a table with a
+            column for each field, or the column `output`.
         outputs: a pytree of tensors with the samples in dim 0; None: there are no samples.
 
     Raises:
@@ -452,10 +428,25 @@ def write_outputs(path: Path, outputs: Any) -> None:
             if path.suffix == ".npy":
                 np.save(file, outputs.numpy())
                 return
-            for sample in range(0 if outputs is None else batch_size(outputs)):
-                values = tree_map_only(Tensor, itemgetter(sample), outputs)
-                values = tree_map_only(Tensor, Tensor.tolist, values)
-                values = vars(values) if is_dataclass(values) else values
-                file.write((json.dumps(finite(values), allow_nan=False) + "\n").encode())
+            samples = map(finite, _by_sample(outputs))
+            if path.suffix == ".parquet":
+                import pyarrow
+                from pyarrow.parquet import write_table
+
+                lines = [x if isinstance(x, dict) else {"output": x} for x in samples]
+                write_table(pyarrow.Table.from_pylist(lines), file)
+                return
+            for values in samples:
+                file.write((json.dumps(values, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error
+
+
+def _by_sample(outputs: Any) -> Iterator[Any]:
+    """Yields the outputs for each sample as plain values."""
+    for sample in range(0 if outputs is None else batch_size(outputs)):
+        values = tree_map_only(Tensor, itemgetter(sample), outputs)
+        values = tree_map_only(Tensor, Tensor.tolist, values)
+        if is_dataclass(values):
+            values = {name: value for name, value in vars(values).items() if value is not None}
+        yield values

@@ -37,7 +37,8 @@ _PLACES = ("root", "path", "file", "files", "folder", "data_dir")
 def check_tokenizer(config: Config) -> None:
     """Refuses a tokenizer that is the path of a function which may not be called."""
     tokenizer = str(config.data.get("tokenizer", ""))
-    if "." in tokenizer or ":" in tokenizer:  # not one of torchtext's names
+    # not one of torchtext's names, and with a slash the place of a tokenizer, which is data
+    if "/" not in tokenizer and ("." in tokenizer or ":" in tokenizer):
         instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
 
 

@@ -335,8 +335,11 @@ class Config:
     """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
     with one; false: the weights themselves."""
     output: str | None = None
-    """The file that `predict` writes, with the suffix `.jsonl` or `.npy`; null: one in the run
-    directory."""
+    """The file that `predict` writes, with the suffix `.jsonl`, `.npy` or `.parquet`; null: one in
+    the run directory."""
+    format: str = "safetensors"
+    """What `export` writes: `safetensors`; `torch`, a state dict of `torch.save`; `transformers`, a
+    folder for `from_pretrained`; or `torch_export`, the net for inference."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
     line, or in `pyproject.toml`."""

@@ -78,7 +78,9 @@ TARGETS: dict[str, Targets] = {
         ("hybridtrain.monitor", "hybridtrain.callbacks"),
         "hybridtrain.callbacks:Callback",
     ),
-    "data.tokenizer": Targets("a tokenizer of torchtext by its name"),
+    "data.tokenizer": Targets(
+        "a tokenizer of torchtext by its name, or with a slash a file or folder (./tokenizer.json)"
+    ),
 }
 
 # The functions of a module that a config may call.

@@ -59,6 +59,7 @@ OF_THE_COMMAND = (
     "init_from",
     "ema",
     "output",
+    "format",
 )
 
 # How a run is computed, watched and kept; all else decides what is learnt.

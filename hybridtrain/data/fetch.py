@@ -8,6 +8,7 @@ that names the sample and the line of the user.
 from __future__ import annotations
 
 import queue
+import random
 import signal
 import threading
 import traceback
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -27,6 +29,7 @@ from hybridtrain import _torch_private as private
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions
+from hybridtrain.pipeline import DrawsOf, seed_of
 from hybridtrain.world import World
 
 _SHARED_MEMORY_IS_FULL = (
@@ -37,6 +40,11 @@ _LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
 _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
+EVALUATION = -1
+"""The epoch that samples of an evaluation are drawn for: the same numbers in each."""
+
+_OF_A_COLLATE = 1  # tells its draws from those of a sample
+
 # how many batches are made ahead
 _AHEAD = 2
 # how often a wait for a batch looks whether the workers are alive
@@ -45,14 +53,29 @@ _POLL_S = 0.5
 _END_S = 2.0
 
 
+@dataclass(frozen=True)
+class Request:
+    """A batch that is to be made.
+
+    Attributes:
+        indices: of its samples.
+        epoch: which they are drawn for, where a data set draws random numbers.
+        seed: which they are drawn from.
+    """
+
+    indices: Sequence[int]
+    epoch: int = EVALUATION
+    seed: int = 0
+
+
 def fetch(
-    dataset: Dataset[Any], batches: Iterable[Tensor], options: LoaderOptions, world: World
+    dataset: Dataset[Any], batches: Iterable[Request], options: LoaderOptions, world: World
 ) -> Generator[Any, None, None]:
     """Yields the batches of `dataset`, fetched ahead.
 
     Args:
         dataset: map-style.
-        batches: the sample indices of each, of shape (samples,).
+        batches: which.
         options: how they are loaded.
         world: whose devices they are for.
 
@@ -63,15 +86,14 @@ def fetch(
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
     if in_memory and made.collate is already_batched and world.devices[0].type == "cpu":
         # In less time than a thread needs to hand a batch over.
-        return (made.dataset.__getitems__(indices) for indices in batches)
+        return (made.dataset.__getitems__(batch.indices) for batch in batches)
     asked: deque[Sequence[int]] = deque()
 
-    def noted() -> Iterator[list[int]]:
+    def noted() -> Iterator[Request]:
         for batch in batches:
-            indices = batch.tolist()
             if options.workers:
-                asked.append(indices)
-            yield indices
+                asked.append(batch.indices)
+            yield batch
 
     def reading(worker: int) -> str:
         """Returns what a worker makes: the first of its batches that has not come."""
@@ -171,25 +193,45 @@ class WatchedLoader:
 
 
 class _Batches(Dataset[Any]):
-    """A data set whose items are whole batches, or Failures; runs in the worker processes."""
+    """A data set whose items are whole batches, or Failures; runs in the worker processes.
+
+    What a sample draws is a function of the seed, the epoch and the sample's number, and so the
+    same after a resume, and in any process. A batch that is made at once, or by a `collate` that
+    draws, has the draws of its first sample.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
         self.dataset = dataset
         self.collate = collate or already_batched
 
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        dataset = self.dataset
+    def __getitems__(self, batch: Request) -> Any:
+        with DrawsOf(generator := torch.Generator()):
+            return self._made(batch, generator)
+
+    def _made(self, batch: Request, generator: torch.Generator) -> Any:
+        def draw_for(*place: int) -> None:
+            seed = seed_of(batch.seed, batch.epoch, *place)
+            generator.manual_seed(seed)
+            if get_worker_info() is not None:  # a process that nothing else draws in
+                random.seed(seed)
+                np.random.seed(seed & 0xFFFF_FFFF)
+
+        dataset, indices = self.dataset, batch.indices
         index: Any = None
+        first = [*indices[:1]]
         try:
             if getattr(dataset, "__getitems__", None):
+                draw_for(*first)
                 items = dataset.__getitems__(indices)
             else:
                 items = []
                 for index in indices:
+                    draw_for(index)
                     items.append(dataset[index])
         except Exception as error:
             where = samples_of(dataset, indices if index is None else [index])
             return Failure.of(f"{where} cannot be read", error)
+        draw_for(*first, _OF_A_COLLATE)
         return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
 
@@ -220,7 +262,7 @@ def whole_batch(
     Raises:
         DataError: a sample cannot be read, or they make no batch.
     """
-    return unless_failed(_Batches(dataset, collate).__getitems__(indices))
+    return unless_failed(_Batches(dataset, collate).__getitems__(Request(indices)))
 
 
 def samples_of(dataset: Any, indices: Sequence[int]) -> str:

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hybridtrain.data.fetch import fetch, name_of
+from hybridtrain.data.fetch import Request, fetch, name_of
+from hybridtrain.data.splits import WithoutTargets, already_batched
 from hybridtrain.errors import BatchError, DataError
 from hybridtrain.microbatch import leaves_of
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
@@ -121,8 +122,11 @@ class Loader:
         batch_size: samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
         shuffle: False for the order of the data set. An iterable one keeps its own order.
-        seed: the order is drawn from it; in worker processes, the default generators start from it
-            and the epoch.
+        seed: the order is drawn from it, and so is what the samples of a map-style data set draw by
+            PyTorch, such as random transforms: the numbers of a sample depend on the seed, the
+            epoch and the sample alone. In worker processes that goes for Python's and NumPy's
+            default generators too. Those of an iterable data set start there from the seed and the
+            epoch.
         options: how batches are loaded.
         **settings: fields of `options` to change.
 
@@ -334,8 +338,8 @@ class TrainLoader(Loader):
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
         # The plan is read twice: ahead of time by those who fetch, and with each batch in use.
-        indices = self._indices(start.next)
-        with closing(fetch(self.dataset, indices, self.options, self._world)) as fetched:
+        requests = self._requests(start.next)
+        with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
             plan = self._plan(start.next)
             for (inputs, targets), (after, total, share) in zip(fetched, plan, strict=False):
                 samples = share.stop - share.start
@@ -351,14 +355,15 @@ class TrainLoader(Loader):
                 yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, share
             first = 0
 
-    def _indices(self, start: Position) -> Iterator[torch.Tensor]:
-        """Yields the sample indices of this replica's batches, each of shape (samples,)."""
+    def _requests(self, start: Position) -> Iterator[Request]:
+        """Yields this replica's batches."""
         epoch, order = -1, torch.arange(self.samples)
         for after, total, share in self._plan(start):
             if self._shuffle and after.epoch != epoch:
                 epoch, order = after.epoch, permutation(self.samples, self._seed, after.epoch)
             whole = order[(after.batch - 1) * self.batch_size :][:total]
-            yield whole[share] if share.stop > share.start else whole[:1]
+            mine = whole[share] if share.stop > share.start else whole[:1]
+            yield Request(mine.tolist(), after.epoch, self._seed)
 
 
 class EvalLoader:
@@ -369,6 +374,7 @@ class EvalLoader:
         batch_size: samples over all replicas.
         world: tells which replica this process belongs to.
         options: how batches are loaded.
+        inputs_alone: the data set gives inputs without targets, for `predict`.
 
     Attributes:
         samples: of this replica; None if it is not known.
@@ -384,12 +390,16 @@ class EvalLoader:
         world: World,
         *,
         options: LoaderOptions | None = None,
+        inputs_alone: bool = False,
     ) -> None:
         check_batch_size(batch_size)
         self._dataset = dataset
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
+        if inputs_alone:
+            pairs = WithoutTargets(self._options.collate or already_batched)
+            self._options = replace(self._options, collate=pairs)
         self._share = slice(0)
         self.samples: int | None = None
         if not is_stream(dataset):
@@ -404,7 +414,8 @@ class EvalLoader:
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
         elif self.samples:
             batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
-            yield from fetch(self._dataset, batches, self._options, self._world)
+            requests = (Request(batch.tolist()) for batch in batches)
+            yield from fetch(self._dataset, requests, self._options, self._world)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -23,6 +23,17 @@ def already_batched(batch: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class WithoutTargets:
+    """A `collate_fn` of inputs alone: it returns pairs whose targets are None."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, batch: Any) -> tuple[Any, None]:
+        """Returns the batch of inputs, and None."""
+        return self.collate(batch), None
+
+
+@dataclass(frozen=True)
 class DataSplits:
     """A data set, ready for a `DataLoader`.
 
@@ -43,6 +54,12 @@ class DataSplits:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that a model may need: `num_classes`, `vocab_size`, `seq_len`, `image_size`, ...
     A key of the model's config that is null takes the value of the same name."""
+
+    predict: Dataset[Any] | Iterable[Any] | None = None
+    """Inputs without targets, which the command `predict` takes instead of the evaluation split."""
+
+    tokenizer: Any = None
+    """What made the token ids, as transformers has it: `export` writes it beside a model."""
 
 
 class InMemoryDataset(Dataset[Any]):

@@ -1,14 +1,32 @@
-"""The data sets of the recipes: one function each, which returns `DataSplits`.
+"""The data sets of the config group `data`: one function each, which returns `DataSplits`.
 
 A function is the `_target_` of a file in `configs/data/`, and its parameters are that file's keys.
 It reads from the disk (or from the package), downloads only when told to, and raises `DataError`
-when the data is missing, damaged or too small. torchvision and torchtext are imported when a
-function needs them: they take seconds, and torchtext is optional.
+when the data is missing, damaged or too small. torchvision, torchtext, datasets and transformers
+are imported when a function needs them: they take seconds, and all but the first are optional.
+
+What a sample draws, such as a random part of an image or masked tokens, is drawn with PyTorch in
+`__getitem__`, of one sample at a time: so that a loader can seed it by the sample.
 """
 
+from hybridtrain.datasets.cifar10 import cifar10
 from hybridtrain.datasets.digits import digits
+from hybridtrain.datasets.hf_datasets import hf_datasets
+from hybridtrain.datasets.image_folder import image_folder
 from hybridtrain.datasets.imdb import imdb
 from hybridtrain.datasets.mnist import mnist
 from hybridtrain.datasets.python_source import python_source
+from hybridtrain.datasets.text_files import text_files
+from hybridtrain.datasets.token_files import token_files
 
-__all__ = ["digits", "imdb", "mnist", "python_source"]
+__all__ = [
+    "cifar10",
+    "digits",
+    "hf_datasets",
+    "image_folder",
+    "imdb",
+    "mnist",
+    "python_source",
+    "text_files",
+    "token_files",
+]

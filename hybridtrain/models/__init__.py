@@ -8,7 +8,16 @@ first. Bad arguments raise `ConfigError` and are named.
 
 from hybridtrain.models.basicnet import basicnet
 from hybridtrain.models.gpt import gpt
+from hybridtrain.models.timm_models import timm_model
 from hybridtrain.models.torchvision_models import torchvision_model
 from hybridtrain.models.transformer import transformer
+from hybridtrain.models.transformers_models import transformers_model
 
-__all__ = ["basicnet", "gpt", "torchvision_model", "transformer"]
+__all__ = [
+    "basicnet",
+    "gpt",
+    "timm_model",
+    "torchvision_model",
+    "transformer",
+    "transformers_model",
+]

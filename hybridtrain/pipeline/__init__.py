@@ -26,7 +26,12 @@ from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES
 from hybridtrain.pipeline.engines.threads import threads_per_lane
-from hybridtrain.pipeline.layer_rng import ReplayedDraws, default_generator_lock
+from hybridtrain.pipeline.layer_rng import (
+    DrawsOf,
+    ReplayedDraws,
+    default_generator_lock,
+    seed_of,
+)
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
@@ -36,6 +41,7 @@ from hybridtrain.pipeline.timeline import Phases, Timeline, stage_times
 __all__ = [
     "ENGINES",
     "BatchCheck",
+    "DrawsOf",
     "Head",
     "HeadOutput",
     "Phases",
@@ -48,6 +54,7 @@ __all__ = [
     "default_generator_lock",
     "plan_without_values",
     "remove_aliases",
+    "seed_of",
     "stage_times",
     "threads_per_lane",
     "unscale_",

@@ -128,7 +128,7 @@ class LayerRNG:
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation, whose `number` is that in the layer's unit."""
         unit = self._units[layer][0]
-        return _seed_of(self._seed, self.step, unit, microbatch, self._replica, *number)
+        return seed_of(self._seed, self.step, unit, microbatch, self._replica, *number)
 
     def seed_of_unseen(self, layer: int, microbatch: int) -> int:
         """Returns the seed of what draws unseen, other numbers in each piece of a unit."""
@@ -167,7 +167,7 @@ class LayerRNG:
             before = sum(counts.get((unit, one, microbatch), 0) for one in range(piece))
             for number in range(before, before + counts.get((unit, piece, microbatch), 0)):
                 key = self._seed, step, unit, microbatch, self._replica, number
-                seeds.append(_seed_of(*key))
+                seeds.append(seed_of(*key))
         return seeds
 
     def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
@@ -232,19 +232,7 @@ class _SeededDraws(InterceptedDraws):
         device = _device_of(args, kwargs)
         if self._own is not None and device == self._own.device and not _takes_generator(operation):
             return self._draw_from(self._own, operation, args, kwargs)
-        generator = self._next_generator(device)
-        if _takes_generator(operation):
-            kwargs["generator"] = generator
-            return operation(*args, **kwargs)
-        on_cpu = device.type == "cpu"
-        default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
-        with default_generator_lock:
-            before = default.get_state()
-            default.set_state(generator.get_state())
-            try:
-                return operation(*args, **kwargs)
-            finally:
-                default.set_state(before)
+        return _drawn_from(self._next_generator(device), operation, args, kwargs)
 
     def _draw_from(
         self, own: torch.Generator, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -327,7 +315,47 @@ class ReplayedDraws(_SeededDraws):
         return self.left.pop(0)
 
 
-def _seed_of(*key: int) -> int:
+class DrawsOf(InterceptedDraws):
+    """A context in which this thread draws from a generator, as it would from the default one.
+
+    Args:
+        generator: on the CPU; draws on other devices are as ever.
+    """
+
+    for_other_threads = False
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of `operation`, drawn from the generator."""
+        if kwargs.get("generator") is not None or _device_of(args, kwargs).type != "cpu":
+            return operation(*args, **kwargs)
+        return _drawn_from(self._generator, operation, args, kwargs)
+
+
+def _drawn_from(
+    generator: torch.Generator, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns the result of a random operation that draws from `generator`, which goes on."""
+    if _takes_generator(operation):
+        kwargs["generator"] = generator
+        return operation(*args, **kwargs)
+    device = generator.device
+    on_cpu = device.type == "cpu"
+    default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
+    with default_generator_lock:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+def seed_of(*key: int) -> int:
+    """Returns the seed of what has this key: numbers that are unrelated for any other key."""
     packed = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 

@@ -1,0 +1,140 @@
+"""The command `export`: the weights of a checkpoint, in the format of where they go next.
+
+safetensors    one file, of which the plain module takes `load_file(path)`
+torch          the same as a file of `torch.save`, as torchvision and timm have them
+transformers   a folder that `from_pretrained` loads: config, weights in shards, tokenizer
+torch_export   the whole net for inference, by `torch.export`, of any number of samples
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain.app.components import build_model, load_data
+from hybridtrain.app.config import Config
+from hybridtrain.app.error_report import print_result
+from hybridtrain.app.resolve import Settings
+from hybridtrain.app.run_directory import RunDirectory, checkpoint_to_read
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    evaluated_average,
+    read_weights,
+    verify,
+    with_average,
+    write_weights,
+)
+from hybridtrain.data import example_batch
+from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.files import atomic_file
+from hybridtrain.launch import detect
+from hybridtrain.world import World
+
+FORMATS = {
+    "safetensors": ".safetensors",
+    "torch": ".pth",
+    "transformers": "",
+    "torch_export": ".pt2",
+}
+"""The formats, and the suffixes of what they write."""
+
+AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
+
+_log = logging.getLogger(__name__)
+
+
+def export(settings: Settings) -> dict[str, Any]:
+    """Writes a checkpoint's weights into `export/` of the run directory.
+
+    But for `torch_export`, which runs the net once, it needs nothing but the checkpoint's files.
+
+    Raises:
+        ConfigError: the format is unknown, or does not fit the model.
+    """
+    if detect(os.environ).rank != 0:
+        return {}
+    config = settings.config
+    check_choice("format", config.format, list(FORMATS))
+    directory = RunDirectory(config)
+    directory.log_to_files(0)
+    for note in settings.notes:
+        _log.info("%s", note)
+    checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
+    files = verify(checkpoint)["files"]
+    weights, others = read_weights(checkpoint, files)
+    average = evaluated_average(checkpoint, files) if config.ema else {}
+    state = {**with_average(weights, average), **others}
+    path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if config.format == "safetensors":
+        write_weights(path, state)
+    elif config.format == "torch":
+        with atomic_file(path) as file:
+            torch.save(state, file)
+    elif config.format == "transformers":
+        _write_transformers(path, state, config)
+    else:
+        _write_program(path, state, config)
+    if average:
+        _log.info(AVERAGED)
+    _log.info("wrote %s, of %s", path, checkpoint)
+    print_result({"checkpoint": str(checkpoint), "file": str(path)})
+    return {}
+
+
+def _write_transformers(folder: Path, state: Mapping[str, Any], config: Config) -> None:
+    """Writes config.json, safetensors in shards, and the tokenizer of the data if it has one."""
+    data = load_data(config, World())
+    with torch.device("meta"):
+        net: Any = build_model(config, data)
+    if not hasattr(net, "save_pretrained"):
+        raise ConfigError(
+            f"format=transformers is for models of transformers, and this is a "
+            f"{type(net).__name__}: take format=safetensors or torch"
+        )
+    net.config.use_cache = True
+    # copies, since a tensor under several names may be written only once
+    net.save_pretrained(folder, state_dict={name: value.clone() for name, value in state.items()})
+    if data.tokenizer is not None:
+        data.tokenizer.save_pretrained(folder)
+
+
+def _write_program(path: Path, state: Mapping[str, Any], config: Config) -> None:
+    """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
+    data = load_data(config, World())
+    net = build_model(config, data)
+    net.load_state_dict(dict(state))
+    inputs, _ = example_batch(data.train, 2, data.collate)
+    program = _exported(net.eval(), inputs)
+    with atomic_file(path) as file:
+        torch.export.save(program, file)
+
+
+def _exported(net: nn.Module, inputs: Any) -> Any:
+    """Returns the exported net.
+
+    Raises:
+        ConfigError: PyTorch cannot export it; with its reason.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    named: dict[str, Any] = {}
+    if isinstance(inputs, dict):
+        arguments, named = (), inputs
+    auto = torch.export.Dim.AUTO  # any size, where the net takes any
+    any_number = tree_map_only(
+        Tensor, lambda leaf: dict.fromkeys(range(leaf.dim()), auto), named or arguments
+    )
+    try:
+        return torch.export.export(net, arguments, named, dynamic_shapes=any_number)
+    except Exception as error:
+        raise ConfigError(
+            f"format=torch_export: PyTorch cannot export this model: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from error

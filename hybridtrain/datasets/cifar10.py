@@ -1,0 +1,140 @@
+"""CIFAR-10, read by torchvision."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hybridtrain.data import DataSplits, InMemoryDataset
+from hybridtrain.datasets.images import normalised
+from hybridtrain.errors import DataError
+
+_SIDE = 32
+
+# Of the training pixels, per colour, scaled to 0..1.
+_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+_ARCHIVE = "cifar-10-python.tar.gz"
+_FOLDER = "cifar-10-batches-py"
+
+
+class Augmented(Dataset[Any]):
+    """Images in memory, of which each is transformed by itself when it is read."""
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.transform(self.images[index]), self.labels[index]
+
+
+def cifar10(root: str | Path = "data", download: bool = False, augment: bool = True) -> DataSplits:
+    """Returns the 60,000 photographs of CIFAR-10, read by `torchvision.datasets.CIFAR10`.
+
+    Items are `(image, label)`: float32 of shape (3, 32, 32), normalised per colour with the mean
+    and standard deviation of the training split, and int64 in 0..9. In training an image is a
+    random part of 32 x 32 of it with a border of 4, mirrored or not. The pixels stay bytes in
+    memory (154 MB for the training split).
+
+    Metadata: `num_classes` 10, `image_size` 32, `channels` 3.
+
+    Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+
+    Args:
+        root: the folder that holds `cifar-10-batches-py/`, or the archive
+            `cifar-10-python.tar.gz`, which is unpacked there.
+        download: fetch the archive (170 MB) if neither is there.
+        augment: draw random parts in training; False: as in evaluation.
+
+    Raises:
+        DataError: files are missing, cannot be fetched, or are damaged.
+    """
+    root = Path(root)
+    if not (root / _FOLDER).is_dir():
+        _unpack(root, download)
+    train, evaluation = (_read(root, part) for part in (True, False))
+    return DataSplits(
+        train=Augmented(*train, _transform()) if augment else InMemoryDataset(*train, to_floats),
+        eval=InMemoryDataset(*evaluation, to_floats),
+        metadata={"num_classes": 10, "image_size": _SIDE, "channels": 3},
+    )
+
+
+def to_floats(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns bytes of shape (N, 3, 32, 32) as the normalised float32 images of a model."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
+    return pixels.float().div_(255).sub_(mean).div_(std), labels
+
+
+def _transform() -> Any:
+    from torchvision.transforms import v2
+
+    crop = v2.RandomCrop(_SIDE, padding=4)
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), *normalised(_MEAN, _STD)])
+
+
+def _unpack(root: Path, download: bool) -> None:
+    """Unpacks the archive, which is fetched if it is not there."""
+    # Takes a second to import.
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity, download_url, extract_archive
+
+    archive = root / _ARCHIVE
+    if not download and not archive.is_file():
+        raise DataError(
+            f"CIFAR-10: looked in {root.absolute()} for the folder {_FOLDER} and the archive "
+            f"{_ARCHIVE}, and found neither.\n{_remedy(root)}"
+        )
+    try:
+        if download:
+            download_url(CIFAR10.url, str(root), _ARCHIVE, CIFAR10.tgz_md5)
+        elif not check_integrity(str(archive), CIFAR10.tgz_md5):
+            raise DataError(
+                f"CIFAR-10: {archive.absolute()} is not the archive, or damaged (its MD5 is "
+                f"another). Delete it.\n{_remedy(root)}"
+            )
+        with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as scratch:
+            extract_archive(str(archive), scratch)
+            with suppress(OSError):  # another process may have been first
+                (Path(scratch) / _FOLDER).rename(root / _FOLDER)
+    except (OSError, RuntimeError) as error:
+        did = "fetched" if download else "unpacked"
+        raise DataError(
+            f"CIFAR-10 could not be {did} into {root.absolute()}: {error}\n{_remedy(root)}"
+        ) from error
+
+
+def _read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        data = CIFAR10(str(root), train=train)  # compares the files' MD5
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"CIFAR-10: a file in {(root / _FOLDER).absolute()} is missing or damaged ({error}). "
+            f"Delete the folder.\n{_remedy(root)}"
+        ) from error
+    pixels = torch.from_numpy(np.ascontiguousarray(data.data.transpose(0, 3, 1, 2)))
+    return pixels, torch.tensor(data.targets)
+
+
+def _remedy(root: Path) -> str:
+    return (
+        f"Fetch it with: hybridtrain recipe=cifar10_resnet18 data.download=true data.root={root}\n"
+        f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
+        "or name another folder with root="
+    )

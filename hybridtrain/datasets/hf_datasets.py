@@ -1,0 +1,486 @@
+"""Data sets of texts, read by the library `datasets` of Hugging Face, for models of transformers.
+
+    files, folder, name  --datasets-->  rows in an Arrow file, mapped into memory
+                         --tokenizer->  ids of a row, when it is read; of all rows, to pack them
+                         --collate-->   a batch, padded to its longest sample
+
+`pip install datasets` is another package than this folder, which is `hybridtrain.datasets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from hybridtrain.data import DataSplits
+from hybridtrain.datasets.held_out import check_share, held_out
+from hybridtrain.datasets.text_files import check_at_least_1
+from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
+from hybridtrain.datasets.windows import window_splits
+from hybridtrain.errors import DataError, check_choice
+from hybridtrain.metrics import IGNORED
+
+TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
+
+_FORMATS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+_EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+
+# The inputs that are padded with the tokenizer's padding token.
+_IDS = ("input_ids", "decoder_input_ids")
+
+# Texts that are tokenised together, to pack them.
+_TEXTS_AT_A_TIME = 1000
+
+Item = tuple[dict[str, Tensor], Tensor]
+
+
+def hf_datasets(
+    path: str,
+    tokenizer: str,
+    task: str = "classification",
+    name: str | None = None,
+    eval_path: str | None = None,
+    train_split: str = "train",
+    eval_split: str | None = None,
+    eval_share: float = 0.1,
+    split_seed: int = 0,
+    text: str = "text",
+    text_pair: str | None = None,
+    target: str | list[str] = "label",
+    max_len: int = 128,
+    pad: str = "longest",
+    pack: bool = True,
+    mask_share: float = 0.15,
+    decoder_start: str | None = None,
+) -> DataSplits:
+    """Returns texts for a model of transformers, from files, a folder or the Hugging Face Hub.
+
+    Items are `(inputs, labels)`. The inputs are a dict with the names of the models' `forward`:
+    `input_ids` and `attention_mask`, int64 of shape (tokens,), and what else the tokenizer makes.
+    A batch is padded to its longest sample; what is padding has the attention mask 0. The labels
+    are those of a plain loss over the model's logits:
+
+    - `classification`: int64, 0-dim, for `cross_entropy`. Classes that are texts are numbered in
+      the order of their names.
+    - `regression`: float32 of shape (columns,), for `mse`.
+    - `causal_lm`: int64 of shape (tokens,), for `cross_entropy`: the label of a place is the token
+      after it, so nothing is shifted any more. With `pack` all texts are joined, with the
+      tokenizer's end-of-text token after each, and cut into windows of `max_len` tokens.
+    - `masked_lm`: int64 of shape (tokens,): the token itself at a share of the places, -100
+      elsewhere. Of these tokens 80% become the mask, 10% another token. Every epoch draws others.
+      Source: J. Devlin et al., BERT, 2019, section 3.1.
+    - `seq2seq`: int64 of shape (tokens of `target`,); `decoder_input_ids` are the labels after a
+      first token.
+
+    Labels at padding are -100, which the losses do not count.
+
+    Metadata: `vocab_size`, `max_len`, `pad_index`; `num_classes` and `num_labels` for
+    classification and regression; `seq_len` for packed texts.
+
+    Args:
+        path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt); a folder of such files
+            named after their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
+        tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
+        task: classification, regression, causal_lm, masked_lm or seq2seq.
+        name: the configuration of a data set on the Hub that has several.
+        eval_path: as `path`, of the evaluation split; None: it is a split of `path`, or held out.
+        train_split: the split to train on.
+        eval_split: the split to evaluate on; None: validation, test or another of the usual names.
+        eval_share: the part that is held out where there is no such split.
+        split_seed: which rows are held out is drawn from it.
+        text: the column of the text.
+        text_pair: the column of a second text, such as the sentence to compare with.
+        target: the column of the class, the number (several: a list) or, for seq2seq, the text.
+        max_len: tokens after which a sample is cut, or tokens in a window.
+        pad: `longest`, or `max_len` for batches of one shape.
+        pack: join texts for causal_lm; False: each is a sample by itself.
+        mask_share: the part of the tokens that masked_lm predicts.
+        decoder_start: the first token of a decoder; None: the tokenizer's padding, as T5 has it.
+
+    Raises:
+        DataError: the data, a split, a column or the tokenizer is missing, damaged or of another
+            kind, a library is not installed, or an argument is out of its range.
+    """
+    for key, value in (("path", path), ("tokenizer", tokenizer)):
+        if not value:
+            raise DataError(f"{key}= is not set: name a file, a folder, or a name on the Hub")
+    check_choice("task", task, TASKS)
+    check_choice("pad", pad, ("longest", "max_len"))
+    check_at_least_1(max_len=max_len)
+    check_share(eval_share)
+    if not 0 < mask_share < 1:
+        raise DataError(f"mask_share={mask_share} must be above 0 and below 1")
+    rows = _Rows(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
+    tok = load_tokenizer(tokenizer)
+    targets = [target] if isinstance(target, str) else list(target)
+    texts = [text] if text_pair is None else [text, text_pair]
+    if task == "seq2seq":
+        texts.append(*targets)
+    for split, of_split in rows.items():
+        _check_columns(of_split, split, texts, "text")
+    pad_id = tok.pad_token_id if tok.pad_token_id is not None else 0
+    metadata = {"vocab_size": len(tok), "max_len": max_len, "pad_index": pad_id}
+    if task == "causal_lm" and pack:
+        return _packed(rows, tok, text, max_len, metadata)
+    encode = _Encoder(tok, text, text_pair, max_len)
+    if task == "classification":
+        classes = _classes(rows, targets)
+        metadata |= {"num_classes": len(classes), "num_labels": len(classes)}
+        item: Callable[[Mapping[str, Any]], Item] = partial(
+            _classified, encode, targets[0], {value: i for i, value in enumerate(classes)}
+        )
+    elif task == "regression":
+        for split, of_split in rows.items():
+            _check_columns(of_split, split, targets, "number")
+        metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
+        item = partial(_valued, encode, targets)
+    elif task == "causal_lm":
+        item = partial(_continued, encode)
+    elif task == "masked_lm":
+        item = partial(_masked, encode, _masks(tok, tokenizer, mask_share))
+    else:
+        item = partial(_translated, encode, targets[0], _start(tok, tokenizer, decoder_start))
+    return DataSplits(
+        train=Encoded(rows["train"], item),
+        eval=Encoded(rows["eval"], item),
+        collate=Padded(pad_id, max_len if pad == "max_len" else None),
+        metadata=metadata,
+        tokenizer=tok,
+    )
+
+
+class Encoded(Dataset[Any]):
+    """Rows, of which each is encoded when it is read.
+
+    Args:
+        rows: a `datasets.Dataset`.
+        item: makes the item of a row.
+    """
+
+    def __init__(self, rows: Any, item: Callable[[Mapping[str, Any]], Item]) -> None:
+        self.rows = rows
+        self.item = item
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.item(self.rows[index])
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A `collate` that pads the tensors of samples at their end, and stacks them.
+
+    Attributes:
+        pad_id: what `input_ids` and `decoder_input_ids` are padded with. Other inputs are padded
+            with 0, and labels with -100.
+        length: of the padded tensors; None: that of the longest in the batch.
+    """
+
+    pad_id: int
+    length: int | None = None
+
+    def __call__(self, items: Sequence[Item]) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the batch `(inputs, labels)` of samples."""
+        inputs = {
+            key: self._joined([each[key] for each, _ in items], self.pad_id if key in _IDS else 0)
+            for key in items[0][0]
+        }
+        return inputs, self._joined([labels for _, labels in items], IGNORED)
+
+    def _joined(self, parts: Sequence[Tensor], padding: int) -> Tensor:
+        if parts[0].dim() == 0 or parts[0].is_floating_point():
+            return torch.stack([*parts])
+        joined = pad_sequence([*parts], batch_first=True, padding_value=padding)
+        missing = 0 if self.length is None else self.length - joined.shape[1]
+        return F.pad(joined, (0, missing), value=padding) if missing > 0 else joined
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Makes the inputs of a row's texts."""
+
+    tokenizer: Any
+    text: str
+    text_pair: str | None
+    max_len: int
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+        pair = None if self.text_pair is None else _text(row, self.text_pair)
+        return self.of(_text(row, self.text), pair)
+
+    def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
+        """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
+        found = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
+        tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in found.items()}
+        if len(tensors["input_ids"]):
+            return tensors
+        # A sample that is all padding would have a softmax over nothing.
+        empty = {key: torch.zeros(1, dtype=torch.int64) for key in tensors}
+        return {**empty, "attention_mask": torch.ones(1, dtype=torch.int64)}
+
+
+# Items
+
+
+def _classified(
+    encode: _Encoder, column: str, classes: Mapping[Any, int], row: Mapping[str, Any]
+) -> Item:
+    return encode(row), torch.tensor(classes[row[column]])
+
+
+def _valued(encode: _Encoder, columns: Sequence[str], row: Mapping[str, Any]) -> Item:
+    values = [row[column] for column in columns]
+    if None in values:
+        raise DataError(f"column {columns[values.index(None)]} has no value here")
+    return encode(row), torch.tensor(values, dtype=torch.float32)
+
+
+def _continued(encode: _Encoder, row: Mapping[str, Any]) -> Item:
+    ids = encode.of(_text(row, encode.text), add_special_tokens=False)["input_ids"]
+    end = torch.tensor(end_of_text(encode.tokenizer) or [IGNORED])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return inputs, torch.cat([ids[1:], end])
+
+
+def _masked(encode: _Encoder, collator: Any, row: Mapping[str, Any]) -> Item:
+    inputs = encode.of(_text(row, encode.text), return_special_tokens_mask=True)
+    special = inputs.pop("special_tokens_mask")
+    # draws by PyTorch, and so by the number of the sample
+    ids, labels = collator.torch_mask_tokens(inputs["input_ids"][None], special[None])
+    return {**inputs, "input_ids": ids[0]}, labels[0]
+
+
+def _translated(encode: _Encoder, target: str, start: int, row: Mapping[str, Any]) -> Item:
+    found = encode.tokenizer(
+        text_target=_text(row, target), truncation=True, max_length=encode.max_len
+    )
+    labels = torch.tensor(found["input_ids"] or [start], dtype=torch.int64)
+    first = torch.tensor([start])
+    return {**encode(row), "decoder_input_ids": torch.cat([first, labels[:-1]])}, labels
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise DataError(f"column {column} has {value!r} here, and must have a text")
+    return value
+
+
+def _masks(tokenizer: Any, name: str, share: float) -> Any:
+    from transformers import DataCollatorForLanguageModeling
+
+    if tokenizer.mask_token is None:
+        raise DataError(
+            f"task=masked_lm needs a mask token, and tokenizer={name} has none: use one of a "
+            f"model that was trained so, such as BERT, or task=causal_lm"
+        )
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
+
+
+def _start(tokenizer: Any, name: str, token: str | None) -> int:
+    """Returns the id of a decoder's first token."""
+    if token is None:
+        if tokenizer.pad_token_id is not None:
+            return int(tokenizer.pad_token_id)
+        raise DataError(f"tokenizer={name} has no padding token: set decoder_start=")
+    if token not in tokenizer.get_vocab():
+        raise DataError(f"decoder_start={token} is no token of tokenizer={name}")
+    return int(tokenizer.convert_tokens_to_ids(token))
+
+
+# Packed texts
+
+
+def _packed(
+    rows: Mapping[str, Any], tokenizer: Any, column: str, length: int, metadata: dict[str, Any]
+) -> DataSplits:
+    def too_few(split: str, found: int) -> str:
+        return (
+            f"{found} tokens in the column {column} of the {split} split are too few for one "
+            f"window of max_len={length} and the token that follows: set a smaller max_len=, or "
+            f"pack=false"
+        )
+
+    texts = [_joined_ids(rows[split], tokenizer, column) for split in ("train", "eval")]
+    splits = window_splits(texts, length, len(tokenizer), too_few, prepare=as_inputs)
+    return replace(splits, metadata={**splits.metadata, **metadata}, tokenizer=tokenizer)
+
+
+def as_inputs(x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns windows without padding as the inputs of a model of transformers."""
+    return {"input_ids": x, "attention_mask": torch.ones_like(x)}, y
+
+
+def _joined_ids(rows: Any, tokenizer: Any, column: str) -> NDArray[Any]:
+    end = end_of_text(tokenizer)
+    parts = [np.zeros(0, dtype=np.int32)]
+    for batch in rows.select_columns([column]).iter(_TEXTS_AT_A_TIME):
+        texts = [text for text in batch[column] if text]
+        if texts:
+            found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            parts.append(np.fromiter((i for ids in found for i in [*ids, *end]), dtype=np.int32))
+    return np.concatenate(parts)
+
+
+# Rows
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows are, and how they are divided; see `hf_datasets`."""
+
+    path: str
+    name: str | None
+    eval_path: str | None
+    train_split: str
+    eval_split: str | None
+    eval_share: float
+    split_seed: int
+
+    def read(self) -> dict[str, Any]:
+        """Returns the rows of the splits `train` and `eval`, each a `datasets.Dataset`."""
+        whole = _load("path", self.path, self.name)
+        train = _split_of(whole, self.train_split, "train_split", self.path)
+        if self.eval_path is not None:
+            other = _load("eval_path", self.eval_path, self.name)
+            wanted = self.eval_split or next(iter(other))
+            return _checked(train, _split_of(other, wanted, "eval_split", self.eval_path))
+        wanted = self.eval_split or next((one for one in _EVAL_SPLITS if one in whole), None)
+        if wanted is not None and wanted != self.train_split:
+            return _checked(train, _split_of(whole, wanted, "eval_split", self.path))
+        first, second = held_out(len(train), self.eval_share, self.split_seed)
+        return _checked(*(train.select(part, keep_in_memory=True) for part in (first, second)))
+
+
+def _checked(train: Any, evaluation: Any) -> dict[str, Any]:
+    rows = {"train": train, "eval": evaluation}
+    for split, of_split in rows.items():
+        if not len(of_split):
+            raise DataError(f"the {split} split has no rows")
+    return rows
+
+
+def _load(key: str, path: str, name: str | None) -> Any:
+    """Returns all splits of `path`, a `datasets.DatasetDict`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"this data set needs the library datasets ({error}): "
+            'pip install "hybridtrain[datasets]"'
+        ) from error
+    place = Path(path)
+    if not place.exists() and (place.suffix in _FORMATS or path.startswith((".", "/", "~"))):
+        raise DataError(f"{key}={path}: there is no such file or folder ({place.absolute()})")
+    if place.is_file() and place.suffix not in _FORMATS:
+        raise DataError(
+            f"{key}={path}: the formats are {', '.join(_FORMATS)}; name a file that ends so"
+        )
+    try:
+        with _quiet(datasets):
+            if place.is_file():
+                options = {"sep": "\t"} if place.suffix == ".tsv" else {}
+                kind = _FORMATS[place.suffix]
+                return datasets.load_dataset(kind, data_files={"train": path}, **options)
+            saved = ("dataset_dict.json", "dataset_info.json", "state.json")
+            if any((place / one).is_file() for one in saved):
+                found = datasets.load_from_disk(path)
+                one_split = isinstance(found, datasets.Dataset)
+                return datasets.DatasetDict({"train": found}) if one_split else found
+            return datasets.load_dataset(path, name)
+    except Exception as error:  # of many libraries, for many formats
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300]
+        where = "" if place.exists() else " is neither here nor can it be had from the Hub: it"
+        raise DataError(
+            f"{key}={path}{where} cannot be read ({type(cause).__name__}: {reason})"
+        ) from error
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Keeps the library from drawing progress bars in a run's log."""
+    shown = datasets.utils.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
+    if split not in whole:
+        raise DataError(
+            f"{key}={split}: {path} has no such split; it has {', '.join(map(str, whole))}"
+        )
+    return whole[split]
+
+
+def _check_columns(rows: Any, split: str, columns: Sequence[str], kind: str | None = None) -> None:
+    """Refuses columns that are not there, or of another `kind`: `text`, `number` or None, any."""
+    there = {name: str(getattr(what, "dtype", what)) for name, what in rows.features.items()}
+    shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
+    for column in columns:
+        if column not in there:
+            raise DataError(f"there is no column {column} in the {split} split; it has {shown}")
+        dtype = there[column]
+        beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
+        if kind is not None and not dtype.startswith(beginnings[kind]):
+            raise DataError(
+                f"column {column} of the {split} split must have a {kind}, and has {dtype}; the "
+                f"columns are {shown}"
+            )
+
+
+def _classes(rows: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
+    """Returns the values that are classes, in the order of their numbers."""
+    if len(targets) != 1:
+        raise DataError(f"target={targets}: a classification has one column")
+    (column,) = targets
+    for split, of_split in rows.items():
+        _check_columns(of_split, split, [column])
+    found = {split: set(of_split.unique(column)) for split, of_split in rows.items()}
+    values = found["train"] | found["eval"]
+    if None in values:
+        raise DataError(f"column {column} has no value in some rows: leave them out")
+    if all(isinstance(value, int) for value in values):
+        names = getattr(rows["train"].features[column], "names", None)  # of a ClassLabel
+        count = len(names) if names else max(values) + 1
+        if min(values) < 0 or count > 10 * len(values):
+            raise DataError(
+                f"column {column} has {len(values)} values from {min(values)} to {max(values)}: "
+                f"classes are numbered from 0 (for numbers that are no classes, task=regression)"
+            )
+        return [*range(count)]
+    if not all(isinstance(value, str) for value in values):
+        kinds = sorted({type(value).__name__ for value in values})
+        raise DataError(
+            f"column {column} has values of type {', '.join(kinds)}, and classes are texts or "
+            f"whole numbers (for other numbers, task=regression)"
+        )
+    if unknown := sorted(found["eval"] - found["train"]):
+        raise DataError(f"column {column}: the train split has no class {', '.join(unknown[:8])}")
+    return sorted(found["train"])

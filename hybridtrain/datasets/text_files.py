@@ -1,0 +1,126 @@
+"""Text files, as one long text for a language model."""
+
+import glob
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridtrain.data import DataSplits
+from hybridtrain.datasets.held_out import check_share
+from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
+from hybridtrain.datasets.windows import window_splits
+from hybridtrain.errors import DataError
+
+
+def text_files(
+    path: str | Path,
+    eval_path: str | Path | None = None,
+    pattern: str = "*.txt",
+    tokenizer: str | None = None,
+    seq_len: int = 256,
+    eval_share: float = 0.05,
+    max_tokens: int | None = None,
+    eval_tokens: int | None = None,
+) -> DataSplits:
+    """Returns the text of files, token by token, for a language model.
+
+    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
+    follows each of them. The files are taken in the order of their paths and joined into one text;
+    windows do not overlap. With a tokenizer its end-of-text token follows each file, if it has one.
+
+    Metadata: `vocab_size` (256 for bytes), `seq_len`.
+
+    Args:
+        path: a file, a folder, or a pattern such as `books/**/*.txt`.
+        eval_path: likewise, of the evaluation text; None: the end of the text is held out.
+        pattern: the names of the files in a folder, and in the folders in it.
+        tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hugging Face Hub;
+            None: the bytes of the files are the tokens.
+        seq_len: tokens in a window.
+        eval_share: the part of the text that is held out where there is no `eval_path`.
+        max_tokens: the length of the training text at most; None: all of it.
+        eval_tokens: the length of the evaluation text at most; None: all of it.
+
+    Raises:
+        DataError: there are no such files, one cannot be read or is not UTF-8, the tokenizer
+            cannot be loaded, a number is out of its range, or a split has less than one window.
+    """
+    check_at_least_1(seq_len=seq_len, max_tokens=max_tokens, eval_tokens=eval_tokens)
+    check_share(eval_share)
+    tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
+    files = _files("path", path, pattern)
+    if eval_path is None:
+        whole = ids_of(files, tokenize)
+        cut = len(whole) - round(len(whole) * eval_share)
+        texts = [whole[:cut][:max_tokens], whole[cut:][:eval_tokens]]
+    else:
+        texts = [
+            ids_of(files, tokenize, max_tokens),
+            ids_of(_files("eval_path", eval_path, pattern), tokenize, eval_tokens),
+        ]
+
+    def too_few(split: str, found: int) -> str:
+        key = "eval_path" if split == "eval" and eval_path is not None else "path"
+        where = path if key == "path" else eval_path
+        held_out = f", of which eval_share={eval_share} is held out" if eval_path is None else ""
+        return (
+            f"{found} tokens to {'train' if split == 'train' else 'evaluate'} on, from {key}="
+            f"{where}{held_out}, are too few for one window of seq_len={seq_len} and the token "
+            f"that follows: set a smaller seq_len=, or use more text"
+        )
+
+    return window_splits(texts, seq_len, 256 if tokenize is None else len(tokenize), too_few)
+
+
+def ids_of(
+    files: Iterable[Path], tokenizer: Any | None = None, limit: int | None = None
+) -> NDArray[Any]:
+    """Returns the first `limit` tokens of the files, joined: their bytes if there is no tokenizer.
+
+    Raises:
+        DataError: a file cannot be read, or is not UTF-8 where a tokenizer needs text.
+    """
+    parts: list[NDArray[Any]] = []
+    found = 0
+    for path in files:
+        if limit is not None and found >= limit:
+            break
+        try:
+            if tokenizer is None:
+                ids = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+            else:
+                text = path.read_text(encoding="utf-8")
+                tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                ids = np.asarray([*tokens, *end_of_text(tokenizer)], dtype=np.int32)
+        except (OSError, UnicodeDecodeError) as error:
+            # Without it, this process would have another text than the others.
+            raise DataError(f"{path} cannot be read: {error}") from error
+        parts.append(ids)
+        found += len(ids)
+    return np.concatenate(parts)[:limit] if parts else np.zeros(0, dtype=np.uint8)
+
+
+def check_at_least_1(**values: int | None) -> None:
+    """Raises a DataError, if one is a number below 1."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise DataError(f"{name}={value} must be at least 1")
+
+
+def _files(key: str, path: str | Path, pattern: str) -> Sequence[Path]:
+    """Returns the files that `path` names, sorted by path."""
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = [one for one in place.rglob(pattern) if one.is_file()]
+        looked = f"no files {pattern} are in the folder {place.absolute()}: set pattern="
+    else:
+        found = [Path(one) for one in glob.glob(str(path), recursive=True) if Path(one).is_file()]
+        looked = f"there is no such file or folder, and no file of this pattern in {Path.cwd()}"
+    if not found:
+        raise DataError(f"{key}={path}: {looked}")
+    return sorted(found, key=lambda one: one.as_posix())

@@ -1,0 +1,108 @@
+"""Files of token ids, mapped into memory: of nanoGPT, llm.c and others, and arrays of NumPy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset
+
+from hybridtrain.data import DataSplits
+from hybridtrain.datasets.text_files import check_at_least_1
+from hybridtrain.datasets.windows import TokenWindows
+from hybridtrain.errors import DataError, check_choice
+
+_DTYPES = ("uint8", "uint16", "int16", "uint32", "int32", "int64")
+
+# Ids that are looked at together for the largest.
+_IDS_AT_A_TIME = 1 << 24
+
+
+def token_files(
+    root: str | Path = "data",
+    train: str = "train.bin",
+    eval: str | None = "val.bin",
+    dtype: str = "uint16",
+    header_bytes: int = 0,
+    vocab_size: int | None = None,
+    seq_len: int = 256,
+) -> DataSplits:
+    """Returns the windows of files of token ids, which stay on the disk.
+
+    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
+    follows each of them. Windows do not overlap and do not go from one file into the next.
+
+    Metadata: `vocab_size`, `seq_len`.
+
+    Args:
+        root: the folder of the files.
+        train: the file of the training split, or a pattern (`fineweb_train_*.bin`), whose files are
+            taken in the order of their names. A `.npy` file says itself what it has; all others
+            are ids one after the other.
+        eval: likewise, of the evaluation split; None: there is none.
+        dtype: the type of the ids: uint8, uint16, int16, uint32, int32 or int64.
+        header_bytes: of each file, which are passed over (1024 in files of llm.c).
+        vocab_size: every id is below it; None: one more than the largest id, for which all files
+            are read once.
+        seq_len: tokens in a window.
+
+    Raises:
+        DataError: a file is missing, empty or not of whole ids, an id is not below `vocab_size`,
+            or a split has less than one window.
+    """
+    check_at_least_1(seq_len=seq_len, vocab_size=vocab_size)
+    check_choice("dtype", dtype, _DTYPES)
+    if header_bytes < 0:
+        raise DataError(f"header_bytes={header_bytes} must be 0 or more")
+    root = Path(root)
+    splits = {
+        key: [_mapped(path, dtype, header_bytes) for path in _files(root, key, name)]
+        for key, name in (("train", train), ("eval", eval))
+        if name is not None
+    }
+    if vocab_size is None:
+        vocab_size = 1 + max(_largest(ids) for files in splits.values() for ids in files)
+    made: dict[str, Dataset[Any]] = {}
+    for key, files in splits.items():
+        windows = [TokenWindows(ids, seq_len, vocab_size) for ids in files if len(ids) > seq_len]
+        if not windows:
+            raise DataError(
+                f"{key}: {sum(map(len, files))} tokens in {len(files)} files in "
+                f"{root.absolute()} are too few for one window of seq_len={seq_len} and the token "
+                f"that follows: set a smaller seq_len="
+            )
+        made[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
+    return DataSplits(made["train"], made.get("eval"), metadata=sizes)
+
+
+def _files(root: Path, key: str, name: str) -> list[Path]:
+    found = sorted(root.glob(name))
+    if not found:
+        there = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
+        held = f"has {', '.join(there)}" if there else "is empty or not there"
+        raise DataError(f"{key}={name}: {root.absolute()} has no such file; it {held}")
+    return found
+
+
+def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
+    """Returns the ids of a file, mapped into memory."""
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise ValueError(f"it has {ids.dtype} of shape {ids.shape}, not ids in a row")
+            return ids  # type: ignore[no-any-return]
+        size = path.stat().st_size - header_bytes
+        if size <= 0 or size % np.dtype(dtype).itemsize:
+            raise ValueError(
+                f"{size} bytes after header_bytes={header_bytes} are no ids of {dtype}"
+            )
+        return np.memmap(path, dtype, "r", header_bytes)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is not a file of token ids, or damaged: {error}") from error
+
+
+def _largest(ids: NDArray[Any]) -> int:
+    starts = range(0, len(ids), _IDS_AT_A_TIME)
+    return max((int(ids[start : start + _IDS_AT_A_TIME].max()) for start in starts), default=0)

@@ -1,0 +1,67 @@
+"""Tokenizers of Hugging Face, by the file, the folder or the name of one."""
+
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.errors import DataError
+
+# The usual names of special tokens; a bare tokenizer.json does not say which is for what.
+_USUAL = {
+    "pad_token": ("<pad>", "[PAD]"),
+    "unk_token": ("<unk>", "[UNK]"),
+    "mask_token": ("<mask>", "[MASK]"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"),
+}
+
+
+def load_tokenizer(name: str) -> Any:
+    """Returns the tokenizer of a file, a folder or a name, as transformers has it.
+
+    Args:
+        name: a file of the library `tokenizers` (`./tokenizer.json`), whose special tokens are
+            known by their usual names; a folder that `save_pretrained` wrote; or a name on the
+            Hugging Face Hub, which is looked up in its cache first.
+
+    Raises:
+        DataError: there is no such tokenizer, it is damaged, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer={name} needs transformers ({error}): "
+            'pip install "hybridtrain[transformers]"'
+        ) from error
+    path = Path(name)
+    local = path.exists()
+    if not local and (path.suffix == ".json" or name.startswith((".", "/", "~"))):
+        raise DataError(f"tokenizer={name}: there is no such file or folder ({path.absolute()})")
+    try:
+        if not path.is_file():
+            return AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the library that parses a file raises plain Exceptions
+        found = "cannot be read" if local else "is neither here nor can it be had from the Hub"
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"tokenizer={name} {found} ({type(error).__name__}: {reason}). Name a tokenizer.json, "
+            f"a folder that save_pretrained wrote, or a model on the Hugging Face Hub"
+        ) from error
+    known = tokenizer.get_vocab()
+    for role, names in _USUAL.items():
+        if token := next((one for one in names if one in known), None):
+            tokenizer.add_special_tokens({role: token})
+    # models differ in whether they take the rest, token_type_ids
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+
+def end_of_text(tokenizer: Any) -> list[int]:
+    """Returns the token that ends a text, as a list; empty where the tokenizer has none."""
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return [int(token)]
+    return []

@@ -1,0 +1,61 @@
+"""Image models of timm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.models.check import check_dropout, check_sizes
+
+
+def timm_model(
+    name: str,
+    num_classes: int,
+    image_size: int | None = None,
+    channels: int = 3,
+    dropout: float | None = None,
+) -> nn.Module:
+    """Returns a model of timm with random weights, and the names of its own parameters.
+
+    It takes float images of shape (N, channels, image_size, image_size) and returns logits of
+    shape (N, num_classes). Weights come from a file that timm has saved, by `init_from`.
+
+    Args:
+        name: as in `timm.list_models()`.
+        num_classes: number of classes.
+        image_size: pixels per side, for the models that are built for one; None: the default.
+        channels: colour channels.
+        dropout: probability that a feature before the classifier is dropped in training; None: the
+            model's own.
+
+    Raises:
+        ConfigError: timm is not installed, or has no such model, or the model no such argument.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise ConfigError("models of timm need pip install 'hybridtrain[timm]'") from error
+    if not timm.is_model(name):
+        known = timm.list_models()
+        raise ConfigError(f"name={name}: timm has no such model; {did_you_mean(name, known)}")
+    check_sizes(num_classes=num_classes, channels=channels)
+    options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels}
+    if dropout is not None:
+        check_dropout(dropout)
+        options |= {"drop_rate": dropout}
+    if image_size is not None:
+        try:
+            return _made(timm, name, img_size=image_size, **options)
+        except TypeError:  # a convolutional network takes any size, and no such argument
+            pass
+    try:
+        return _made(timm, name, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"name={name}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _made(timm: Any, name: str, **options: Any) -> nn.Module:
+    model: nn.Module = timm.create_model(name, **options)
+    return model
