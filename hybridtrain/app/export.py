@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from hybridtrain.checkpoint import (
     write_weights,
 )
 from hybridtrain.data import example_batch
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
 from hybridtrain.world import World
@@ -72,21 +72,21 @@ def export(settings: Settings) -> dict[str, Any]:
     average = evaluated_average(checkpoint, files) if config.ema else {}
     state = {**with_average(weights, average), **others}
     path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if config.format == "safetensors":
-        write_weights(path, state)
-    elif config.format == "torch":
-        with atomic_file(path) as file:
-            torch.save(state, file)
-    elif config.format == "transformers":
-        _write_transformers(path, state, config)
-    else:
-        _write_program(path, state, config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _WRITE[config.format](path, state, config)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
     if average:
         _log.info(AVERAGED)
     _log.info("wrote %s, of %s", path, checkpoint)
     print_result({"checkpoint": str(checkpoint), "file": str(path)})
     return {}
+
+
+def _write_torch(path: Path, state: Mapping[str, Any], config: Config) -> None:
+    with atomic_file(path) as file:
+        torch.save(dict(state), file)
 
 
 def _write_transformers(folder: Path, state: Mapping[str, Any], config: Config) -> None:
@@ -138,3 +138,11 @@ def _exported(net: nn.Module, inputs: Any) -> Any:
             f"format=torch_export: PyTorch cannot export this model: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
+
+
+_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Config], None]] = {
+    "safetensors": lambda path, state, _: write_weights(path, state),
+    "torch": _write_torch,
+    "transformers": _write_transformers,
+    "torch_export": _write_program,
+}

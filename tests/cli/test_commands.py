@@ -161,7 +161,7 @@ def test_an_unknown_format_of_predictions_is_said_before_anything_is_loaded(
     name: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = fail(capfd, "predict", "run_name=digits", f"output={name}")
-    assert said == f"error: output={name}: the suffix must be .jsonl or .npy\n"
+    assert said == f"error: output={name}: the suffix must be .jsonl, .npy or .parquet\n"
 
 
 @pytest.mark.thorough

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from support.training import assert_same, data, rich_net, trainer
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.evaluation import evaluate
+from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
 from hybridtrain.losses import METRICS, accuracy, cross_entropy
 from hybridtrain.monitor import MetricsFile
@@ -163,3 +165,36 @@ def test_the_perplexity_is_exp_of_the_cross_entropy_of_the_targets_that_count():
     assert float(metric.compute()) == pytest.approx(
         float(F.cross_entropy(logits[0], targets[0]).exp()), rel=1e-6
     )
+
+
+class Alone(Dataset):
+    """Inputs without targets, one by one."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index]
+
+
+class AloneInOrder(IterableDataset):
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __iter__(self):
+        return iter(self.inputs)
+
+
+@pytest.mark.parametrize("kind", [Alone, AloneInOrder])
+def test_inputs_without_targets_are_predicted_in_their_order(kind):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs = torch.randn(11, 4)
+    with World.from_env(nb_part=2, devices="cpu") as world:
+        model = HybridModel(net, world, chunks=2)
+        data = EvalLoader(kind(inputs), 4, world, inputs_alone=True)
+        found = predict(model, data)
+    torch.testing.assert_close(found, net(inputs).detach())

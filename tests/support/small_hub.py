@@ -1,0 +1,54 @@
+"""What a user of the Hub has in a folder, made here: texts, a tokenizer and a small BERT."""
+
+import json
+import random
+from pathlib import Path
+
+GOOD, BAD = ("good", "fine", "nice"), ("bad", "poor", "ugly")
+OTHERS = ("film", "story", "plot", "actor", "scene", "very", "quite", "really")
+
+
+def write_reviews(path: Path, number: int) -> None:
+    """Writes reviews, a JSON object each line, whose first word says which class they are of."""
+    draws = random.Random(0)
+    lines = []
+    for _ in range(number):
+        positive = draws.random() < 0.5
+        first = draws.choice(GOOD if positive else BAD)
+        text = " ".join([first, *draws.choices(OTHERS, k=draws.randint(2, 9))])
+        lines.append(json.dumps({"text": text, "label": "pos" if positive else "neg"}) + "\n")
+    path.write_text("".join(lines))
+
+
+def write_bert(folder: Path, layers: int = 2) -> None:
+    """Writes a BERT with random weights and its tokenizer, as `save_pretrained` does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = {word: i for i, word in enumerate([*special, *GOOD, *BAD, *OTHERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    )
+    fast.model_input_names = ["input_ids", "attention_mask"]
+    fast.save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=32,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(folder)
+
+
+def write_t5(folder: Path, tokenizer: Path) -> None:
+    """Writes a T5 with random weights, and the tokenizer of another folder."""
+    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    config = T5Config(
+        vocab_size=len(words), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    words.save_pretrained(folder)
