@@ -130,14 +130,12 @@ def hf_datasets(
     check_share(eval_share)
     if not 0 < mask_share < 1:
         raise DataError(f"mask_share={mask_share} must be above 0 and below 1")
-    rows = _Rows(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
     tok = load_tokenizer(tokenizer)
+    rows = _Rows(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
     targets = [target] if isinstance(target, str) else list(target)
-    texts = [text] if text_pair is None else [text, text_pair]
-    if task == "seq2seq":
-        texts.append(*targets)
-    for split, of_split in rows.items():
-        _check_columns(of_split, split, texts, "text")
+    _check_columns(rows, "text", [text], "text")
+    if text_pair is not None:
+        _check_columns(rows, "text_pair", [text_pair], "text")
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else 0
     metadata = {"vocab_size": len(tok), "max_len": max_len, "pad_index": pad_id}
     if task == "causal_lm" and pack:
@@ -150,8 +148,7 @@ def hf_datasets(
             _classified, encode, targets[0], {value: i for i, value in enumerate(classes)}
         )
     elif task == "regression":
-        for split, of_split in rows.items():
-            _check_columns(of_split, split, targets, "number")
+        _check_columns(rows, "target", targets, "number")
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
         item = partial(_valued, encode, targets)
     elif task == "causal_lm":
@@ -159,6 +156,7 @@ def hf_datasets(
     elif task == "masked_lm":
         item = partial(_masked, encode, _masks(tok, tokenizer, mask_share))
     else:
+        _check_columns(rows, "target", targets[:1], "text")
         item = partial(_translated, encode, targets[0], _start(tok, tokenizer, decoder_start))
     return DataSplits(
         train=Encoded(rows["train"], item),
@@ -438,20 +436,24 @@ def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
     return whole[split]
 
 
-def _check_columns(rows: Any, split: str, columns: Sequence[str], kind: str | None = None) -> None:
-    """Refuses columns that are not there, or of another `kind`: `text`, `number` or None, any."""
-    there = {name: str(getattr(what, "dtype", what)) for name, what in rows.features.items()}
-    shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
-    for column in columns:
-        if column not in there:
-            raise DataError(f"there is no column {column} in the {split} split; it has {shown}")
-        dtype = there[column]
-        beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
-        if kind is not None and not dtype.startswith(beginnings[kind]):
-            raise DataError(
-                f"column {column} of the {split} split must have a {kind}, and has {dtype}; the "
-                f"columns are {shown}"
-            )
+def _check_columns(
+    rows: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
+) -> None:
+    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
+    beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
+    for split, of_split in rows.items():
+        there = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
+        shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
+        for column in columns:
+            if column not in there:
+                raise DataError(
+                    f"{key}={column}: the {split} split has no such column; it has {shown}"
+                )
+            if kind is not None and not there[column].startswith(beginnings[kind]):
+                raise DataError(
+                    f"{key}={column}: the column must have {kind}s, and has {there[column]}; the "
+                    f"columns of the {split} split are {shown}"
+                )
 
 
 def _classes(rows: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
@@ -459,27 +461,27 @@ def _classes(rows: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
     if len(targets) != 1:
         raise DataError(f"target={targets}: a classification has one column")
     (column,) = targets
-    for split, of_split in rows.items():
-        _check_columns(of_split, split, [column])
+    _check_columns(rows, "target", [column])
     found = {split: set(of_split.unique(column)) for split, of_split in rows.items()}
     values = found["train"] | found["eval"]
     if None in values:
-        raise DataError(f"column {column} has no value in some rows: leave them out")
+        raise DataError(f"target={column}: some rows have no value there: leave them out")
     if all(isinstance(value, int) for value in values):
         names = getattr(rows["train"].features[column], "names", None)  # of a ClassLabel
         count = len(names) if names else max(values) + 1
         if min(values) < 0 or count > 10 * len(values):
             raise DataError(
-                f"column {column} has {len(values)} values from {min(values)} to {max(values)}: "
-                f"classes are numbered from 0 (for numbers that are no classes, task=regression)"
+                f"target={column}: there are {len(values)} values, from {min(values)} to "
+                f"{max(values)}, and classes are numbered from 0 (for other numbers, "
+                f"task=regression)"
             )
         return [*range(count)]
     if not all(isinstance(value, str) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise DataError(
-            f"column {column} has values of type {', '.join(kinds)}, and classes are texts or "
-            f"whole numbers (for other numbers, task=regression)"
+            f"target={column}: there are values of type {', '.join(kinds)}, and classes are texts "
+            f"or whole numbers (for other numbers, task=regression)"
         )
     if unknown := sorted(found["eval"] - found["train"]):
-        raise DataError(f"column {column}: the train split has no class {', '.join(unknown[:8])}")
+        raise DataError(f"target={column}: the train split has no class {', '.join(unknown[:8])}")
     return sorted(found["train"])
