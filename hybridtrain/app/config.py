@@ -338,8 +338,8 @@ class Config:
     """The file that `predict` writes, with the suffix `.jsonl`, `.npy` or `.parquet`; null: one in
     the run directory."""
     format: str = "safetensors"
-    """What `export` writes: `safetensors`; `torch`, a state dict of `torch.save`; `transformers`, a
-    folder for `from_pretrained`; or `torch_export`, the net for inference."""
+    """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
+    `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
     line, or in `pyproject.toml`."""

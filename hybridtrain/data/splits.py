@@ -59,7 +59,7 @@ class DataSplits:
     """Inputs without targets, which the command `predict` takes instead of the evaluation split."""
 
     tokenizer: Any = None
-    """What made the token ids, as transformers has it: `export` writes it beside a model."""
+    """The tokenizer of transformers that made the token ids: `export` writes it beside a model."""
 
 
 class InMemoryDataset(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""Which samples of a data set without a split of its own are held out for evaluation."""
+"""The samples that are held out for evaluation of a data set without an evaluation split."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Data sets of texts, read by the library `datasets` of Hugging Face, for models of transformers.
 
-    files, folder, name  --datasets-->  rows in an Arrow file, mapped into memory
-                         --tokenizer->  ids of a row, when it is read; of all rows, to pack them
+    files, folder, name  --datasets-->  samples in an Arrow file, mapped into memory
+                         --tokenizer->  ids, of a sample when it is read, or of all to pack them
                          --collate-->   a batch, padded to its longest sample
 
 `pip install datasets` is another package than this folder, which is `hybridtrain.datasets`.
@@ -107,7 +107,7 @@ def hf_datasets(
         train_split: the split to train on.
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
         eval_share: the part that is held out where there is no such split.
-        split_seed: which rows are held out is drawn from it.
+        split_seed: which samples are held out is drawn from it.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
         target: the column of the class, the number (several: a list) or, for seq2seq, the text.
@@ -130,28 +130,25 @@ def hf_datasets(
     check_share(eval_share)
     if not 0 < mask_share < 1:
         raise DataError(f"mask_share={mask_share} must be above 0 and below 1")
-    rows = _Rows(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
     tok = load_tokenizer(tokenizer)
+    samples = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
     targets = [target] if isinstance(target, str) else list(target)
-    texts = [text] if text_pair is None else [text, text_pair]
-    if task == "seq2seq":
-        texts.append(*targets)
-    for split, of_split in rows.items():
-        _check_columns(of_split, split, texts, "text")
+    _check_columns(samples, "text", [text], "text")
+    if text_pair is not None:
+        _check_columns(samples, "text_pair", [text_pair], "text")
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else 0
     metadata = {"vocab_size": len(tok), "max_len": max_len, "pad_index": pad_id}
     if task == "causal_lm" and pack:
-        return _packed(rows, tok, text, max_len, metadata)
+        return _packed(samples, tok, text, max_len, metadata)
     encode = _Encoder(tok, text, text_pair, max_len)
     if task == "classification":
-        classes = _classes(rows, targets)
+        classes = _classes(samples, targets)
         metadata |= {"num_classes": len(classes), "num_labels": len(classes)}
         item: Callable[[Mapping[str, Any]], Item] = partial(
             _classified, encode, targets[0], {value: i for i, value in enumerate(classes)}
         )
     elif task == "regression":
-        for split, of_split in rows.items():
-            _check_columns(of_split, split, targets, "number")
+        _check_columns(samples, "target", targets, "number")
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
         item = partial(_valued, encode, targets)
     elif task == "causal_lm":
@@ -159,10 +156,11 @@ def hf_datasets(
     elif task == "masked_lm":
         item = partial(_masked, encode, _masks(tok, tokenizer, mask_share))
     else:
+        _check_columns(samples, "target", targets[:1], "text")
         item = partial(_translated, encode, targets[0], _start(tok, tokenizer, decoder_start))
     return DataSplits(
-        train=Encoded(rows["train"], item),
-        eval=Encoded(rows["eval"], item),
+        train=Encoded(samples["train"], item),
+        eval=Encoded(samples["eval"], item),
         collate=Padded(pad_id, max_len if pad == "max_len" else None),
         metadata=metadata,
         tokenizer=tok,
@@ -173,19 +171,19 @@ class Encoded(Dataset[Any]):
     """Rows, of which each is encoded when it is read.
 
     Args:
-        rows: a `datasets.Dataset`.
-        item: makes the item of a row.
+        samples: a `datasets.Dataset`.
+        item: makes the item of a sample.
     """
 
-    def __init__(self, rows: Any, item: Callable[[Mapping[str, Any]], Item]) -> None:
-        self.rows = rows
+    def __init__(self, samples: Any, item: Callable[[Mapping[str, Any]], Item]) -> None:
+        self.samples = samples
         self.item = item
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Item:
-        return self.item(self.rows[index])
+        return self.item(self.samples[index])
 
 
 @dataclass(frozen=True)
@@ -219,16 +217,16 @@ class Padded:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Makes the inputs of a row's texts."""
+    """Makes the inputs of a sample's texts."""
 
     tokenizer: Any
     text: str
     text_pair: str | None
     max_len: int
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
-        pair = None if self.text_pair is None else _text(row, self.text_pair)
-        return self.of(_text(row, self.text), pair)
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        pair = None if self.text_pair is None else _text(sample, self.text_pair)
+        return self.of(_text(sample, self.text), pair)
 
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
         """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
@@ -245,44 +243,44 @@ class _Encoder:
 
 
 def _classified(
-    encode: _Encoder, column: str, classes: Mapping[Any, int], row: Mapping[str, Any]
+    encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
 ) -> Item:
-    return encode(row), torch.tensor(classes[row[column]])
+    return encode(sample), torch.tensor(classes[sample[column]])
 
 
-def _valued(encode: _Encoder, columns: Sequence[str], row: Mapping[str, Any]) -> Item:
-    values = [row[column] for column in columns]
+def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any]) -> Item:
+    values = [sample[column] for column in columns]
     if None in values:
         raise DataError(f"column {columns[values.index(None)]} has no value here")
-    return encode(row), torch.tensor(values, dtype=torch.float32)
+    return encode(sample), torch.tensor(values, dtype=torch.float32)
 
 
-def _continued(encode: _Encoder, row: Mapping[str, Any]) -> Item:
-    ids = encode.of(_text(row, encode.text), add_special_tokens=False)["input_ids"]
+def _continued(encode: _Encoder, sample: Mapping[str, Any]) -> Item:
+    ids = encode.of(_text(sample, encode.text), add_special_tokens=False)["input_ids"]
     end = torch.tensor(end_of_text(encode.tokenizer) or [IGNORED])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return inputs, torch.cat([ids[1:], end])
 
 
-def _masked(encode: _Encoder, collator: Any, row: Mapping[str, Any]) -> Item:
-    inputs = encode.of(_text(row, encode.text), return_special_tokens_mask=True)
+def _masked(encode: _Encoder, collator: Any, sample: Mapping[str, Any]) -> Item:
+    inputs = encode.of(_text(sample, encode.text), return_special_tokens_mask=True)
     special = inputs.pop("special_tokens_mask")
     # draws by PyTorch, and so by the number of the sample
     ids, labels = collator.torch_mask_tokens(inputs["input_ids"][None], special[None])
     return {**inputs, "input_ids": ids[0]}, labels[0]
 
 
-def _translated(encode: _Encoder, target: str, start: int, row: Mapping[str, Any]) -> Item:
+def _translated(encode: _Encoder, target: str, start: int, sample: Mapping[str, Any]) -> Item:
     found = encode.tokenizer(
-        text_target=_text(row, target), truncation=True, max_length=encode.max_len
+        text_target=_text(sample, target), truncation=True, max_length=encode.max_len
     )
     labels = torch.tensor(found["input_ids"] or [start], dtype=torch.int64)
     first = torch.tensor([start])
-    return {**encode(row), "decoder_input_ids": torch.cat([first, labels[:-1]])}, labels
+    return {**encode(sample), "decoder_input_ids": torch.cat([first, labels[:-1]])}, labels
 
 
-def _text(row: Mapping[str, Any], column: str) -> str:
-    value = row[column]
+def _text(sample: Mapping[str, Any], column: str) -> str:
+    value = sample[column]
     if not isinstance(value, str):
         raise DataError(f"column {column} has {value!r} here, and must have a text")
     return value
@@ -306,7 +304,7 @@ def _start(tokenizer: Any, name: str, token: str | None) -> int:
             return int(tokenizer.pad_token_id)
         raise DataError(f"tokenizer={name} has no padding token: set decoder_start=")
     if token not in tokenizer.get_vocab():
-        raise DataError(f"decoder_start={token} is no token of tokenizer={name}")
+        raise DataError(f"decoder_start={token} is not a token of tokenizer={name}")
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
@@ -314,7 +312,7 @@ def _start(tokenizer: Any, name: str, token: str | None) -> int:
 
 
 def _packed(
-    rows: Mapping[str, Any], tokenizer: Any, column: str, length: int, metadata: dict[str, Any]
+    samples: Mapping[str, Any], tokenizer: Any, column: str, length: int, metadata: dict[str, Any]
 ) -> DataSplits:
     def too_few(split: str, found: int) -> str:
         return (
@@ -323,7 +321,7 @@ def _packed(
             f"pack=false"
         )
 
-    texts = [_joined_ids(rows[split], tokenizer, column) for split in ("train", "eval")]
+    texts = [_joined_ids(samples[split], tokenizer, column) for split in ("train", "eval")]
     splits = window_splits(texts, length, len(tokenizer), too_few, prepare=as_inputs)
     return replace(splits, metadata={**splits.metadata, **metadata}, tokenizer=tokenizer)
 
@@ -333,10 +331,10 @@ def as_inputs(x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": x, "attention_mask": torch.ones_like(x)}, y
 
 
-def _joined_ids(rows: Any, tokenizer: Any, column: str) -> NDArray[Any]:
+def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
     end = end_of_text(tokenizer)
     parts = [np.zeros(0, dtype=np.int32)]
-    for batch in rows.select_columns([column]).iter(_TEXTS_AT_A_TIME):
+    for batch in samples.select_columns([column]).iter(_TEXTS_AT_A_TIME):
         texts = [text for text in batch[column] if text]
         if texts:
             found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -348,8 +346,8 @@ def _joined_ids(rows: Any, tokenizer: Any, column: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Where the rows are, and how they are divided; see `hf_datasets`."""
+class _Files:
+    """The files of the samples and their division; see `hf_datasets`."""
 
     path: str
     name: str | None
@@ -360,7 +358,7 @@ class _Rows:
     split_seed: int
 
     def read(self) -> dict[str, Any]:
-        """Returns the rows of the splits `train` and `eval`, each a `datasets.Dataset`."""
+        """Returns the samples of the splits `train` and `eval`, each a `datasets.Dataset`."""
         whole = _load("path", self.path, self.name)
         train = _split_of(whole, self.train_split, "train_split", self.path)
         if self.eval_path is not None:
@@ -375,11 +373,11 @@ class _Rows:
 
 
 def _checked(train: Any, evaluation: Any) -> dict[str, Any]:
-    rows = {"train": train, "eval": evaluation}
-    for split, of_split in rows.items():
+    samples = {"train": train, "eval": evaluation}
+    for split, of_split in samples.items():
         if not len(of_split):
-            raise DataError(f"the {split} split has no rows")
-    return rows
+            raise DataError(f"the {split} split has no samples")
+    return samples
 
 
 def _load(key: str, path: str, name: str | None) -> Any:
@@ -439,48 +437,52 @@ def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
     return whole[split]
 
 
-def _check_columns(rows: Any, split: str, columns: Sequence[str], kind: str | None = None) -> None:
-    """Refuses columns that are not there, or of another `kind`: `text`, `number` or None, any."""
-    there = {name: str(getattr(what, "dtype", what)) for name, what in rows.features.items()}
-    shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
-    for column in columns:
-        if column not in there:
-            raise DataError(f"there is no column {column} in the {split} split; it has {shown}")
-        dtype = there[column]
-        beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
-        if kind is not None and not dtype.startswith(beginnings[kind]):
-            raise DataError(
-                f"column {column} of the {split} split must have a {kind}, and has {dtype}; the "
-                f"columns are {shown}"
-            )
+def _check_columns(
+    samples: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
+) -> None:
+    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
+    beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
+    for split, of_split in samples.items():
+        there = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
+        shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
+        for column in columns:
+            if column not in there:
+                raise DataError(
+                    f"{key}={column}: the {split} split has no such column; it has {shown}"
+                )
+            if kind is not None and not there[column].startswith(beginnings[kind]):
+                raise DataError(
+                    f"{key}={column}: the column must have {kind}s, and has {there[column]}; the "
+                    f"columns of the {split} split are {shown}"
+                )
 
 
-def _classes(rows: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
+def _classes(samples: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
     """Returns the values that are classes, in the order of their numbers."""
     if len(targets) != 1:
         raise DataError(f"target={targets}: a classification has one column")
     (column,) = targets
-    for split, of_split in rows.items():
-        _check_columns(of_split, split, [column])
-    found = {split: set(of_split.unique(column)) for split, of_split in rows.items()}
+    _check_columns(samples, "target", [column])
+    found = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
     values = found["train"] | found["eval"]
     if None in values:
-        raise DataError(f"column {column} has no value in some rows: leave them out")
+        raise DataError(f"target={column}: some samples have no value there: leave them out")
     if all(isinstance(value, int) for value in values):
-        names = getattr(rows["train"].features[column], "names", None)  # of a ClassLabel
+        names = getattr(samples["train"].features[column], "names", None)  # of a ClassLabel
         count = len(names) if names else max(values) + 1
         if min(values) < 0 or count > 10 * len(values):
             raise DataError(
-                f"column {column} has {len(values)} values from {min(values)} to {max(values)}: "
-                f"classes are numbered from 0 (for numbers that are no classes, task=regression)"
+                f"target={column}: there are {len(values)} values, from {min(values)} to "
+                f"{max(values)}, and classes are numbered from 0 (for other numbers, "
+                f"task=regression)"
             )
         return [*range(count)]
     if not all(isinstance(value, str) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise DataError(
-            f"column {column} has values of type {', '.join(kinds)}, and classes are texts or "
-            f"whole numbers (for other numbers, task=regression)"
+            f"target={column}: there are values of type {', '.join(kinds)}, and classes are texts "
+            f"or whole numbers (for other numbers, task=regression)"
         )
     if unknown := sorted(found["eval"] - found["train"]):
-        raise DataError(f"column {column}: the train split has no class {', '.join(unknown[:8])}")
+        raise DataError(f"target={column}: the train split has no class {', '.join(unknown[:8])}")
     return sorted(found["train"])

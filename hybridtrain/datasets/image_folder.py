@@ -92,15 +92,15 @@ def image_folder(
                 f"root={root}: {evaluation.name}/ is there, and no train/ beside it: add one, or "
                 f"name a folder that has the classes' folders alone"
             )
-        classes, files = _found(root)
+        classes, files = _found(root, root)
         of_train, of_eval = (
             [files[i] for i in part] for part in held_out(len(files), eval_share, split_seed)
         )
     else:
-        classes, of_train = _found(train)
+        classes, of_train = _found(root, train)
         of_eval = []
         if evaluation is not None:
-            others, of_eval = _found(evaluation)
+            others, of_eval = _found(root, evaluation)
             if different := sorted({*classes} ^ {*others}):
                 raise DataError(
                     f"root={root}: {train.name}/ and {evaluation.name}/ must have the same "
@@ -118,7 +118,7 @@ def _first_of(root: Path, names: Sequence[str]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _found(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
+def _found(root: Path, folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
     """Returns the names of the classes in a folder, and path and class of each image."""
     from torchvision.datasets import ImageFolder
 
@@ -126,7 +126,8 @@ def _found(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
         found = ImageFolder(str(folder))
     except OSError as error:  # no such folder, none in it, or one without images
         raise DataError(
-            f"root: {folder.absolute()} should have a folder of images for each class: {error}"
+            f"root={root}: {folder.absolute()} should have a folder of images for each class, "
+            f"but: {error}"
         ) from error
     return found.classes, found.samples
 

@@ -91,13 +91,14 @@ def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
         if path.suffix == ".npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise ValueError(f"it has {ids.dtype} of shape {ids.shape}, not ids in a row")
+                raise ValueError(
+                    f"it has {ids.dtype} of shape {ids.shape}, not ids in one dimension"
+                )
             return ids  # type: ignore[no-any-return]
         size = path.stat().st_size - header_bytes
         if size <= 0 or size % np.dtype(dtype).itemsize:
-            raise ValueError(
-                f"{size} bytes after header_bytes={header_bytes} are no ids of {dtype}"
-            )
+            after = f" after header_bytes={header_bytes}" if header_bytes else ""
+            raise ValueError(f"{size} bytes{after} are not a whole number of {dtype}")
         return np.memmap(path, dtype, "r", header_bytes)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is not a file of token ids, or damaged: {error}") from error

@@ -62,8 +62,8 @@ class TokenWindows(Dataset[Any]):
                 f"{self.vocab_size} allows 0 to {self.vocab_size - 1}: is this the vocabulary, "
                 f"and the type of numbers, that the tokens were written with?"
             )
-        rows = torch.from_numpy(ids)
-        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        whole = torch.from_numpy(ids)
+        x, y = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
         return (x, y) if self.prepare is None else self.prepare(x, y)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def timm_model(
     channels: int = 3,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Returns a model of timm with random weights, and the names of its own parameters.
+    """Returns a model of timm with random weights and the parameter names of timm.
 
     It takes float images of shape (N, channels, image_size, image_size) and returns logits of
     shape (N, num_classes). Weights come from a file that timm has saved, by `init_from`.

@@ -30,7 +30,7 @@ def transformers_model(
     pad_index: int | None = None,
     attention: str | None = None,
 ) -> nn.Module:
-    """Returns a model of transformers with random weights, and the names of its own parameters.
+    """Returns a model of transformers with random weights and the parameter names of transformers.
 
     Its output has `logits`, which the losses that are chosen by name take; no labels are passed
     to the model. The weights of `source` are those of `init_from=<source>`, which each process

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.launch import SMALL, each_cell, forked_command, forked_script
+from support.small_data import write_images
 
 from hybridtrain.app.cli import main
 from hybridtrain.checkpoint.tensor_files import read_tensors
@@ -55,6 +56,20 @@ def metrics(run):
     lines = map(json.loads, Path(f"outputs/{run}/metrics.jsonl").read_text().splitlines())
     names = ("step", "train/loss", "train/grad_norm", "eval/loss", "eval/accuracy")
     return [{name: line[name] for name in names if name in line} for line in lines]
+
+
+def test_random_crops_go_on_exactly_inside_an_epoch_with_other_processes_and_workers(
+    in_folder, tmp_path
+):
+    write_images("images", {"train": 16, "val": 3})
+    images = ["data=image_folder", "data.root=images", "data.image_size=16", "data.batch_size=8"]
+    arguments = [*QUICK, *images, "lr_schedule=constant"]  # an epoch has six batches
+    assert main([*arguments, "run_name=whole"]) == 0
+    assert main([*arguments, "run_name=parts", "trainer.steps=4"]) == 0
+    more = ["data.workers=1", "trainer.steps=6", "run_name=parts", ACROSS]
+    said = forked_command(2, [*arguments, *more], tmp_path / "across")
+    assert "at step 4 of 6" in said
+    assert weights("parts") == weights("whole")
 
 
 def test_a_run_goes_on_exactly_with_the_other_engine(in_folder, tmp_path):

@@ -1,12 +1,20 @@
 """Small real files, in the formats of the public data sets, that a model can learn from."""
 
+import hashlib
+import pickle
 import random
+import shutil
 import struct
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from hybridtrain.datasets import digits
 
@@ -76,3 +84,98 @@ def write_imdb(root: str | Path, n: int = 40, seed: int = 0, archive: bool = Fal
         path.rmdir() if path.is_dir() else path.unlink()
     folder.rmdir()
     return packed
+
+
+def write_images(
+    root: str | Path, counts: Mapping[str, int] | None = None, per_class: int = 0
+) -> Path:
+    """Write PNG files of three colours, `blue`, `green` and `red`, and return their folder `root`.
+
+    With `counts` there are so many of each class in each split, `root/<split>/<class>/<i>.png`,
+    else `per_class` in `root/<class>/<i>.png`. All images differ, and are not square.
+    """
+    rng = np.random.default_rng(0)
+    for split, count in (counts or {".": per_class}).items():
+        for number, colour in enumerate(("blue", "green", "red")):
+            folder = Path(root) / split / colour
+            folder.mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                pixels = rng.integers(0, 90, (40 + i % 5, 50, 3), dtype=np.uint8)
+                pixels[..., 2 - number] += 150
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return Path(root)
+
+
+def write_cifar10(
+    root: str | Path, monkeypatch: pytest.MonkeyPatch, n: int = 20, archive: bool = False
+) -> Path:
+    """Write CIFAR-10's files with `n` images in each of its six, and return their folder.
+
+    They are in `root/cifar-10-batches-py` or, with `archive`, in `root/cifar-10-python.tar.gz`.
+    torchvision compares MD5 sums before it unpickles a file, so these files' are put into it.
+    """
+    from torchvision.datasets import CIFAR10
+
+    root, rng = Path(root), np.random.default_rng(0)
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    lists: dict[str, list[list[str]]] = {"train_list": [], "test_list": []}
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        labels = [i % 10 for i in range(n)]
+        pixels = rng.integers(0, 100, (n, 3072), dtype=np.uint8)
+        pixels += (np.asarray(labels, dtype=np.uint8) * 15)[:, None]
+        content = pickle.dumps({"data": pixels, "labels": labels}, protocol=2)
+        (folder / name).write_bytes(content)
+        key = "test_list" if name == "test_batch" else "train_list"
+        lists[key].append([name, hashlib.md5(content).hexdigest()])
+    meta = pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)
+    (folder / "batches.meta").write_bytes(meta)
+    for key, value in lists.items():
+        monkeypatch.setattr(CIFAR10, key, value)
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": hashlib.md5(meta).hexdigest()})
+    if not archive:
+        return folder
+    packed = root / "cifar-10-python.tar.gz"
+    with tarfile.open(packed, "w:gz") as tar:
+        tar.add(folder, arcname=folder.name)
+    shutil.rmtree(folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(packed.read_bytes()).hexdigest())
+    return packed
+
+
+def write_texts(root: str | Path, files: int = 4, words: int = 400) -> Path:
+    """Write text files `root/<i>.txt` and `root/more/<i>.txt`, and return `root`."""
+    rng = random.Random(0)
+    for i in range(files):
+        path = Path(root) / ("more" if i % 2 else ".") / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{i}: " + " ".join(rng.choices(_EITHER + _GOOD, k=words)) + "\n")
+    return Path(root)
+
+
+def rows_of_texts(n: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+    """Returns rows with `text`, `other` (its words backwards), `label` and `score`."""
+    rng, rows = random.Random(seed), []
+    for i in range(n):
+        words = rng.choices(_EITHER, k=rng.randint(3, 20))
+        words.insert(rng.randrange(3), rng.choice((_BAD, _GOOD)[i % 2]))
+        row = {"text": " ".join(words), "other": " ".join(reversed(words))}
+        rows.append({**row, "label": ("neg", "pos")[i % 2], "score": i % 2 + rng.random() / 10})
+    return rows
+
+
+def write_tokenizer(path: str | Path, **without: bool) -> Path:
+    """Train a tokenizer of whole words on the words of these texts, and return its file.
+
+    It puts [CLS] before and [SEP] behind a text, as BERT's; `mask=False` leaves out its mask.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(["[MASK]"] * without.get("mask", True))]
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(_GOOD + _BAD + _EITHER)], trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.save(str(path))
+    return Path(path)

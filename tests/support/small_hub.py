@@ -17,6 +17,7 @@ def write_reviews(path: Path, number: int) -> None:
         first = draws.choice(GOOD if positive else BAD)
         text = " ".join([first, *draws.choices(OTHERS, k=draws.randint(2, 9))])
         lines.append(json.dumps({"text": text, "label": "pos" if positive else "neg"}) + "\n")
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(lines))
 
 

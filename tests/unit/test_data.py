@@ -7,16 +7,25 @@ import pickle
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import get_method as locate
 from omegaconf import OmegaConf
-from support.small_data import write_imdb, write_mnist
+from support.small_data import write_cifar10, write_imdb, write_mnist, write_texts
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from hybridtrain.data import InMemoryDataset, already_batched
-from hybridtrain.datasets import digits, imdb, mnist, python_source
+from hybridtrain.datasets import (
+    cifar10,
+    digits,
+    imdb,
+    mnist,
+    python_source,
+    text_files,
+    token_files,
+)
 from hybridtrain.errors import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -31,8 +40,21 @@ def everything(split):
     return split.__getitems__(range(len(split)))
 
 
+IN_MEMORY = ["digits", "mnist", "imdb", "python_source", "cifar10", "text_files", "token_files"]
+
+
 def splits_of(name, tmp_path):
     """Returns a data set with a little data; the text ones with shorter samples than by default."""
+    if name == "cifar10":
+        with pytest.MonkeyPatch.context() as patch:
+            write_cifar10(tmp_path, patch)
+            return cifar10(tmp_path, augment=False)
+    if name == "text_files":
+        return text_files(write_texts(tmp_path), seq_len=32)
+    if name == "token_files":
+        for split, count in (("train", 3000), ("val", 1000)):
+            np.arange(count, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+        return token_files(tmp_path, seq_len=32)
     if name == "mnist":
         write_mnist(tmp_path, 60, 20)
         return mnist(tmp_path)
@@ -48,7 +70,7 @@ def splits_of(name, tmp_path):
 # Samples and batches
 
 
-@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+@pytest.mark.parametrize("name", IN_MEMORY)
 def test_a_batch_is_its_items_stacked_also_through_a_subset_and_workers(name, tmp_path):
     splits = splits_of(name, tmp_path)
     indices = [7, 0, 3, 3, 11]
@@ -60,7 +82,7 @@ def test_a_batch_is_its_items_stacked_also_through_a_subset_and_workers(name, tm
         assert same(batch, expected)
 
 
-@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+@pytest.mark.parametrize("name", IN_MEMORY)
 def test_a_data_set_can_be_sent_to_a_worker_process(name, tmp_path):
     splits = splits_of(name, tmp_path)
     again = pickle.loads(pickle.dumps(splits))
@@ -69,7 +91,7 @@ def test_a_data_set_can_be_sent_to_a_worker_process(name, tmp_path):
     assert again.metadata == splits.metadata
 
 
-@pytest.mark.parametrize("name", ["digits", "mnist", "imdb", "python_source"])
+@pytest.mark.parametrize("name", IN_MEMORY)
 def test_iteration_ends_after_the_last_sample(name, tmp_path):
     split = splits_of(name, tmp_path).eval
     assert sum(1 for _ in split) == len(split)
@@ -176,7 +198,8 @@ def test_mnist_is_what_torchvision_reads_with_the_tutorials_transform(tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "python_source"])
 def test_pixels_and_text_stay_bytes_in_memory(name, tmp_path):
-    assert splits_of(name, tmp_path).train.inputs.dtype == torch.uint8
+    train = splits_of(name, tmp_path).train
+    assert str(train.inputs.dtype if name == "mnist" else train.tokens.dtype).endswith("uint8")
 
 
 def test_missing_mnist_files_are_named_with_the_command_that_fetches_them(tmp_path):
@@ -268,7 +291,7 @@ def test_the_running_interpreter_has_enough_text():
     splits = python_source(max_bytes=1_000_000)
     assert len(splits.train) == 999_999 // 256
     assert len(splits.eval) > 100
-    assert b"import " in bytes(splits.train.inputs.flatten().tolist())
+    assert b"import " in bytes(splits.train.tokens)
 
 
 def test_a_library_without_sources_is_an_error_that_says_so(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain._torch_private import InterceptedDraws, find_random_operations
-from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.layer_rng import DrawsOf, LayerRNG
 
 
 def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
@@ -80,6 +80,29 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
             draws.at(0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
+
+
+def test_draws_in_threads_that_torchscript_starts_are_seeded_while_samples_are_read():
+    in_use, done = threading.Event(), threading.Event()
+
+    def read_ahead():
+        with DrawsOf(torch.Generator()):
+            in_use.set()
+            done.wait(20)
+
+    reader = threading.Thread(target=read_ahead)
+    reader.start()
+    try:
+        assert in_use.wait(20)
+        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+            draws.at(0)
+            found = dropped_in_a_thread(torch.ones(64))
+    finally:
+        done.set()
+        reader.join()
+    with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+        draws.at(0)
+        assert torch.equal(found, dropped_in_a_thread(torch.ones(64)))
 
 
 @torch.jit.script
