@@ -2,8 +2,9 @@
 
 The text is the docstring of the field, in the option class that the key is taken from; a key of the
 command line alone has it in `hybridtrain/app/config.py`. From it come the comments in `configs/`,
-the tables of docs/configuration.md and a JSON schema for editors and for `--cfg job`,
-configs/schema.json. `--check` writes nothing and fails where a file is not what it should be.
+the page docs/options.md and a JSON schema for editors, configs/schema.json. The keys of the options
+of open groups, such as `data=datasets`, are told by the comments of their own files. `--check`
+writes nothing and fails where a file is not what it should be.
 """
 
 from __future__ import annotations
@@ -14,20 +15,54 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from pydoc import locate
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
+from omegaconf import OmegaConf
+
+from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import LOADER_OPTIONS, Config, groups
 from hybridtrain.options import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "configs/schema.json"
+PAGE, SCHEMA = ROOT / "docs/options.md", ROOT / "configs/schema.json"
+
+INTRODUCTION = {
+    "": """# Options
+
+Every key, its type, its default without a recipe, and its meaning; made by
+`scripts/options.py`. How keys are set is in [Configuration](configuration.md). An editor with
+YAML schemas completes and explains the keys of a recipe by `schema.json` of the package
+`hybridtrain.configs`.
+
+## The run""",
+    "submit": """What `hybridtrain submit` asks a cluster for; see [Clusters](clusters.md).
+The other commands take no notice of it.""",
+    "monitor": """`monitor=[tensorboard,wandb,mlflow,csv]` chooses the trackers of a run, see
+[Trackers](monitoring.md#trackers).""",
+    "data": """The keys of every data set; then those of each option. `data.batch_size` counts
+the samples of all replicas. [Data sets](data-sets.md) says what files they read.""",
+    "model": """A key that is null is taken from the data set, as is an argument of that name
+that has no key.""",
+    "optim": """The arguments of the class in `torch.optim`; beside them `optim.groups` and
+`optim.layer_decay`, see [Parameter groups](guide.md#parameter-groups-and-several-optimizers).""",
+    "lr_schedule": """The arguments of the class in `torch.optim.lr_scheduler`. `T_max` and
+`total_iters` that are null become the number of steps after the warm-up. A warm-up that is
+longer than the run never reaches the learning rate.""",
+    "cluster": """The machine that `hybridtrain plan` prices a run for, and that `auto` keys
+are chosen for; see [The price of a run](planning.md). Or `this-machine` (after `hybridtrain
+measure-machine`), or the path of a file with such keys.""",
+}
+FIRST = ("model", "data", "optim", "lr_schedule", "trainer", "pipeline", "world", "checkpoint")
 
 # Pages that say more.
 MORE = {
-    "run_name": "[Names](#names-and-sweeps)",
+    "run_name": "[Names](configuration.md#names-and-sweeps)",
     "resume": "[Resuming](checkpoints.md#resuming)",
     "init_from": "[Checkpoints](checkpoints.md#initial-weights)",
     "callbacks": "[Callbacks](guide.md#callbacks)",
@@ -92,18 +127,74 @@ def plain(text: str) -> str:
 
 
 def page(all_keys: list[tuple[str, str, Any, str]]) -> str:
-    """Returns docs/configuration.md with its rows made anew; the defaults stay."""
-    texts = {f"{group}.{name}".strip("."): text for group, name, _, text in all_keys}
+    """Returns docs/options.md: tables of the run's keys, and of each group and its options."""
+    config: Any = OmegaConf.to_container(OmegaConf.structured(compose_config([])))
+    config |= {"recipe": None, "run_name": None}  # as on the command line; composed: `run`
+    files = {
+        group: sorted((ROOT / "configs" / group).glob("*.yaml")) for group in groups_of(config)
+    }
+    parts = [INTRODUCTION[""]]
+    for group in ["", *files]:
+        rows = [
+            (f"{group}.{name}".strip("."), type_name(kind), value, text)
+            for of_group, name, kind, text in all_keys
+            if of_group == group and (group or name not in files)
+            for value in [((config[group] if group else config) or {}).get(name)]
+        ]
+        parts += [f"## {group}", INTRODUCTION.get(group, "")] if group else []
+        parts += [table(rows)] if rows else []
+        shared = {key for key, *_ in rows}
+        for path in files.get(group, ()):
+            own = [row for row in rows_of_option(path) if row[0] not in shared]
+            if own or group in ("model", "data"):
+                parts += [f"### {group}={path.stem}", comment_of(path), table(own) if own else ""]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
-    def row(found: re.Match[str]) -> str:
-        key = found[1]
-        text = texts.get(key)
-        if not text:
-            return found[0]
+
+def groups_of(config: dict[str, Any]) -> list[str]:
+    """Returns the groups, those that a recipe begins with first."""
+    found = {path.name for path in (ROOT / "configs").iterdir() if path.name in config}
+    return [*FIRST, *sorted(found.difference(FIRST))]
+
+
+def table(rows: list[tuple[str, str, Any, str]]) -> str:
+    """Returns a table of keys in Markdown."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, kind, default, text in rows:
+        shown = json.dumps(default) if isinstance(default, bool | None) else default
         more = f". See {MORE[key]}" if key in MORE else ""
-        return f"| `{key}` | {found[2]} | {text}{more} |"
+        lines.append(f"| `{key}` | {kind} | `{shown}` | {text}{more} |".replace("|  |", "| |"))
+    return "\n".join(lines)
 
-    return re.sub(r"^\| `([\w.]+)` \| (`[^|]*`) \| (.*) \|$", row, PAGE.read_text(), flags=re.M)
+
+def rows_of_option(path: Path) -> Iterator[tuple[str, str, Any, str]]:
+    """Yields key, type, default and text of an option's file, the text from its comments."""
+    values = yaml.safe_load(path.read_text()) or {}
+    comments = dict(re.findall(r"^(\w+): [^#\n]*# (.*)$", path.read_text(), re.M))
+    target = locate(values.pop("_target_", ""))
+    ours = callable(target) and target.__module__.startswith("hybridtrain")
+    hints = get_type_hints(target) if ours else {}
+    for name, value in values.items():
+        kind = hints.get(name, type(value))
+        yield f"{path.parent.name}.{name}", type_name(kind), value, comments.get(name, "")
+
+
+def comment_of(path: Path) -> str:
+    """Returns the comment that an option's file begins with."""
+    lines = re.match(r"(?:#.*\n)*", path.read_text())
+    return re.sub(r"^# ?", "", lines[0], flags=re.M).strip() if lines else ""
+
+
+def type_name(kind: Any) -> str:
+    """Returns a type in the words of YAML; null may stand for any of them."""
+    names = {str: "text", float: "number", int: "int", bool: "bool", Any: "any"}
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    found = []
+    for part in parts:
+        origin = get_origin(part) or part
+        sequence = origin in (list, tuple, Sequence)
+        found.append(names.get(part, "list" if sequence else "mapping"))
+    return " or ".join(n for n, part in zip(found, parts, strict=True) if part is not type(None))
 
 
 def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
