@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Makes a temporary folder that replaces `path` at the end, unless an exception is raised.
+
+    A folder that is there is kept, under a hidden name, until the new one has its place.
+    """
+    temporary, old = (path.with_name(f".{path.name}.{uuid4().hex}") for _ in range(2))
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            path.replace(old)
+        temporary.replace(path)
+    finally:
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

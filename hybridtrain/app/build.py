@@ -101,6 +101,8 @@ class RunContext(Setup):
         if self.data.predict is None:
             return self.eval_loader()
         size, options = self.config.data["batch_size"], self.options.loader
+        if self.data.predict_collate is not None:
+            options = replace(options, collate=self.data.predict_collate)
         return EvalLoader(self.data.predict, size, self.world, options=options, inputs_alone=True)
 
     def eval_loader(self) -> EvalLoader | None:

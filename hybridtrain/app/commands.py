@@ -7,13 +7,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import is_dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -60,6 +61,7 @@ from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
 from hybridtrain.evaluation import predict as predict_model
 from hybridtrain.files import atomic_file
+from hybridtrain.generation import generate
 from hybridtrain.launch import detect
 from hybridtrain.microbatch import batch_size
 from hybridtrain.planning import Plan, table
@@ -81,10 +83,11 @@ Result: TypeAlias = dict[str, Any]
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    if not settings.config.ema or settings.config.output is not None:
+    config = settings.config
+    if not config.ema or config.output is not None or config.generate is not None:
         raise ConfigError(
-            "ema= and output= are keys of evaluate, predict and export: to train without an "
-            "average, leave ema out of callbacks="
+            "ema=, output= and generate= are keys of evaluate, predict and export: to train "
+            "without an average, leave ema out of callbacks="
         )
     build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
     context = setup_run(settings, writes=True)
@@ -223,6 +226,8 @@ def evaluate(settings: Settings) -> Result:
     directory = context.directory
     options = context.options
     values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
+    if context.config.generate is not None:
+        values |= _agreement(_generated(context, loader))
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
     if context.world.is_main:
         result = {"checkpoint": str(checkpoint), "step": step, **values}
@@ -270,16 +275,47 @@ def predict(settings: Settings) -> Result:
     context, loader, checkpoint, _ = _trained(settings, RunContext.predict_loader)
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)
-    outputs = predict_model(context.model, loader)
+    outputs, texts = None, None
+    if context.config.generate is None:
+        outputs = predict_model(context.model, loader)
+    else:
+        texts = [{"text": text} for text, _ in _generated(context, loader)]
 
     def write() -> None:
-        write_outputs(path, outputs)
+        if texts is None:
+            write_outputs(path, outputs)
+        else:
+            write_samples(path, texts)
         _log.info("wrote %s, of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
 
     context.world.on_main(write)
     context.world.close()
     return {}
+
+
+def _generated(context: RunContext, loader: EvalLoader) -> list[tuple[str, str | None]]:
+    """Returns the texts that the model writes, and those of the targets."""
+    tokens, tokenizer = context.config.generate, context.data.tokenizer
+    if tokenizer is None:
+        raise ConfigError("generate= needs data with a tokenizer, such as data=datasets")
+    if tokens is None or tokens < 1:
+        raise ConfigError(f"generate={tokens} must be at least 1")
+    pad = context.data.metadata.get("pad_index", 0)
+    pairs = generate(context.model, loader, tokens, tokenizer.eos_token_id, pad)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return [(decode(ids), None if wanted is None else decode(wanted)) for ids, wanted in pairs]
+
+
+def _agreement(pairs: list[tuple[str, str | None]]) -> dict[str, float]:
+    """Returns the share of texts that are the target's, and their BLEU (Papineni et al., 2002)."""
+    from torchmetrics.functional.text import bleu_score
+
+    known = [(text, wanted) for text, wanted in pairs if wanted is not None]
+    if not known:
+        raise ConfigError("evaluate generate= needs a text as the target, as task=seq2seq has it")
+    bleu = bleu_score([text for text, _ in known], [[wanted] for _, wanted in known])
+    return {"exact_match": sum(a == b for a, b in known) / len(known), "bleu": float(bleu)}
 
 
 def _trained(
@@ -422,22 +458,39 @@ def write_outputs(path: Path, outputs: Any) -> None:
             f"output={path} holds one tensor, and the model gives a {type(outputs).__name__}: use "
             f"the suffix .jsonl"
         )
+    if path.suffix == ".npy":
+        with _written(path) as file:
+            np.save(file, outputs.numpy())
+    else:
+        write_samples(path, map(finite, _by_sample(outputs)))
+
+
+def write_samples(path: Path, samples: Iterable[Any]) -> None:
+    """Writes a plain value for each sample, as lines of JSON or to a table (`.parquet`).
+
+    Raises:
+        ConfigError: the format cannot hold them, or the file cannot be written.
+    """
+    if path.suffix == ".npy":
+        raise ConfigError(f"output={path} cannot hold texts: use the suffix .jsonl or .parquet")
+    with _written(path) as file:
+        if path.suffix == ".parquet":
+            import pyarrow
+            from pyarrow.parquet import write_table
+
+            lines = [x if isinstance(x, dict) else {"output": x} for x in samples]
+            write_table(pyarrow.Table.from_pylist(lines), file)
+        else:
+            file.writelines((json.dumps(x, allow_nan=False) + "\n").encode() for x in samples)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[BinaryIO]:
+    """Opens the file that `predict` writes, which appears whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            if path.suffix == ".npy":
-                np.save(file, outputs.numpy())
-                return
-            samples = map(finite, _by_sample(outputs))
-            if path.suffix == ".parquet":
-                import pyarrow
-                from pyarrow.parquet import write_table
-
-                lines = [x if isinstance(x, dict) else {"output": x} for x in samples]
-                write_table(pyarrow.Table.from_pylist(lines), file)
-                return
-            for values in samples:
-                file.write((json.dumps(values, allow_nan=False) + "\n").encode())
+            yield file
     except OSError as error:
         raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error
 

@@ -337,9 +337,15 @@ class Config:
     output: str | None = None
     """The file that `predict` writes, with the suffix `.jsonl`, `.npy` or `.parquet`; null: one in
     the run directory."""
+    generate: int | None = None
+    """Tokens that `predict` and `evaluate` write for each text at most, always the likeliest one;
+    null: none, and `predict` writes the model's outputs."""
     format: str = "safetensors"
     """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
     `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""
+    push_to: str | None = None
+    """The repository of the Hugging Face Hub, such as `me/my-model`, to which `export` sends the
+    folder of `format=transformers` with a model card; a new one is private; null: none."""
     allow_targets: list[str] = field(default_factory=list)
     """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
     line, or in `pyproject.toml`."""

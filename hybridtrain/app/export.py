@@ -8,6 +8,7 @@ torch_export   the whole net for inference, by `torch.export`, of any number of 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain import __version__
 from hybridtrain.app.components import build_model, load_data
 from hybridtrain.app.config import Config
 from hybridtrain.app.error_report import print_result
@@ -33,7 +35,7 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.data import example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
-from hybridtrain.files import atomic_file
+from hybridtrain.files import atomic_file, atomic_folder, write_atomically
 from hybridtrain.launch import detect
 from hybridtrain.world import World
 
@@ -62,6 +64,8 @@ def export(settings: Settings) -> dict[str, Any]:
         return {}
     config = settings.config
     check_choice("format", config.format, list(FORMATS))
+    if config.push_to is not None and config.format != "transformers":
+        raise ConfigError("push_to= sends what format=transformers writes: set it too")
     directory = RunDirectory(config)
     directory.log_to_files(0)
     for note in settings.notes:
@@ -81,7 +85,48 @@ def export(settings: Settings) -> dict[str, Any]:
         _log.info(AVERAGED)
     _log.info("wrote %s, of %s", path, checkpoint)
     print_result({"checkpoint": str(checkpoint), "file": str(path)})
+    if config.push_to is not None:
+        _push(path, config.push_to, _card(directory, checkpoint, config))
     return {}
+
+
+def _card(directory: RunDirectory, checkpoint: Path, config: Config) -> str:
+    """Returns a model card: what trained the weights, on what, and the newest evaluation."""
+    lines = [f"- {key}: `{value}`" for key, value in config.model.items() if value is not None]
+    data = {k: v for k, v in config.data.items() if k in ("_target_", "path", "root", "task")}
+    lines += [f"- data.{key}: `{value}`" for key, value in data.items() if value is not None]
+    summary = directory.path / "summary.json"
+    evaluated = json.loads(summary.read_text()).get("eval") or {} if summary.exists() else {}
+    rows = [f"| {name} | {value} |" for name, value in evaluated.items()]
+    return "\n".join(
+        [
+            "---\nlibrary_name: transformers\ntags: [hybridtrain]\n---",
+            f"# {config.run_name}",
+            f"Trained by hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
+            *lines,
+            *(["\n| evaluation | |\n|---|---|", *rows] if rows else []),
+            "",
+        ]
+    )
+
+
+def _push(folder: Path, name: str, card: str) -> None:
+    """Sends a folder to the Hub, in one commit.
+
+    Raises:
+        ConfigError: the Hub refuses it or cannot be reached; what was written stays.
+    """
+    from huggingface_hub import HfApi
+
+    write_atomically(folder / "README.md", card)
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder)
+    except Exception as error:  # of the network, of the Hub, of a wrong name
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"push_to={name}: {reason}. {folder} is written") from error
+    _log.info("sent to %s", made)
 
 
 def _write_torch(path: Path, state: Mapping[str, Any], config: Config) -> None:
@@ -100,10 +145,11 @@ def _write_transformers(folder: Path, state: Mapping[str, Any], config: Config) 
             f"{type(net).__name__}: take format=safetensors or torch"
         )
     net.config.use_cache = True
-    # copies, since a tensor under several names may be written only once
-    net.save_pretrained(folder, state_dict={name: value.clone() for name, value in state.items()})
-    if data.tokenizer is not None:
-        data.tokenizer.save_pretrained(folder)
+    with atomic_folder(folder) as new:
+        # copies, since a tensor under several names may be written only once
+        net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(new)
 
 
 def _write_program(path: Path, state: Mapping[str, Any], config: Config) -> None:

@@ -59,7 +59,9 @@ OF_THE_COMMAND = (
     "init_from",
     "ema",
     "output",
+    "generate",
     "format",
+    "push_to",
 )
 
 # How a run is computed, watched and kept; all else decides what is learnt.
@@ -77,7 +79,13 @@ _WITHOUT_EFFECT = (
     "trainer.max_skipped",
 )
 _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
-_PLACE_OF_DATA = ("data.root", "data.download", "data.workers", "data.timeout_s")
+_PLACE_OF_DATA = (
+    "data.root",
+    "data.download",
+    "data.workers",
+    "data.timeout_s",
+    "data.predict_path",
+)
 
 
 _MISSING = "(not set)"  # the value of a key that is not there

@@ -58,6 +58,9 @@ class DataSplits:
     predict: Dataset[Any] | Iterable[Any] | None = None
     """Inputs without targets, which the command `predict` takes instead of the evaluation split."""
 
+    predict_collate: Callable[[Any], Any] | None = None
+    """The loader's `collate_fn` of these inputs; None: `collate`."""
+
     tokenizer: Any = None
     """The tokenizer of transformers that made the token ids: `export` writes it beside a model."""
 

@@ -72,6 +72,7 @@ def hf_datasets(
     pack: bool = True,
     mask_share: float = 0.15,
     decoder_start: str | None = None,
+    predict_path: str | None = None,
 ) -> DataSplits:
     """Returns texts for a model of transformers, from files, a folder or the Hugging Face Hub.
 
@@ -116,6 +117,7 @@ def hf_datasets(
         pack: join texts for causal_lm; False: each is a sample by itself.
         mask_share: the part of the tokens that masked_lm predicts.
         decoder_start: the first token of a decoder; None: the tokenizer's padding, as T5 has it.
+        predict_path: as `path`, of texts without targets for the command `predict`.
 
     Raises:
         DataError: the data, a split, a column or the tokenizer is missing, damaged or of another
@@ -138,9 +140,22 @@ def hf_datasets(
         _check_columns(samples, "text_pair", [text_pair], "text")
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else 0
     metadata = {"vocab_size": len(tok), "max_len": max_len, "pad_index": pad_id}
-    if task == "causal_lm" and pack:
-        return _packed(samples, tok, text, max_len, metadata)
     encode = _Encoder(tok, text, text_pair, max_len)
+    start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    if predict_path is None:
+        to_predict = None
+    else:
+        whole = _load("predict_path", predict_path, name)
+        alone = whole[next(split for split in ("test", *whole) if split in whole)]
+        _check_columns({"predict": alone}, "text", [text], "text")
+        to_predict = Encoded(alone, partial(_alone, encode, task, start))
+    others = {
+        "predict": to_predict,
+        "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
+        "tokenizer": tok,
+    }
+    if task == "causal_lm" and pack:
+        return replace(_packed(samples, tok, text, max_len, metadata), **others)
     if task == "classification":
         classes = _classes(samples, targets)
         metadata |= {"num_classes": len(classes), "num_labels": len(classes)}
@@ -157,13 +172,13 @@ def hf_datasets(
         item = partial(_masked, encode, _masks(tok, tokenizer, mask_share))
     else:
         _check_columns(samples, "target", targets[:1], "text")
-        item = partial(_translated, encode, targets[0], _start(tok, tokenizer, decoder_start))
+        item = partial(_translated, encode, targets[0], start)
     return DataSplits(
         train=Encoded(samples["train"], item),
         eval=Encoded(samples["eval"], item),
         collate=Padded(pad_id, max_len if pad == "max_len" else None),
         metadata=metadata,
-        tokenizer=tok,
+        **others,
     )
 
 
@@ -175,14 +190,14 @@ class Encoded(Dataset[Any]):
         item: makes the item of a sample.
     """
 
-    def __init__(self, samples: Any, item: Callable[[Mapping[str, Any]], Item]) -> None:
+    def __init__(self, samples: Any, item: Callable[[Mapping[str, Any]], Any]) -> None:
         self.samples = samples
         self.item = item
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, index: int) -> Any:
         return self.item(self.samples[index])
 
 
@@ -201,11 +216,15 @@ class Padded:
 
     def __call__(self, items: Sequence[Item]) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the batch `(inputs, labels)` of samples."""
-        inputs = {
-            key: self._joined([each[key] for each, _ in items], self.pad_id if key in _IDS else 0)
-            for key in items[0][0]
-        }
+        inputs = self.of_inputs([each for each, _ in items])
         return inputs, self._joined([labels for _, labels in items], IGNORED)
+
+    def of_inputs(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the batch of inputs without labels."""
+        return {
+            key: self._joined([each[key] for each in items], self.pad_id if key in _IDS else 0)
+            for key in items[0]
+        }
 
     def _joined(self, parts: Sequence[Tensor], padding: int) -> Tensor:
         if parts[0].dim() == 0 or parts[0].is_floating_point():
@@ -279,6 +298,15 @@ def _translated(encode: _Encoder, target: str, start: int, sample: Mapping[str, 
     return {**encode(sample), "decoder_input_ids": torch.cat([first, labels[:-1]])}, labels
 
 
+def _alone(encode: _Encoder, task: str, start: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the inputs of a sample without a target; a decoder has its first token."""
+    if task == "causal_lm":
+        inputs, _ = _continued(encode, sample)
+        return inputs
+    first = {"decoder_input_ids": torch.tensor([start])} if task == "seq2seq" else {}
+    return {**encode(sample), **first}
+
+
 def _text(sample: Mapping[str, Any], column: str) -> str:
     value = sample[column]
     if not isinstance(value, str):
@@ -323,7 +351,7 @@ def _packed(
 
     texts = [_joined_ids(samples[split], tokenizer, column) for split in ("train", "eval")]
     splits = window_splits(texts, length, len(tokenizer), too_few, prepare=as_inputs)
-    return replace(splits, metadata={**splits.metadata, **metadata}, tokenizer=tokenizer)
+    return replace(splits, metadata={**splits.metadata, **metadata})
 
 
 def as_inputs(x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -397,7 +425,7 @@ def _load(key: str, path: str, name: str | None) -> Any:
             f"{key}={path}: the formats are {', '.join(_FORMATS)}; name a file that ends so"
         )
     try:
-        with _quiet(datasets):
+        with _quiet():
             if place.is_file():
                 options = {"sep": "\t"} if place.suffix == ".tsv" else {}
                 kind = _FORMATS[place.suffix]
@@ -418,8 +446,10 @@ def _load(key: str, path: str, name: str | None) -> Any:
 
 
 @contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Keeps the library from drawing progress bars in a run's log."""
+def _quiet() -> Iterator[None]:
+    """Keeps the library datasets from drawing progress bars in a run's log."""
+    import datasets
+
     shown = datasets.utils.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:
@@ -463,7 +493,8 @@ def _classes(samples: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
         raise DataError(f"target={targets}: a classification has one column")
     (column,) = targets
     _check_columns(samples, "target", [column])
-    found = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
+    with _quiet():
+        found = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
     values = found["train"] | found["eval"]
     if None in values:
         raise DataError(f"target={column}: some samples have no value there: leave them out")

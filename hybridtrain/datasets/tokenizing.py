@@ -41,7 +41,7 @@ def load_tokenizer(name: str) -> Any:
         raise DataError(f"tokenizer={name}: there is no such file or folder ({path.absolute()})")
     try:
         if not path.is_file():
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library that parses a file raises plain Exceptions
         found = "cannot be read" if local else "is neither here nor can it be had from the Hub"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -59,8 +60,14 @@ def transformers_model(
     if num_classes is not None and task in ("classification", "regression", "image_classification"):
         labels["num_labels"] = num_classes
     if source is not None:
+        if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
+            raise ConfigError(
+                f"source={source}: there is no such folder ({Path(source).absolute()})"
+            )
         try:
-            made = transformers.AutoConfig.from_pretrained(source, **labels)
+            made = transformers.AutoConfig.from_pretrained(
+                source, trust_remote_code=False, **labels
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"source={source}: {_first_line(error)}") from error
     else:
@@ -78,7 +85,7 @@ def transformers_model(
         raise ConfigError(f"auto={name}: transformers has no such Auto class")
     how = {} if attention is None else {"attn_implementation": attention}
     try:
-        model: nn.Module = kind.from_config(made, **how)
+        model: nn.Module = kind.from_config(made, trust_remote_code=False, **how)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{name} of {made.model_type}: {_first_line(error)}") from error
     return model

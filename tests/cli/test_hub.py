@@ -1,12 +1,16 @@
 """A model of the Hub from a local folder: fine-tuned, predicted and exported by commands alone."""
 
+import base64
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import torch
 from support.launch import torchrun_script
-from support.small_hub import write_bert, write_reviews
+from support.small_hub import write_bert, write_reviews, write_t5
 
 from hybridtrain.app.cli import main
 
@@ -52,6 +56,22 @@ def test_a_bert_from_a_folder_is_fine_tuned_predicted_exported_and_loaded_by_fro
     assert all(len(each) == 2 for each in predicted)
 
 
+def test_a_t5_writes_what_it_has_learnt_for_new_texts_and_is_evaluated_by_it(folder: Path) -> None:
+    write_t5(folder / "t5", folder / "bert")
+    (folder / "new.jsonl").write_text('{"text": "ugly film"}\n{"text": "very nice plot"}\n')
+    t5 = ["recipe=t5_summaries", "model.source=./t5", "data.path=train.jsonl", "data.max_len=16"]
+    short = ["trainer.epochs=null", "trainer.steps=60", "trainer.eval_every=null"]
+    fast = ["optim.lr=5e-3", "lr_schedule.warmup_steps=0", "world.devices=cpu"]
+    assert main([*t5, *short, *fast]) == 0
+    run = ["run_name=t5_summaries", "generate=8"]
+    assert main(["predict", *run, "data.predict_path=new.jsonl", "output=out.jsonl"]) == 0
+    texts = [json.loads(line)["text"] for line in (folder / "out.jsonl").open()]
+    assert texts == ["bad film", "good film"]
+    assert main(["evaluate", *run]) == 0
+    evaluations = (folder / "outputs/t5_summaries/evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluations[-1])["exact_match"] == 1.0
+
+
 @pytest.mark.thorough
 def test_the_same_over_two_processes_is_exact(folder: Path) -> None:
     two = ["-m", "hybridtrain", *BERT, "trainer.epochs=2"]
@@ -75,7 +95,7 @@ def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) ->
     ("words", "message"),
     [
         ([], "give either model.source= or model.config=, not both"),
-        (["model.source=nowhere"], "model.source=nowhere"),
+        (["model.source=./nowhere"], "source=./nowhere: there is no such folder"),
         (["model.config={hidden_size: 3}"], "needs a model_type, such as bert"),
         (["model.config={model_type: bret}"], "bert"),
         (["model.config={model_type: bert, hiden_size: 3}"], "no such setting"),
@@ -100,3 +120,57 @@ def test_a_format_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[st
     assert "format" in capsys.readouterr().err
     assert main(["export", "run_name=digits", "format=transformers"]) == 2
     assert "format=transformers is for models of transformers" in capsys.readouterr().err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub's interface that an upload of small files takes."""
+
+    asked: ClassVar[list[tuple[str, bytes]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append((self.path, body))
+        answer: dict[str, object] = {"url": "https://huggingface.co/me/bert", "id": "me/bert"}
+        if "preupload" in self.path:
+            names = [each["path"] for each in json.loads(body)["files"]]
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": name, **modes} for name in names]}
+        if "/commit/" in self.path:
+            answer = {"commitUrl": "https://huggingface.co/me/bert/commit/1", "commitOid": "1"}
+        self.answer(answer)
+
+    def do_GET(self) -> None:
+        self.answer({"id": "me/bert", "sha": "0"})
+
+    def answer(self, value: object) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_export_is_sent_to_the_hub_with_a_card_and_a_refusal_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main([*BERT, "trainer.epochs=1"]) == 0
+    push = ["export", "run_name=bert", "format=transformers", "push_to=me/bert"]
+    assert main(push) == 0
+    sent = next(body for path, body in Hub.asked if "/commit/" in path)
+    files = [json.loads(line)["value"] for line in sent.splitlines()]
+    content = {each["path"]: base64.b64decode(each["content"]) for each in files if "path" in each}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(content)
+    card = content["README.md"].decode()
+    assert "library_name: transformers" in card
+    assert "| accuracy |" in card
+    server.shutdown()
+    server.server_close()
+    capsys.readouterr()
+    assert main(push) == 2
+    assert "push_to=me/bert" in capsys.readouterr().err

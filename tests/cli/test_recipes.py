@@ -48,7 +48,7 @@ TINY = {
         *(*HUB, "data.tokenizer=./data/bert", "model.config.n_layer=2", "model.config.n_head=2"),
         "model.config.n_embd=16",
     ],
-    "t5_summaries": [*HUB, "model.source=./data/t5", "data.target=label"],
+    "t5_summaries": [*HUB, "model.source=./data/t5"],
 }
 
 CLASSES = {

@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+import torch
+
 GOOD, BAD = ("good", "fine", "nice"), ("bad", "poor", "ugly")
 OTHERS = ("film", "story", "plot", "actor", "scene", "very", "quite", "really")
 
@@ -16,29 +18,35 @@ def write_reviews(path: Path, number: int) -> None:
         positive = draws.random() < 0.5
         first = draws.choice(GOOD if positive else BAD)
         text = " ".join([first, *draws.choices(OTHERS, k=draws.randint(2, 9))])
-        lines.append(json.dumps({"text": text, "label": "pos" if positive else "neg"}) + "\n")
+        label, summary = ("pos", "good film") if positive else ("neg", "bad film")
+        lines.append(json.dumps({"text": text, "label": label, "summary": summary}) + "\n")
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(lines))
 
 
 def write_bert(folder: Path, layers: int = 2) -> None:
     """Writes a BERT with random weights and its tokenizer, as `save_pretrained` does."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = {word: i for i, word in enumerate([*special, *GOOD, *BAD, *OTHERS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A [SEP]", special_tokens=[("[SEP]", words["[SEP]"])]
     )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]",
+        eos_token="[SEP]",
+    )  # fmt: skip
     fast.model_input_names = ["input_ids", "attention_mask"]
     fast.save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(words), hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
         intermediate_size=64, max_position_embeddings=32,
     )  # fmt: skip
+    torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
 
 
@@ -51,5 +59,6 @@ def write_t5(folder: Path, tokenizer: Path) -> None:
         vocab_size=len(words), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
         pad_token_id=0, decoder_start_token_id=0,
     )  # fmt: skip
+    torch.manual_seed(0)
     T5ForConditionalGeneration(config).save_pretrained(folder)
     words.save_pretrained(folder)

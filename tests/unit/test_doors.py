@@ -25,7 +25,7 @@ FLOORS = """
     model
     data param_groups
     datasets
-    evaluation sharded_optimizer
+    evaluation generation sharded_optimizer
     checkpoint
     callbacks step
     monitor smp training
