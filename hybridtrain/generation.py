@@ -68,7 +68,7 @@ def _written(
     if key == "input_ids" and "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(1)
     first, samples = lengths.clone(), torch.arange(len(begun))
-    room = F.pad(begun, (0, tokens), value=pad)  # of one shape from the first token to the last
+    texts = F.pad(begun, (0, tokens), value=pad)  # of one shape from the first token to the last
     ended = torch.zeros(len(begun), dtype=torch.bool)
 
     def likeliest(output: Any, last: Tensor) -> Tensor:
@@ -76,18 +76,18 @@ def _written(
         return logits[torch.arange(len(last), device=last.device), last].argmax(-1)
 
     for _ in range(tokens):
-        known = (torch.arange(room.shape[1]) < lengths[:, None]).long()
+        known = (torch.arange(texts.shape[1]) < lengths[:, None]).long()
         rest = inputs if key == _DECODER else {"attention_mask": known}
-        given = {**rest, key: room}
+        given = {**rest, key: texts}
         outputs = model.map_outputs(given, lengths - 1, likeliest)
-        new = _shared(model, merge(outputs).cpu() if outputs else None, len(room))
+        new = _shared(model, merge(outputs).cpu() if outputs else None, len(texts))
         if end is not None:
             ended |= new == end
         if bool(ended.all()):
             break
-        room[samples[~ended], lengths[~ended]] = new[~ended]
+        texts[samples[~ended], lengths[~ended]] = new[~ended]
         lengths += ~ended
-    return [room[i, first[i] : lengths[i]].tolist() for i in range(len(room))]
+    return [texts[i, first[i] : lengths[i]].tolist() for i in range(len(texts))]
 
 
 def _shared(model: HybridModel, values: Tensor | None, samples: int) -> Tensor:

@@ -146,7 +146,7 @@ def page(all_keys: list[tuple[str, str, Any, str]]) -> str:
         shared = {key for key, *_ in rows}
         for path in files.get(group, ()):
             own = [row for row in rows_of_option(path) if row[0] not in shared]
-            if own or group in ("model", "data"):
+            if path.stem != "default":
                 parts += [f"### {group}={path.stem}", comment_of(path), table(own) if own else ""]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -171,6 +171,7 @@ def rows_of_option(path: Path) -> Iterator[tuple[str, str, Any, str]]:
     """Yields key, type, default and text of an option's file, the text from its comments."""
     values = yaml.safe_load(path.read_text()) or {}
     comments = dict(re.findall(r"^(\w+): [^#\n]*# (.*)$", path.read_text(), re.M))
+    values.pop("defaults", None)
     target = locate(values.pop("_target_", ""))
     ours = callable(target) and target.__module__.startswith("hybridtrain")
     hints = get_type_hints(target) if ours else {}

@@ -97,14 +97,14 @@ def _card(directory: RunDirectory, checkpoint: Path, config: Config) -> str:
     lines += [f"- data.{key}: `{value}`" for key, value in data.items() if value is not None]
     summary = directory.path / "summary.json"
     evaluated = json.loads(summary.read_text()).get("eval") or {} if summary.exists() else {}
-    rows = [f"| {name} | {value} |" for name, value in evaluated.items()]
+    table = [f"| {name} | {value} |" for name, value in evaluated.items()]
     return "\n".join(
         [
             "---\nlibrary_name: transformers\ntags: [hybridtrain]\n---",
             f"# {config.run_name}",
             f"Trained by hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
             *lines,
-            *(["\n| evaluation | |\n|---|---|", *rows] if rows else []),
+            *(["\n| evaluation | |\n|---|---|", *table] if table else []),
             "",
         ]
     )

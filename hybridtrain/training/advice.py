@@ -119,6 +119,8 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
     even = {kind: [sum(times) / len(times)] * len(times) for kind, times in costs.items()}
     idle = spans_for(made, even)
     bubble = step.batches * bubble_fraction(idle) * length(idle) / seconds
+    if bubble >= step.account.bubble / step.account.total:
+        return None  # what makes the step shorter is not the bubble
     return Proposal(
         "bubble",
         seconds,
