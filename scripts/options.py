@@ -146,7 +146,7 @@ def page(all_keys: list[tuple[str, str, Any, str]]) -> str:
         shared = {key for key, *_ in rows}
         for path in files.get(group, ()):
             own = [row for row in rows_of_option(path) if row[0] not in shared]
-            if path.stem != "default":
+            if path.stem != "default" and (own or comment_of(path)):
                 parts += [f"### {group}={path.stem}", comment_of(path), table(own) if own else ""]
     return "\n\n".join(part for part in parts if part) + "\n"
 

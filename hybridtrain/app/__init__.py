@@ -9,7 +9,7 @@ components         data, model, loss, metrics, optimizer and callbacks that a co
 build              the objects of a run
 run_directory      its files, logs and checkpoints to start from; run_lock: one writer at a time
 plan, pricing      plans and prices of a run, and the machine that they are for
-results            many runs: sweeps and tables
+sweep, results     many runs: their names, and tables of what they have reached
 submit, job        a run on a cluster
 smp_config         an estimator's `distribution` as a command
 error_report       the result and the error of a command on the terminal

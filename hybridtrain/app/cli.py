@@ -101,7 +101,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "submit" and not parsed.cfg:
         return _submit(overrides, config_dir, parsed.multirun, dry_run)
     if parsed.multirun:
-        from hybridtrain.app.results import sweep
+        from hybridtrain.app.sweep import sweep
 
         return sweep(command, overrides, config_dir, run)
     if parsed.cfg:

@@ -409,10 +409,11 @@ def check(config: Config) -> None:
                 f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
     check_batch_size(config.data.get("batch_size"))
-    name = config.run_name or ""
-    if not name or name != name.strip(". ") or "/" in name:
+    names = (config.run_name or "").split("/")
+    if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
         raise ConfigError(
-            f"run_name={config.run_name!r} must be the name of a folder, in the one of output_dir="
+            f"run_name={config.run_name!r} must be the name of a folder in the one of output_dir=, "
+            f"or group/name"
         )
 
 

@@ -10,7 +10,7 @@ from hybridtrain.report import write_report
 
 _USAGE = (
     "usage: hybridtrain report <run_name or folder>... [output=FILE.html]; a folder is that of a "
-    "run, of a sweep that was submitted, or one with runs in it"
+    "run, of a sweep, or one with these in it"
 )
 
 
@@ -27,7 +27,7 @@ def report(arguments: Sequence[str]) -> int:
     named = [word for word in arguments if not word.startswith("output=")]
     if not named or len(outputs) > 1 or any(word.startswith("-") or "=" in word for word in named):
         raise ConfigError(_USAGE)
-    runs = [run for run in runs_of(named) if (run / "metrics.jsonl").is_file()]
+    runs = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
     if not runs:
         raise ConfigError(f"{' '.join(named)}: no run has logged anything yet")
     print(write_report(runs, outputs[0] if outputs else None).resolve())

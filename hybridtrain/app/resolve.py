@@ -229,6 +229,8 @@ def settle(
     elif command in ("evaluate", "predict", "export") and not {"recipe", "run_name"} & set(keys):
         _name_run_of_checkpoint(named.config)
     run = Path(named.config.output_dir) / str(named.config.run_name)
+    if "/" in str(named.config.run_name) and (run.parent / "config.yaml").exists():
+        raise ConfigError(f"run_name={named.config.run_name}: {run.parent} is a run, not a group")
     try:
         from hybridtrain.checkpoint import CheckpointStore  # which imports torch
 

@@ -1,6 +1,6 @@
-"""Several runs: the sweep of `--multirun`, one after the other, and the table of their results.
+"""The command `results`: a table of runs, with the settings that differ and what they have reached.
 
-The command `results` prints the same table of runs that are there already.
+hybridtrain results digits-lr sort=-accuracy trainer.epochs=2 loss<0.5 output=results.md
 """
 
 from __future__ import annotations
@@ -8,82 +8,139 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
+import operator
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides, sweep_choices
-from hybridtrain.app.config import Config
-from hybridtrain.app.error_report import report_and_go_on
-from hybridtrain.app.resolve import settle
-from hybridtrain.errors import ConfigError, Interrupted
+import yaml
+
+from hybridtrain.app.compose import given_keys, parse_overrides, read_overrides
+from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.launch import current, detect
-from hybridtrain.text_table import text_table
+from hybridtrain.options import is_hyperparameter
+from hybridtrain.text_table import markdown_table, text_table
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
 """In the folder of a sweep that was submitted: the overrides of each run, one run a line."""
 
 _OUTPUT_DIR = "outputs"
+_USAGE = (
+    "usage: hybridtrain results <run_name or folder>... [sort=COLUMN or sort=-COLUMN] "
+    "[COLUMN=value, 'COLUMN<value' or 'COLUMN>value']... [output=FILE.csv or FILE.md]; a folder is "
+    "that of a run, of a sweep, or one with these in it"
+)
+_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+@dataclass
+class Run:
+    """A run, as its directory tells of it.
+
+    Attributes:
+        path: the run directory; that of a submitted run may not be there yet.
+        name: below the folder that was named.
+        overrides: those that it was started with.
+        reached: its state, its step and its latest evaluation.
+        config: as it was saved; empty for a run that has not begun.
+    """
+
+    path: Path
+    name: str
+    overrides: list[str]
+    reached: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def setting(self, key: str) -> Any:
+        """Returns the value of a dotted key, or the option of a group; None: not known."""
+        found: Any = self.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None and not isinstance(found, Mapping):
+            return found
+        text = dict(zip(given_keys(self.overrides), self.overrides, strict=True)).get(key)
+        return None if text is None else yaml.safe_load(text.partition("=")[2])
 
 
 def results(arguments: Sequence[str]) -> int:
-    """Prints a table of runs to stdout; returns the exit code.
+    """Prints a table of runs to stdout, and which is the best to stderr; returns the exit code.
 
     Args:
-        arguments: folders of runs, of a sweep that was submitted, or with several runs in them; or
-            the names of runs in `outputs`.
+        arguments: folders of runs, of sweeps, or with these in them; the names of runs in
+            `outputs`; and what to sort by, which runs to leave in, and a file to write.
 
     Raises:
         ConfigError: one of them is none of that.
     """
-    if not arguments or any(argument.startswith("-") for argument in arguments):
-        raise ConfigError(
-            "usage: hybridtrain results <run_name or folder>...; a folder is that of a run, of a "
-            "sweep that was submitted, or one with runs in it"
-        )
-    listed = list(runs_of(arguments).values())
+    named = [word for word in arguments if not re.search("[=<>]", word) or _is_folder(word)]
+    words = [word for word in arguments if word not in named]
+    orders = [word.removeprefix("sort=") for word in words if word.startswith("sort=")]
+    outputs = [Path(word.removeprefix("output=")) for word in words if word.startswith("output=")]
+    few = len(orders) < 2 and len(outputs) < 2
+    if not named or not few or any(word.startswith("-") for word in named):
+        raise ConfigError(_USAGE)
+    runs = runs_of(named)
+    for word in words:
+        if not word.startswith(("sort=", "output=")):
+            runs = _left_in(runs, word)
+    runs = _sorted(runs, orders[0]) if orders else runs
+    listed = lines_of(runs)
     print(table(listed), flush=True)
-    if len(arguments) == 1 and (_folder(arguments[0]) / SWEEP_FILE).is_file():
-        write_csv(listed, _folder(arguments[0]))
+    if best := best_run(runs, orders[0] if orders else None):
+        print(best, file=sys.stderr, flush=True)
+    if outputs:
+        write_table(listed, outputs[0])
     return 0
 
 
-def runs_of(arguments: Sequence[str]) -> dict[Path, dict[str, Any]]:
-    """Returns the directories of runs that the arguments of a command name, each with its line.
+def runs_of(arguments: Iterable[str]) -> list[Run]:
+    """Returns the runs that the arguments of a command name.
 
     Raises:
         ConfigError: one of them is neither a run nor a folder with runs.
     """
-    by_run: dict[Path, dict[str, Any]] = {}
+    by_path: dict[Path, Run] = {}
     for argument in arguments:
-        found = dict(_runs(_folder(argument)))
+        found = list(_runs(_folder(argument)))
         if not found:
             raise ConfigError(f"there are no runs in {argument}")
-        by_run |= found
-    return by_run
+        by_path |= {run.path: run for run in found}
+    return list(by_path.values())
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table with a line for each of `results`, and the keys of all as columns."""
-    columns = _columns(results)
-    lines = [[_text(result.get(column)) for column in columns] for result in results]
-    return "\n".join(text_table([columns, *lines], 0))
+def lines_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns a line of the table for each run: its name, the settings that differ, its results."""
+    keys = dict.fromkeys(key for run in runs for key in given_keys(run.overrides))
+    settings = [{key: run.setting(key) for key in keys if is_hyperparameter(key)} for run in runs]
+    differ = [
+        key for key in settings[0] if len({str(own[key]) for own in settings}) > 1
+    ] if settings else []  # fmt: skip
+    return [
+        {"run": run.name, **{key: own[key] for key in differ}, **run.reached}
+        for run, own in zip(runs, settings, strict=True)
+    ]
 
 
-def write_csv(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes the table to `<path>.csv` and says so, or why not, on stderr."""
-    columns = _columns(results)
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a text table of `lines`, with the keys of all as columns."""
+    return "\n".join(text_table(_cells(lines), 0))
+
+
+def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes the table as Markdown or CSV, and says so, or why not, on stderr."""
+    if path.suffix not in (".csv", ".md"):
+        raise ConfigError(f"output={path} must end in .csv or .md")
     file = io.StringIO()
-    csv.writer(file).writerows(  # words: ok
-        [columns, *([result.get(column) for column in columns] for result in results)]
-    )
-    path = path.with_name(f"{path.name}.csv")
+    if path.suffix == ".md":
+        print(markdown_table(_cells(lines)), file=file)
+    else:
+        columns = _columns(lines)
+        rows = [[line.get(column) for column in columns] for line in lines]
+        csv.writer(file).writerows([columns, *rows])  # words: ok
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, file.getvalue())
@@ -92,11 +149,40 @@ def write_csv(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         print(f"cannot write {path}: {error}", file=sys.stderr, flush=True)
 
 
+def best_run(runs: Sequence[Run], order: str | None = None) -> str | None:
+    """Returns the name, value and command of the best of several runs; None: it is not known.
+
+    The best is that by `order`, such as `-accuracy`, if that is a result; or by `checkpoint.best`;
+    or the one with the smallest loss.
+    """
+    options: dict[str, Any] = next(
+        (run.config.get("checkpoint", {}) for run in runs if run.config), {}
+    )
+    wanted = "-" * (options.get("best_mode") == "max") + (options.get("best") or "loss")
+    if order is not None and any(order.lstrip("-") in run.reached for run in runs):
+        wanted = order
+    key = wanted.lstrip("-")
+    known = [run for run in runs if isinstance(run.reached.get(key), int | float)]
+    if len(known) < 2:
+        return None
+    run = _sorted(known, wanted)[0]
+    words = [o for o in run.overrides if not o.startswith(("run_name=", "output_dir="))]
+    words.append(f"run_name={run.config.get('run_name', run.name)}")
+    if (output_dir := run.config.get("output_dir", _OUTPUT_DIR)) != _OUTPUT_DIR:
+        words.append(f"output_dir={output_dir}")
+    command = " ".join(shlex.quote(word) for word in words)
+    return f"best by {key}: {run.name}, {_text(run.reached[key])}\n  hybridtrain {command}"
+
+
 def read_sweep(path: Path) -> list[list[str]]:
     """Returns the overrides of each line of a sweep's file; none if there is no file."""
     if not path.is_file():
         return []
     return [shlex.split(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _is_folder(argument: str) -> bool:
+    return Path(argument).is_dir() or (Path(_OUTPUT_DIR) / argument).is_dir()
 
 
 def _folder(argument: str) -> Path:
@@ -107,50 +193,36 @@ def _folder(argument: str) -> Path:
     raise ConfigError(f"there is neither a folder {argument} nor a run {_OUTPUT_DIR}/{argument}")
 
 
-def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields the runs of `folder` with their lines of the table."""
-    combinations = read_sweep(folder / SWEEP_FILE)
-    if combinations:
-        yield from _runs_of_sweep(folder, combinations)
-    elif (folder / "config.yaml").is_file():
-        yield folder, {"run": folder.name, **_result(folder)}
-    else:
-        for run in sorted(folder.iterdir()):
-            if (run / "config.yaml").is_file():
-                yield run, {"run": run.name, **_result(run)}
+def _runs(folder: Path) -> Iterator[Run]:
+    """Yields the runs of a folder: itself, those in it, and those of the sweeps in it."""
+    if (folder / "config.yaml").is_file():
+        yield _run(folder, folder.name)
+        return
+    found = {}
+    for path in sorted([*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]):
+        if not (path.parents[1] / "config.yaml").is_file():  # nothing within a run
+            found[path.parent] = str(path.parent.relative_to(folder))
+    for overrides in read_sweep(folder / SWEEP_FILE):
+        names = [o for o in parse_overrides(overrides) if o.key_or_group == "run_name"]
+        if not names:
+            line = " ".join(overrides)
+            raise ConfigError(f"a line of {SWEEP_FILE} has no run_name=: {line}")
+        path = folder.parent / str(names[-1].value())
+        if path not in found:
+            yield Run(path, path.name, overrides, {"state": "not begun", "step": 0})
+    for path, name in found.items():
+        yield _run(path, name)
 
 
-def _runs_of_sweep(
-    folder: Path, combinations: Sequence[Sequence[str]]
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    by_name = {_run_name(overrides): overrides for overrides in combinations}
-    all_values = [_values(overrides) for overrides in by_name.values()]
-    swept = [
-        key
-        for key in dict.fromkeys(key for values in all_values for key in values)
-        if key != "run_name" and len({values.get(key) for values in all_values}) > 1
-    ]
-    for name, values in zip(by_name, all_values, strict=True):
-        run = folder.parent / name
-        own = {key: values[key] for key in swept if key in values}
-        yield run, {"run": name, **own, **_result(run)}
+def _run(path: Path, name: str) -> Run:
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        config = {}
+    return Run(path, name, read_overrides(path), _reached(path), config)
 
 
-def _run_name(overrides: Sequence[str]) -> str:
-    names = [o for o in parse_overrides(overrides) if o.key_or_group == "run_name"]
-    if not names:
-        raise ConfigError(f"a line of {SWEEP_FILE} has no run_name=: {' '.join(overrides)}")
-    return str(names[-1].value())
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    return {
-        key: override.partition("=")[2]
-        for key, override in zip(given_keys(overrides), overrides, strict=True)
-    }
-
-
-def _result(run: Path) -> dict[str, Any]:
+def _reached(run: Path) -> dict[str, Any]:
     """Returns what a run has come to: its state, its step and its latest evaluation."""
     lines = list(_json_lines(run / "metrics.jsonl"))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
@@ -166,8 +238,7 @@ def _result(run: Path) -> dict[str, Any]:
         for key, value in line.items()
         if key.startswith("eval/")
     }
-    state = "not done" if (run / "config.yaml").is_file() else "not begun"
-    return {"state": state, "step": step, **values}
+    return {"state": "not done", "step": step, **values}
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -183,133 +254,79 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _columns(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for result in results for key in result))
+def _value(run: Run, column: str) -> Any:
+    """Returns what a run has in a column, or for a setting that is in none."""
+    own = {"run": run.name, **run.reached}
+    return own[column] if column in own else run.setting(column)
+
+
+def _known_column(runs: Sequence[Run], column: str) -> str:
+    """Returns the name of a column.
+
+    Raises:
+        ConfigError: no run has it.
+    """
+    if all(_value(run, column) is None for run in runs):
+        raise ConfigError(
+            f"no run has {column}: sort and choose by a column of the table, {_names(runs)}, or "
+            f"by a key such as optim.lr"
+        )
+    return column
+
+
+def _names(runs: Sequence[Run]) -> str:
+    return ", ".join(_columns(lines_of(runs)))
+
+
+def _sorted(runs: Sequence[Run], order: str) -> list[Run]:
+    """Returns the runs by a column, or `-column` for the largest first; those without it last."""
+    column = _known_column(runs, order.lstrip("-"))
+
+    def of_type(value: Any) -> tuple[bool, float, str]:
+        number = isinstance(value, int | float) and value == value
+        return not number, float(value) if number else 0.0, str(value)
+
+    having = [run for run in runs if _value(run, column) is not None]
+    having.sort(key=lambda run: of_type(_value(run, column)), reverse=order.startswith("-"))
+    return [*having, *(run for run in runs if _value(run, column) is None)]
+
+
+def _left_in(runs: Sequence[Run], condition: str) -> list[Run]:
+    """Returns the runs that fulfil a condition such as `optim.lr=0.1` or `loss<0.5`."""
+    found = re.fullmatch(r"([\w./@-]+?)(!=|<=|>=|=|<|>)(.*)", condition)
+    if found is None:
+        raise ConfigError(_USAGE)
+    column, sign, text = _known_column(runs, found[1]), found[2], found[3]
+    wanted = _number(yaml.safe_load(text))
+
+    def holds(value: Any) -> bool:
+        value = _number(value)
+        if sign in ("=", "!="):
+            return bool((value == wanted) == (sign == "="))
+        both = isinstance(value, float) and isinstance(wanted, float)
+        return both and bool(_COMPARISONS[sign](value, wanted))
+
+    return [run for run in runs if holds(_value(run, column))]
+
+
+def _number(value: Any) -> Any:
+    """Returns a number as a float, also `1e-3`, which YAML reads as a text; others as a text."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _cells(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    columns = _columns(lines)
+    return [columns, *([_text(line.get(column)) for column in columns] for line in lines)]
+
+
+def _columns(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for line in lines for key in line))
 
 
 def _text(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One combination of a sweep.
-
-    Attributes:
-        overrides: all of this run's, without its name.
-        swept: those of them that are not the same in all runs.
-        run_name: the run's own name, with its values.
-    """
-
-    overrides: list[str]
-    swept: list[str]
-    run_name: str
-
-    @property
-    def values(self) -> dict[str, str]:
-        """The keys that are swept over, with their values as text."""
-        return dict(o.lstrip("+").split("=", 1) for o in self.swept if "=" in o)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The combinations of a `--multirun`.
-
-    Attributes:
-        points: one for each run.
-        path: `<output_dir>/<name>-sweep-<keys>`, for what belongs to all runs.
-    """
-
-    points: list[SweepPoint]
-    path: Path
-
-
-def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
-    """Returns the combinations that `overrides`, with several values for some keys, stand for.
-
-    Raises:
-        ConfigError: a combination is wrong, or two would have one name.
-    """
-    choices = sweep_choices(overrides, config_dir)
-    configs = [compose_settings(choice, config_dir).config for choice in choices]
-    varies = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
-    swept = [list(compress(choice, varies)) for choice in choices]
-    names = _names(configs, swept)
-    keys = "-".join(dict.fromkeys(key for own in swept for key in given_keys(own)))
-    base = "-".join(dict.fromkeys(str(config.run_name) for config in configs))
-    return Sweep(
-        [SweepPoint(*point) for point in zip(choices, swept, names, strict=True)],
-        Path(configs[0].output_dir) / f"{base}-sweep-{keys}".replace("/", "_"),
-    )
-
-
-def _names(configs: Sequence[Config], swept: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the runs' names, with the values, so that another sweep does not resume these runs.
-
-    A `run_name` or recipe that is swept over is in the name already.
-    """
-    for left_out in (("run_name", "recipe"), ("run_name",)):
-        names = []
-        for config, own in zip(configs, swept, strict=True):
-            values = [o for o in own if o.lstrip("+").partition("=")[0] not in left_out]
-            names.append("-".join([str(config.run_name), *values]).replace("/", "_"))
-        if len(set(names)) == len(names):
-            return names
-    raise ConfigError(f"several runs of the sweep have the name {max(names, key=names.count)}")
-
-
-Run = Callable[[str, Any], dict[str, Any]]
-
-
-def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
-    """Runs every combination of a `--multirun`; returns 0 if all have ended well.
-
-    One that fails is reported, and the others go on. A table at the end and the file
-    `<output_dir>/<name>-sweep-<keys>.csv` have the results.
-
-    Args:
-        command: such as train, evaluate or export.
-        overrides: with several values for some of the keys.
-        config_dir: a folder with more groups and options.
-        run: runs one command with its settings.
-
-    Raises:
-        ConfigError: a combination is wrong; none has begun.
-    """
-    launch = detect(os.environ)
-    if launch.problem is not None:
-        raise ConfigError(launch.problem)
-    if launch.size > 1:
-        raise ConfigError(
-            "--multirun does not work under torchrun or srun: every process would sweep. Start one "
-            "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"
-        )
-    planned = sweep_of(overrides, config_dir)
-    points = planned.points
-    results: list[dict[str, Any]] = []
-    codes: list[int] = []
-    for number, point in enumerate(points):
-        print(f"run {number + 1} of {len(points)}: {' '.join(point.overrides)}", file=sys.stderr)
-        sys.stderr.flush()
-        code, result = 0, {}
-        try:
-            settings = settle(command, point.overrides, config_dir, point.run_name)
-            if command == "train" and settings.config.monitor.group is None:
-                settings.config.monitor.group = planned.path.name
-            result = run(command, settings)
-        except Exception as error:
-            code = report_and_go_on(error)
-        finally:
-            if (watchdog := current()) is not None:  # of a run that has failed
-                watchdog.close()
-        results.append({"run": point.run_name, **point.values, "exit code": code, **result})
-        codes.append(code)
-        if code == Interrupted.exit_code:
-            break
-    if command in ("train", "evaluate"):
-        print(table(results), file=sys.stderr)
-        write_csv(results, planned.path)
-    failed = [code for code in codes if code]
-    return failed[0] if len(set(failed)) == 1 else int(bool(failed))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -31,8 +31,9 @@ from hybridtrain.app.job import (
     torchrun_lines,
 )
 from hybridtrain.app.resolve import Settings, leave_out_leftovers, settle
-from hybridtrain.app.results import SWEEP_FILE, read_sweep, sweep_of
+from hybridtrain.app.results import SWEEP_FILE, read_sweep
 from hybridtrain.app.run_directory import RunDirectory
+from hybridtrain.app.sweep import sweep_of
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.files import write_atomically

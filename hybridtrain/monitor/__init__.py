@@ -27,7 +27,7 @@ from hybridtrain.monitor.pictures import (
     in_ms,
 )
 from hybridtrain.monitor.progress import Progress, Throughput
-from hybridtrain.monitor.tensorboard import TensorBoard, is_hyperparameter
+from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, spans_of_trace
 from hybridtrain.monitor.tracker import Tracker
 from hybridtrain.monitor.wandb import WandB
@@ -57,7 +57,6 @@ __all__ = [
     "draw_plan",
     "draw_timelines",
     "in_ms",
-    "is_hyperparameter",
     "spans_of_trace",
 ]
 

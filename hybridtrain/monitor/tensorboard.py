@@ -18,6 +18,7 @@ from PIL import Image
 from hybridtrain.monitor.base import Monitor, parts_of_account
 from hybridtrain.monitor.pictures import MOST_BARS, draw, draw_accounts
 from hybridtrain.monitor.tracker import flat
+from hybridtrain.options import is_hyperparameter
 from hybridtrain.schedule import COMPUTING, Spans
 from hybridtrain.text_table import markdown_table
 
@@ -73,15 +74,6 @@ _CHARTS = {
 }
 # Devices in a table that fits on a screen.
 _MOST_COLUMNS = 12
-_NO_HYPERPARAMETERS = re.compile(
-    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|submit\..*|cluster.*"
-    r"|checkpoint\..*|trainer\.\w+_every"
-)
-
-
-def is_hyperparameter(key: str) -> bool:
-    """Returns False for keys that change neither what a run learns nor how fast."""
-    return _NO_HYPERPARAMETERS.fullmatch(key) is None
 
 
 class TensorBoard(Monitor):

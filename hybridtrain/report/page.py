@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.monitor import is_hyperparameter
+from hybridtrain.options import is_hyperparameter
 from hybridtrain.planning import Plan
 from hybridtrain.report import charts
 from hybridtrain.report.record import RunRecord

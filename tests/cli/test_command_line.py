@@ -20,7 +20,7 @@ from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config, compose_settings, sweep_choices
 from hybridtrain.app.config import Config
 from hybridtrain.app.error_report import LastingStream
-from hybridtrain.app.results import _names
+from hybridtrain.app.sweep import names_of
 from hybridtrain.errors import ConfigError
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
@@ -50,15 +50,28 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
     [
         (
             ["recipe=digits", "optim.lr=1e-3,1e-2"],
-            ["digits-optim.lr=0.001", "digits-optim.lr=0.01"],
+            ["digits-lr/lr_0.001", "digits-lr/lr_0.01"],
         ),
         (["recipe=digits", "run_name=digits,mine"], ["digits", "mine"]),
         (["recipe=digits,mnist_basicnet"], ["digits", "mnist_basicnet"]),
         (
             ["recipe=digits,mnist_basicnet", "run_name=x"],
-            ["x-recipe=digits", "x-recipe=mnist_basicnet"],
+            ["x-recipe/recipe_digits", "x-recipe/recipe_mnist_basicnet"],
         ),
-        (["run_name=a,b", "seed=1,2"], ["a-seed=1", "a-seed=2", "b-seed=1", "b-seed=2"]),
+        (
+            ["run_name=a,b", "seed=1,2"],
+            [f"a-b-seed/{name}-seed_{seed}" for name in "ab" for seed in (1, 2)],
+        ),
+        (
+            ["recipe=digits", "optim.betas=[0.9,0.99],[0.8,0.9]", "optim.lr=1,2", "+a.lr=3,4"],
+            [
+                f"digits-betas-optim.lr-a.lr/betas_{betas}-optim.lr_{lr}-a.lr_{a}"
+                for betas in ("0.9_0.99", "0.8_0.9")
+                for lr in (1, 2)
+                for a in (3, 4)
+            ],
+        ),
+        (["recipe=digits", "run_name='lr_${optim.lr}'", "optim.lr=1,2"], ["lr_1", "lr_2"]),
     ],
 )
 @pytest.mark.thorough
@@ -68,7 +81,8 @@ def test_a_sweep_names_its_runs_by_the_values_that_vary(
     choices = sweep_choices(overrides)
     varying = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
     points = [[o for o, v in zip(choice, varying, strict=True) if v] for choice in choices]
-    assert _names([compose_config(choice) for choice in choices], points) == names
+    own = [str(compose_config(choice).run_name) for choice in choices]
+    assert names_of(own, points)[1] == names
 
 
 def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
@@ -77,7 +91,7 @@ def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
     assert main(["-m", *QUICK, "optim.lr=-1,1e-2", "optim.betas=0.5,[0.9,0.99]"]) == 2
     said = capfd.readouterr().err
     assert said.count("error: optim.") == 3
-    path = Path("outputs/digits-sweep-optim.lr-optim.betas.csv")
+    path = Path("outputs/digits-lr-betas/results.csv")
     table = list(csv.DictReader(io.StringIO(path.read_text())))
     assert [(line["optim.lr"], line["exit code"]) for line in table] == [
         ("-1", "2"),
@@ -87,9 +101,7 @@ def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
     ]
     assert table[3]["step"] == "2"
     assert float(table[3]["loss"]) > 0
-    assert re.search(
-        r"^  digits-optim.lr=0.01-optim.betas=\[0.9,0.99\] .* 0 +2 +2\.\d+", said, re.M
-    )
+    assert re.search(r"^  digits-lr-betas/lr_0.01-betas_0.9_0.99 .* 0 +2 +2\.\d+", said, re.M)
 
 
 # Flags and commands

@@ -17,7 +17,7 @@ from support.launch import SMALL
 import hybridtrain.data
 from hybridtrain import World, models
 from hybridtrain.app.cli import main
-from hybridtrain.app.results import sweep
+from hybridtrain.app.sweep import sweep
 from hybridtrain.checkpoint.manifest import read_manifest
 from hybridtrain.checkpoint.state import read_tree
 from hybridtrain.checkpoint.tensor_files import read_tensors
@@ -271,17 +271,17 @@ def test_multirun_makes_a_run_directory_for_each_combination(
 ) -> None:
     quick = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
     succeed(capfd, "-m", *quick, "optim.lr=1e-3,1e-2")
-    names = ["digits-optim.lr=0.001", "digits-optim.lr=0.01"]
-    rates = [OmegaConf.load(f"outputs/{name}/config.yaml").optim.lr for name in names]
+    names = ["lr_0.001", "lr_0.01"]
+    rates = [OmegaConf.load(f"outputs/digits-lr/{name}/config.yaml").optim.lr for name in names]
     assert rates == [1e-3, 1e-2]
     assert sorted(path.name for path in Path().iterdir()) == ["outputs"]
-    assert sorted(path.name for path in Path("outputs").iterdir()) == [
+    assert sorted(path.name for path in Path("outputs/digits-lr").iterdir()) == [
         *names,
-        "digits-sweep-optim.lr.csv",
+        "results.csv",
     ]
     said = succeed(capfd, "evaluate", "-m", *quick, "optim.lr=1e-3,1e-2")
     assert (
-        len(re.findall(r"outputs/digits-optim.lr=0.0+1/checkpoints/step_00000002, step 2: ", said))
+        len(re.findall(r"outputs/digits-lr/lr_0.0+1/checkpoints/step_00000002, step 2: ", said))
         == 2
     )
 

@@ -192,8 +192,8 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 
 def test_the_runs_of_a_sweep_are_a_group(capfd: pytest.CaptureFixture[str], own: list[str]) -> None:
     succeed(capfd, "-m", *QUICK, *own, "optim.lr=1e-3,1e-2")
-    groups = [path.read_text().split()[0] for path in Path("outputs").glob("*/told.txt")]
-    assert groups == ["digits-sweep-optim.lr"] * 2
+    groups = [path.read_text().split()[0] for path in Path("outputs").glob("*/*/told.txt")]
+    assert groups == ["digits-lr"] * 2
 
 
 def test_every_process_has_a_profile_under_a_name_that_tensorboard_finds() -> None:

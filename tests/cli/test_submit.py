@@ -20,7 +20,7 @@ from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config, PipelineConfig, SubmitConfig, WorldConfig
 from hybridtrain.app.job import JobRun, _ranges, batch_script, layout_of
-from hybridtrain.app.results import SWEEP_FILE, read_sweep, results
+from hybridtrain.app.results import read_sweep
 from hybridtrain.app.submit import submit as send
 from hybridtrain.errors import ConfigError
 
@@ -237,7 +237,7 @@ def test_a_sweep_is_an_array_with_a_run_directory_for_each_combination(
 ) -> None:
     swept = [*DIGITS, "optim.lr=1e-3,1e-2", "submit.array_parallelism=1"]
     _, err = submit(capfd, "--multirun", *swept)
-    folder = Path("outputs/digits-sweep-optim.lr")
+    folder = Path("outputs/digits-lr")
     assert "submitted array 17: 1 node x 1 process, 1 replica of 2 devices, 2 runs" in err
     assert f"hybridtrain results {folder}" in err
     script = (folder / "slurm/job.sh").read_text()
@@ -250,7 +250,7 @@ def test_a_sweep_is_an_array_with_a_run_directory_for_each_combination(
         config = compose_config(trained(slurm("srun")[-1]))
         names.append(config.run_name)
         assert config.optim["lr"] == [1e-3, 1e-2][task - 1]
-    assert names == ["digits-optim.lr=0.001", "digits-optim.lr=0.01"]  # as --multirun names them
+    assert names == ["digits-lr/lr_0.001", "digits-lr/lr_0.01"]  # as --multirun names them
     before = (folder / "slurm/sweep.txt").read_text()
     submit(capfd, "--multirun", *DIGITS, "optim.lr=1e-2,1e-1", "submit.array_parallelism=1")
     # an array that still waits finds its lines where they were
@@ -519,52 +519,10 @@ def test_both_recipes_for_a_container_begin_alike() -> None:
     assert len(bases[0]) == 1
 
 
-def test_results_of_a_sweep_are_one_table(
-    copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = ("0.001", "0.01", "0.1")
-    lines = [f"optim.lr={rate} run_name=\"'digits-optim.lr={rate}'\" seed=0" for rate in rates]
-    file = Path("outputs/digits-sweep-optim.lr") / SWEEP_FILE
-    file.parent.mkdir(parents=True)
-    file.write_text("\n".join(lines))
-    copied.rename(copied.with_name("digits-optim.lr=0.001"))
-    begun = copied.with_name("digits-optim.lr=0.01")
-    begun.mkdir()
-    (begun / "config.yaml").touch()
-    (begun / "metrics.jsonl").write_text(
-        '{"step": 2, "train/loss": 1.5}\n{"step": 4, "eval/loss": 0.25}\n{"step": 6, "tr'
-    )
-    capfd.readouterr()
-    assert main(["results", "outputs/digits-sweep-optim.lr"]) == 0
-    shown = [line.split() for line in capfd.readouterr().out.splitlines()]
-    assert shown[0] == ["run", "optim.lr", "state", "step", "loss", "samples", "accuracy"]
-    assert shown[1][:4] == ["digits-optim.lr=0.001", "0.001", "done", "6"]
-    assert shown[2] == ["digits-optim.lr=0.01", "0.01", "not", "done", "4", "0.2500"]
-    assert shown[3] == ["digits-optim.lr=0.1", "0.1", "not", "begun", "0"]
-    assert Path("outputs/digits-sweep-optim.lr.csv").read_text().count("\n") == 4
-    monkeypatch.chdir("outputs/digits-sweep-optim.lr")
-    assert main(["results", "."]) == 0
-    assert [line.split() for line in capfd.readouterr().out.splitlines()] == shown
-
-
 def test_a_line_of_a_sweep_ends_where_bash_ends_it(tmp_path: Path) -> None:
     file = tmp_path / "sweep.txt"
     file.write_text("'name=a\x85b\u2028c' seed=0\nseed=1\n")
     assert read_sweep(file) == [["name=a\x85b\u2028c", "seed=0"], ["seed=1"]]
-
-
-def test_results_are_found_by_name_and_by_folder(
-    copied: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tables = []
-    for argument in ("digits", "outputs/digits", "outputs"):
-        assert results([argument]) == 0
-        tables.append(capfd.readouterr().out)
-    assert len(set(tables)) == 1
-    assert "done" in tables[0]
-    assert "there is neither a folder other nor a run" in fail(capfd, "results", "other")
-    assert "usage: hybridtrain results" in fail(capfd, "results")
-    assert "results takes runs, not overrides" in fail(capfd, "seed=1", "results")
 
 
 def test_ranges() -> None:

@@ -56,10 +56,10 @@ def the_runs_of_an_array_train_and_are_in_one_table(slurm: Slurm, wait: Wait) ->
     job = said.splitlines()[-1]
     slurm.wait_until_gone(job)
     logs = [path.read_text() for path in slurm.work.glob("outputs/*/slurm/*.out")]
-    table = slurm.run(*HYBRIDTRAIN, "results", "outputs/array-sweep-optim.lr")
-    assert re.search(r"array-optim.lr=0.003 +0.003 +done +10", table), (table, logs)
-    assert re.search(r"array-optim.lr=0.01 +0.01 +done +10", table), (table, logs)
-    assert losses(slurm, "array-optim.lr=0.003") != losses(slurm, "array-optim.lr=0.01")
+    table = slurm.run(*HYBRIDTRAIN, "results", "outputs/array-lr")
+    assert re.search(r"lr_0.003 +0.003 +done +10", table), (table, logs)
+    assert re.search(r"lr_0.01 +0.01 +done +10", table), (table, logs)
+    assert losses(slurm, "array-lr/lr_0.003") != losses(slurm, "array-lr/lr_0.01")
 
 
 @part
