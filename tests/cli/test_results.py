@@ -26,7 +26,7 @@ def test_results_of_a_sweep_are_one_table(
     copied.rename(folder / "lr_0.001")
     for name, rate in (("lr_0.001", 1e-3), ("lr_0.01", 1e-2)):
         (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.yaml").write_text(f"optim: {{lr: {rate}}}\n")
+        (folder / name / "config.yaml").write_text(f"{{seed: 0, optim: {{lr: {rate}}}}}\n")
         (folder / name / "overrides.yaml").write_text(f"[optim.lr={rate}]\n")
     (folder / "lr_0.01/metrics.jsonl").write_text(
         '{"step": 2, "train/loss": 1.5}\n{"step": 4, "eval/loss": 0.25}\n{"step": 6, "tr'
