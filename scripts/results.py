@@ -39,6 +39,7 @@ from hybridtrain.app.config import Config
 from hybridtrain.checkpoint import read_weights
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.options import LoaderOptions
+from hybridtrain.text_table import markdown_table
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs/assets"
 DEBIAN = ("dataset-fashion-mnist", "r-cran-janeaustenr")
@@ -213,9 +214,12 @@ def main() -> None:
         both = [by_recipe(recipe, words), plain(recipe, words)]
         curves[recipe] = both
         ends = [[line for line in lines if "eval/loss" in line][-1] for lines in both]
+        measured = json.loads((Path("outputs") / recipe / "summary.json").read_text())["measured"]
         results[recipe] = {
             "words": words,
             "steps": ends[0]["step"],
+            "step_ms": round(measured["step_ms"]),
+            "memory_mib": [round(size / 2**20, 1) for size in measured["memory_bytes"]],
             **{
                 name: {key: round(end[f"eval/{key}"], 4) for key in ("loss", "accuracy")}
                 for name, end in zip(("hybridtrain", "plain"), ends, strict=True)
@@ -224,6 +228,19 @@ def main() -> None:
         print(recipe, json.dumps(results[recipe]))
         (ASSETS / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(curves, ASSETS / "results.png")
+    print(table(results))
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Returns the results as the table of docs/recipes.md."""
+    head = ["recipe", "steps", "ms a step", "MiB of each stage"]
+    lines = [[*head, "loss", "plain PyTorch", "accuracy", "plain PyTorch"]]
+    for recipe, found in results.items():
+        pairs = zip(found["hybridtrain"].values(), found["plain"].values(), strict=True)
+        values = [f"{value:.4f}" for pair in pairs for value in pair]
+        memory = " + ".join(map(str, found["memory_mib"]))
+        lines.append([f"`{recipe}`", str(found["steps"]), str(found["step_ms"]), memory, *values])
+    return markdown_table(lines)
 
 
 if __name__ == "__main__":
