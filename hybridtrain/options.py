@@ -31,7 +31,7 @@ SHARD_MODES = ("none", "optimizer")
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
 _NO_HYPERPARAMETERS = re.compile(
-    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|submit\..*|cluster.*"
+    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|(submit|search)\..*|cluster.*"
     r"|checkpoint\..*|trainer\.\w+_every"
 )
 

@@ -43,6 +43,8 @@ YAML schemas completes and explains the keys of a recipe by `schema.json` of the
 ## The run""",
     "submit": """What `hybridtrain submit` asks a cluster for; see [Clusters](clusters.md).
 The other commands take no notice of it.""",
+    "search": """What `hybridtrain search` looks for; see [Search](configuration.md#search). The
+other commands take no notice of it.""",
     "monitor": """`monitor=[tensorboard,wandb,mlflow,csv]` chooses the trackers of a run, see
 [Trackers](monitoring.md#trackers).""",
     "data": """The keys of every data set; then those of each option. `data.batch_size` counts

@@ -38,6 +38,7 @@ COMMANDS = (
     "evaluate",
     "predict",
     "export",
+    "search",
     "submit",
     "results",
     "report",
@@ -100,6 +101,10 @@ def _dispatch(arguments: list[str]) -> int:
         _make_working_directory_importable()  # for pkg://my_project.conf
     if command == "submit" and not parsed.cfg:
         return _submit(overrides, config_dir, parsed.multirun, dry_run)
+    if command == "search" and not parsed.cfg:
+        from hybridtrain.app.search import search
+
+        return search(overrides, config_dir)
     if parsed.multirun:
         from hybridtrain.app.sweep import sweep
 

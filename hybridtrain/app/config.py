@@ -25,7 +25,13 @@ from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from hybridtrain.errors import QUOTE_OR_ARGUMENT, ConfigError, DataError, reworded_errors
+from hybridtrain.errors import (
+    QUOTE_OR_ARGUMENT,
+    ConfigError,
+    DataError,
+    check_choice,
+    reworded_errors,
+)
 from hybridtrain.machine import Machine
 from hybridtrain.options import OTHER_NAMES as ARGUMENTS
 from hybridtrain.options import (
@@ -59,6 +65,7 @@ RARE = {
     "pipeline": ("max_inflight", "memory_weight", "default_partition"),
     "world": ("inner", "broadcast_buffers", "find_unused_parameters"),
     "submit": ("account", "qos", "constraint", "srun_args", "sbatch_args", "array_parallelism"),
+    "search": ("sampler", "pruner", "storage", "launcher", "metric", "mode"),
     "cluster": (
         "flops_reached",
         "bandwidth_reached",
@@ -302,6 +309,38 @@ class SubmitConfig(Group):
 
 
 @dataclass
+class SearchConfig(Group):
+    """The study of `hybridtrain search`; without effect on the other commands."""
+
+    space: list[str] = field(default_factory=list)
+    """What is searched for, as the command line says it: `["optim.lr=tag(log,interval(1e-4,1e-1))",
+    "pipeline.chunks=4,8"]`. Keys of the command line with several values are added."""
+    trials: int = 20
+    """Trials of the study in all; more than before goes on with it."""
+    metric: str | None = None
+    """A value of the evaluation; null: `checkpoint.best`, or `loss`."""
+    mode: str | None = None
+    """`min` or `max`; null, with `metric` null as well: `checkpoint.best_mode`."""
+    sampler: str = "tpe"
+    """How Optuna chooses: `tpe`, by what came of earlier trials, or `random`."""
+    pruner: str | None = "median"
+    """Which trials are stopped early, by their evaluations: `median`, those worse than half of the
+    others at that step; `hyperband`; null: none."""
+    storage: str | None = None
+    """null: `study.db` in the study's folder; `journal`: a file there that several nodes may write
+    to, on a shared file system; or the URL of a database."""
+    launcher: str | None = None
+    """The command of each trial up to `train`, such as `torchrun --standalone --nproc-per-node 2 -m
+    hybridtrain`; null: one process."""
+
+    def __post_init__(self) -> None:
+        check_choice("search.sampler", self.sampler, ("tpe", "random"))
+        check_choice("search.pruner", self.pruner or "none", ("median", "hyperband", "none"))
+        if self.mode is not None:
+            check_choice("search.mode", self.mode, ("min", "max"))
+
+
+@dataclass
 @takes(Machine)
 class ClusterConfig(Group):
     """The machine that `plan` prices a run for."""
@@ -370,6 +409,7 @@ class Config:
     """Names such as `[ema, learning_rates]`, or a mapping of names to their arguments such as
     `{early_stopping: {patience: 3}}`; with a `_target_` any name."""
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     cluster: ClusterConfig | None = None
     """The machine that `plan` prices the run for, and that `auto` keys are chosen for; null:
     none."""
@@ -486,7 +526,7 @@ KEYS: dict[str, str] = {
     **{
         setting.name: f"{group}.{setting.name}"
         for group, schema in groups().items()
-        if group not in ("submit", "cluster")  # no arguments of the library
+        if group not in ("submit", "search", "cluster")  # no arguments of the library
         for setting in fields(schema)  # type: ignore[arg-type]
     },
 }

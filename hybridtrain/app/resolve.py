@@ -69,6 +69,7 @@ _WITHOUT_EFFECT = (
     "world.",
     "monitor.",
     "submit.",
+    "search.",
     "checkpoint.",
     "pipeline.",
     "cluster",

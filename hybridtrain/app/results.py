@@ -224,7 +224,7 @@ def _run(path: Path, name: str) -> Run:
 
 def _reached(run: Path) -> dict[str, Any]:
     """Returns what a run has come to: its state, its step and its latest evaluation."""
-    lines = list(_json_lines(run / "metrics.jsonl"))
+    lines = list(json_lines(run / "metrics.jsonl"))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
@@ -241,7 +241,7 @@ def _reached(run: Path) -> dict[str, Any]:
     return {"state": "not done", "step": step, **values}
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a file that may be written at this moment, or not be there."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,0 +1,328 @@
+"""The command `search`: looks for the best settings with Optuna, a run for each trial.
+
+    <output_dir>/digits-search/
+        trial_000/              a run, whose name is digits-search/trial_000
+        study.db                the study: what was tried, and what came of it
+
+A trial is the command `train` in processes of its own, so that it may be torchrun's, and a crash
+ends that trial alone. The evaluations in its `metrics.jsonl` decide whether it is stopped early.
+Several searches may work on one study. One that was interrupted goes on with its trial.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+
+from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides
+from hybridtrain.app.config import Config, SearchConfig
+from hybridtrain.app.results import best_run, json_lines, lines_of, runs_of, table
+from hybridtrain.app.run_lock import RunLock
+from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import BaseStorage
+
+_POLL_S = 0.2
+_MOST_FAILURES = 3
+"""Trials that fail in a row: the mistake is not in their settings."""
+
+
+def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
+    """Tries settings until the study has `search.trials`; returns the exit code.
+
+    Args:
+        overrides: the command line's; those with several values or an interval are searched for,
+            beside those of `search.space`.
+        config_dir: a folder with more groups and options.
+
+    Raises:
+        ConfigError: a setting is wrong, there is nothing to search for, or Optuna is missing.
+        UserError: trials fail one after the other.
+        Interrupted: a signal has stopped the search; the same command goes on.
+    """
+    optuna = _optuna()
+    parsed = parse_overrides(overrides)
+    fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    config = compose_settings(fixed, config_dir).config
+    options = config.search
+    space = _space([each for each in parsed if each.is_sweep_override()], options)
+    metric, mode = _criterion(config)
+    folder = Path(config.output_dir) / f"{config.run_name}-search"
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=_storage(options.storage, folder),
+        study_name=folder.name,
+        direction="maximize" if mode == "max" else "minimize",
+        sampler=_SAMPLERS[options.sampler](),
+        pruner=_PRUNERS[options.pruner or "none"](),
+        load_if_exists=True,
+    )
+    group = [] if config.monitor.group else [f"monitor.group={folder.name}"]
+    of_run = ("search", "search.", "run_name", "monitor.group")
+    words = [
+        word
+        for key, word in zip(given_keys(fixed), fixed, strict=True)
+        if not key.startswith(of_run)
+    ]
+    command = [*_launcher(options.launcher), "train", *words, *group]
+    if config_dir is not None:
+        command += ["--config-dir", config_dir]
+    failures = 0
+    with _signals() as received:
+        for trial in _trials(study, space, options.trials, folder):
+            name = _name(trial.number)
+            values = [f"{key}={value}" for key, value in trial.params.items()]
+            said = f"{name} of {options.trials} trials: {' '.join(values)}"
+            print(said, file=sys.stderr, flush=True)
+            own = [*command, *values, f"run_name={folder.name}/{name}"]
+            ended = _train(own, folder / name, trial, metric, received)
+            failures = 0 if ended else failures + 1
+            if failures == _MOST_FAILURES:
+                raise UserError(
+                    f"{failures} trials have failed one after the other, the last with "
+                    f"{shlex.join(own)}: mend what it says, and give the same command again"
+                )
+    runs = runs_of([str(folder)])
+    print(table(lines_of(runs)), flush=True)
+    if best := best_run(runs, "-" * (mode == "max") + metric):
+        print(best, file=sys.stderr, flush=True)
+    return 0
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("the command search needs Optuna: pip install optuna") from error
+    return optuna
+
+
+def _tpe() -> Any:
+    from optuna.samplers import TPESampler
+
+    return TPESampler(constant_liar=True)  # for searches that work on one study at a time
+
+
+def _random() -> Any:
+    from optuna.samplers import RandomSampler
+
+    return RandomSampler()
+
+
+def _median() -> Any:
+    from optuna.pruners import MedianPruner
+
+    return MedianPruner()
+
+
+def _hyperband() -> Any:
+    from optuna.pruners import HyperbandPruner
+
+    return HyperbandPruner()
+
+
+def _none() -> Any:
+    from optuna.pruners import NopPruner
+
+    return NopPruner()
+
+
+_SAMPLERS = {"tpe": _tpe, "random": _random}
+_PRUNERS = {"median": _median, "hyperband": _hyperband, "none": _none}
+
+
+def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDistribution]:
+    """Returns what is searched for, by key; a key of the command line replaces the recipe's.
+
+    Raises:
+        ConfigError: nothing is, or Hydra's words for a space are something else.
+    """
+    words = [*parse_overrides(options.space), *swept]
+    found = {str(each.get_key_element()): _distribution(each) for each in words}
+    if not found:
+        raise ConfigError(
+            "there is nothing to search for: give a key several values, pipeline.chunks=4,8, or an "
+            "interval, 'optim.lr=tag(log,interval(1e-4,1e-1))', or set search.space in the recipe"
+        )
+    return found
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    value = override.value()
+    try:
+        if isinstance(value, IntervalSweep):
+            kind = IntDistribution if isinstance(value.start, int) else FloatDistribution
+            return kind(value.start, value.end, log="log" in value.tags)
+        if isinstance(value, RangeSweep):
+            return CategoricalDistribution([str(each) for each in value.range()])
+        if isinstance(value, ChoiceSweep):
+            return CategoricalDistribution(list(override.sweep_string_iterator()))
+    except ValueError as error:
+        raise ConfigError(f"{override.input_line}: {error}") from error
+    raise ConfigError(
+        f"{override.input_line} is no space: write values, a,b or choice(a,b), range(1,4), "
+        f"interval(0.1,0.9), int(interval(1,8)) or tag(log,interval(1e-4,1e-1))"
+    )
+
+
+def _criterion(config: Config) -> tuple[str, str]:
+    """Returns the value of the evaluation that is searched by, and `min` or `max`."""
+    options, checkpoint = config.search, config.checkpoint
+    if options.metric is None:
+        return checkpoint.best or "loss", options.mode or checkpoint.best_mode
+    if options.mode is None:
+        raise ConfigError(f"search.metric={options.metric}: set search.mode=min or search.mode=max")
+    return options.metric, options.mode
+
+
+def _storage(text: str | None, folder: Path) -> str | BaseStorage:
+    """Returns the storage of a study: a database of SQLite, a journal or what a URL names."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if text is None:
+        return f"sqlite:///{folder.resolve() / 'study.db'}"
+    if text == "journal":
+        return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    return text
+
+
+def _launcher(text: str | None) -> list[str]:
+    return [sys.executable, "-m", "hybridtrain"] if text is None else shlex.split(text)
+
+
+def _name(number: int) -> str:
+    return f"trial_{number:03d}"
+
+
+def _trials(
+    study: Study, space: Mapping[str, BaseDistribution], most: int, folder: Path
+) -> Iterator[Trial]:
+    """Yields the trials that this search is to train: first those that another has left undone.
+
+    While it works on one it holds a lock in `<folder>/claims`, since a search that has died
+    leaves a trial that runs for ever in the words of the study.
+    """
+    from optuna.trial import Trial, TrialState
+
+    left = {each.number for each in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+    while left or len(study.get_trials(deepcopy=False)) < most:
+        number = left.pop() if left else study.ask(dict(space)).number
+        lock = RunLock(folder / "claims" / _name(number))
+        lock.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except UserError:  # another search is at it
+            continue
+        try:
+            trial = study.get_trials(deepcopy=False)[number]
+            if trial.state is TrialState.RUNNING:
+                yield Trial(study, trial._trial_id)
+        finally:
+            lock.release()
+
+
+def _train(
+    command: Sequence[str], run: Path, trial: Trial, metric: str, received: Received
+) -> bool:
+    """Trains and tells the study what has come of it; returns that in a word.
+
+    Raises:
+        ConfigError: the run's evaluation has not the value that is searched by.
+        Interrupted: a signal has stopped it.
+    """
+    from optuna.trial import TrialState
+
+    study, pruned = trial.study, False
+    # A session of its own, so that Ctrl-C reaches it once, by way of this process.
+    with subprocess.Popen(command, start_new_session=True) as process:
+        received.process = process
+        known = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        while True:
+            with_end = process.poll() is not None
+            for step, value in _evaluations(run, metric):
+                if step in known:
+                    continue
+                known.add(step)
+                trial.report(value, step)
+                if trial.should_prune() and not pruned and not with_end:
+                    pruned = True
+                    process.terminate()
+            if with_end:
+                break
+            try:
+                process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+        received.process = None
+    code = process.returncode
+    if code == 0:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        values = summary["eval"] or {}
+        if metric not in values:
+            raise ConfigError(
+                f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
+            )
+        study.tell(trial, values[metric])
+        return True
+    if received.number is not None or (code == Interrupted.exit_code and not pruned):
+        raise Interrupted("the search is interrupted: the same command goes on")
+    if pruned or code == DivergedError.exit_code:
+        study.tell(trial, state=TrialState.PRUNED)
+        print(f"{run.name} is stopped: others were better by then", file=sys.stderr, flush=True)
+        return True
+    study.tell(trial, state=TrialState.FAIL)
+    return False
+
+
+def _evaluations(run: Path, metric: str) -> Iterator[tuple[int, float]]:
+    """Yields step and value of the evaluations so far."""
+    for line in json_lines(run / "metrics.jsonl"):
+        if isinstance(line.get(f"eval/{metric}"), int | float):
+            yield int(line["step"]), float(line[f"eval/{metric}"])
+
+
+class Received:
+    """The signal that this process has received, which it passes on to its trial."""
+
+    number: int | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Passes the signal on; without a trial the search ends here."""
+        self.number = number
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+        elif self.process is None:
+            raise Interrupted("the search is interrupted: the same command goes on")
+
+
+@contextmanager
+def _signals() -> Iterator[Received]:
+    received = Received()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, received) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

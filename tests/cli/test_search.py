@@ -1,0 +1,192 @@
+"""The command `search`: settings that Optuna chooses, a run for each trial.
+
+But for one test the trials are no trainings: a script in their place writes what a run writes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from cli_runs import fail
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+from support.launch import SMALL, environment
+
+from hybridtrain.app.cli import main
+from hybridtrain.app.compose import parse_overrides
+from hybridtrain.app.config import SearchConfig
+from hybridtrain.app.search import _space
+
+TRIAL = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+given = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+run, rate = Path("outputs", given["run_name"]), float(given["optim.lr"])
+assert sys.argv[1] == "train"
+run.mkdir(parents=True, exist_ok=True)
+with open(run / "starts", "a") as starts:
+    print(os.getpid(), file=starts)
+if rate > 0.9:
+    sys.exit(2)
+with open(run / "metrics.jsonl", "w") as lines:
+    for step in range(1, 4):
+        print(json.dumps({"step": step, "eval/loss": rate / step}), file=lines, flush=True)
+        if "SLOW" in os.environ or rate > 0.5:
+            time.sleep(2 if step == 3 else 0.1)
+(run / "config.yaml").write_text(json.dumps({"optim": {"lr": rate}, "run_name": given["run_name"]}))
+(run / "overrides.yaml").write_text(json.dumps([f"optim.lr={rate}"]))
+(run / "summary.json").write_text(json.dumps({"steps": 3, "eval": {"loss": rate / 3}}))
+"""
+FOLDER = Path("outputs/digits-search")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A search whose trials take no time."""
+    Path("trial.py").write_text(TRIAL)
+    launcher = f"search.launcher={sys.executable} trial.py"
+    return ["search", "recipe=digits", launcher, "optim.lr=interval(0.1,0.4)", "search.trials=3"]
+
+
+def study(storage: str | None = None) -> optuna.Study:
+    url = storage or f"sqlite:///{FOLDER.resolve() / 'study.db'}"
+    return optuna.load_study(study_name="digits-search", storage=url)
+
+
+def test_a_search_has_a_run_for_each_trial_and_names_the_best(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    said = capfd.readouterr()
+    trials = study().trials
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 3
+    assert [path.name for path in sorted(FOLDER.glob("trial_*"))] == [
+        f"trial_{trial.number:03d}" for trial in trials
+    ]
+    for trial in trials:
+        assert trial.value == pytest.approx(trial.params["optim.lr"] / 3)
+        assert trial.intermediate_values.keys() == {1, 2, 3}
+    best = f"trial_{study().best_trial.number:03d}"
+    assert f"best by loss: {best}, " in said.err
+    assert f"run_name=digits-search/{best}" in said.err
+    assert said.out.count("\n  trial_") == 3
+
+
+def test_a_study_goes_on_where_more_trials_are_asked_for(words: list[str]) -> None:
+    assert main(words) == 0
+    assert main(words) == 0
+    assert len(study().trials) == 3
+    assert main([*words, "search.trials=5"]) == 0
+    assert [trial.state for trial in study().trials] == [TrialState.COMPLETE] * 5
+
+
+def test_the_space_of_a_recipe_is_searched_and_a_given_key_is_not(words: list[str]) -> None:
+    space = "search.space=['optim.lr=tag(log,interval(1e-3,1e-2))','pipeline.chunks=2,4']"
+    assert main([*(w for w in words if not w.startswith("optim")), space]) == 0
+    for trial in study().trials:
+        assert trial.params.keys() == {"optim.lr", "pipeline.chunks"}
+        assert 1e-3 <= trial.params["optim.lr"] <= 1e-2
+
+
+def test_a_trial_that_is_worse_than_the_others_is_stopped(words: list[str]) -> None:
+    assert main([*words, "search.trials=6"]) == 0
+    bad = [*(w for w in words if not w.startswith("optim")), "optim.lr=interval(0.6,0.8)"]
+    assert main([*bad, "search.trials=7"]) == 0
+    last = study().trials[-1]
+    assert last.state is TrialState.PRUNED
+    assert not (FOLDER / "trial_006/summary.json").exists()
+
+
+def test_an_interrupted_search_goes_on_with_its_trial(words: list[str]) -> None:
+    command = [sys.executable, "-m", "hybridtrain", *words]
+    with subprocess.Popen(command, env={**environment(), "SLOW": "1"}) as process:
+        while not (FOLDER / "trial_000/metrics.jsonl").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 75
+    before = study().trials
+    assert [trial.state for trial in before] == [TrialState.RUNNING]
+    assert main(words) == 0
+    after = study().trials
+    assert [trial.state for trial in after] == [TrialState.COMPLETE] * 3
+    assert after[0].params == before[0].params
+    assert len((FOLDER / "trial_000/starts").read_text().split()) == 2
+
+
+def test_two_searches_share_the_trials_of_a_study(words: list[str]) -> None:
+    both = [*words, "search.storage=journal", "search.trials=6"]
+    command = [sys.executable, "-m", "hybridtrain", *both]
+    processes = [subprocess.Popen(command, env=environment()) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    journal = optuna.storages.journal.JournalFileBackend(str(FOLDER / "study.log"))
+    found = optuna.load_study(
+        study_name="digits-search", storage=optuna.storages.JournalStorage(journal)
+    ).trials
+    assert 6 <= len(found) <= 7  # the last one of each may be asked for at the same moment
+    assert {trial.state for trial in found} == {TrialState.COMPLETE}
+    starts = [len(path.read_text().split()) for path in FOLDER.glob("trial_*/starts")]
+    assert starts == [1] * len(found)
+
+
+def test_trials_that_all_fail_end_the_search(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    all_fail = [*(w for w in words if not w.startswith("optim")), "optim.lr=interval(1,2)"]
+    said = fail(capfd, *all_fail, "search.trials=9")
+    assert "error: 3 trials have failed one after the other, the last with" in said
+    assert [trial.state for trial in study().trials] == [TrialState.FAIL] * 3
+
+
+@pytest.mark.parametrize(
+    ("override", "distribution"),
+    [
+        ("a=1,2", CategoricalDistribution(["1", "2"])),
+        ("a=choice(x,[1,2])", CategoricalDistribution(["x", "[1,2]"])),
+        ("a=range(1,4)", CategoricalDistribution(["1", "2", "3"])),
+        ("a=interval(0,1)", FloatDistribution(0.0, 1.0)),
+        ("a=int(interval(1,8))", IntDistribution(1, 8)),
+        ("a=tag(log,interval(1e-4,1e-1))", FloatDistribution(1e-4, 1e-1, log=True)),
+    ],
+)
+def test_the_words_of_a_space(override: str, distribution: object) -> None:
+    assert _space(parse_overrides([override]), SearchConfig()) == {"a": distribution}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["optim.lr=1e-3"], "there is nothing to search for: give a key several values"),
+        (["search.metric=accuracy"], "search.metric=accuracy: set search.mode=min or"),
+        (["search.metric=f1", "search.mode=max"], "search.metric=f1: an evaluation of "),
+        (["search.sampler=grid"], "search.sampler=grid"),
+        (["optim.lr=tag(log,interval(-1,1))"], "optim.lr=tag(log,interval(-1,1)): "),
+        (["search.space=['optim.lr=3']", "optim.lr=1"], "optim.lr=3 is no space: write values"),
+    ],
+)
+def test_a_search_refuses(
+    more: list[str], message: str, words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = [word for word in words if not (word + "=").startswith(more[-1].split("=")[0] + "=")]
+    assert fail(capfd, *given, *more).splitlines()[-1].startswith(f"error: {message}")
+
+
+@pytest.mark.thorough
+def test_each_trial_may_be_a_launch_of_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = "torchrun --standalone --nproc-per-node 2 -m hybridtrain"
+    words = ["trainer.steps=4", "trainer.eval_every=2", "optim.lr=1e-3,1e-2", "search.trials=2"]
+    assert main(["search", *SMALL, *words, f"search.launcher={launcher}"]) == 0
+    for trial in study().trials:
+        run = FOLDER / f"trial_{trial.number:03d}"
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["world"]["processes"], summary["steps"]) == (2, 4)
+        assert trial.value == summary["eval"]["loss"]
+        assert trial.intermediate_values.keys() == {2, 4}
