@@ -224,7 +224,9 @@ def _trials(
     """
     from optuna.trial import Trial, TrialState
 
-    left = {each.number for each in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    # One that lacks a value is just being asked for by another search.
+    left = {each.number for each in running if each.params.keys() >= space.keys()}
     while left or len(study.get_trials(deepcopy=False)) < most:
         number = left.pop() if left else study.ask(dict(space)).number
         lock = RunLock(folder / "claims" / _name(number))
