@@ -227,12 +227,19 @@ class LoaderOptions:
     divided: bool = False
     """An iterable data set gives each replica and each worker its own samples; False: it gives all
     of them the same, and the loader divides them."""
+    first_batches: int | None = None
+    """Take the first so many batches of the data alone: with 1 a model should learn these by heart,
+    or something is wrong; None: all."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples; None: torch's `default_collate`."""
 
     def __post_init__(self) -> None:
         if type(self.workers) is not int or self.workers < 0:
             raise ConfigError(f"workers={self.workers} must be a number of processes, 0 or more")
+        if self.first_batches is not None and (
+            type(self.first_batches) is not int or self.first_batches < 1
+        ):
+            raise ConfigError(f"first_batches={self.first_batches} must be a number, 1 or more")
         for name in ("drop_last", "divided"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name}={getattr(self, name)} must be true or false")

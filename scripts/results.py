@@ -6,7 +6,8 @@ Real data come from packages of Debian, which `apt-get download` fetches into FO
 
 Each recipe runs as a command, in two stages. The plain loop takes the recipe's model, data and
 optimizer in one piece, batch by batch the same, with autograd and nothing of the engine. Results
-and curves go to docs/assets/results.json and results.png. Needs `pip install rdata matplotlib`.
+and curves go to docs/assets/results.json and results.png. What FOLDER has is not trained again.
+Needs `pip install rdata matplotlib`.
 """
 
 from __future__ import annotations
@@ -136,6 +137,10 @@ def by_recipe(recipe: str, words: list[str]) -> list[dict[str, Any]]:
 
 def plain(recipe: str, words: list[str]) -> list[dict[str, Any]]:
     """Trains the same in one piece, with PyTorch alone; returns the same values."""
+    done = Path(f"plain_{recipe}.json")
+    if done.exists():
+        known: list[dict[str, Any]] = json.loads(done.read_text())
+        return known
     config = compose_config([f"recipe={recipe}", *CPU, *words])
     world = World()
     data = load_data(config, world)
@@ -175,7 +180,9 @@ def plain(recipe: str, words: list[str]) -> list[dict[str, Any]]:
             loss, right, count = loss_of(config, net, inputs, targets)
             sums += torch.tensor([loss * count, right, count])
     mean, accuracy = (sums[:2] / sums[2]).tolist()
-    return [*lines, {"step": steps, "eval/loss": mean, "eval/accuracy": accuracy}]
+    lines.append({"step": steps, "eval/loss": mean, "eval/accuracy": accuracy})
+    done.write_text(json.dumps(lines))
+    return lines
 
 
 def loss_of(

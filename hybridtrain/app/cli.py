@@ -11,8 +11,10 @@ import argparse
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridtrain.app.compose import (
@@ -23,6 +25,7 @@ from hybridtrain.app.compose import (
     given_keys,
     register,
     register_file,
+    with_later,
 )
 from hybridtrain.app.config import errors_with_config_keys, with_new_keys
 from hybridtrain.app.error_report import lasting_streams, report, versions
@@ -92,8 +95,10 @@ def _dispatch(arguments: list[str]) -> int:
             overrides.append("hydra.hydra_logging.root=null")
         return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)
-    if dry_run and command != "submit":
-        raise ConfigError(f"--dry-run goes with the command submit, and not with {command}")
+    if dry_run and (command not in ("train", "submit") or (command == "train" and parsed.multirun)):
+        raise ConfigError(
+            f"--dry-run goes with train and submit, and not with {command} or a sweep"
+        )
     if command in _WITHOUT_OVERRIDES:
         raise ConfigError(_WITHOUT_OVERRIDES[command])
     overrides, config_dir = with_project(overrides, parsed.config_dir)
@@ -115,6 +120,8 @@ def _dispatch(arguments: list[str]) -> int:
         if detect(os.environ).rank == 0:
             print(text)
         return 0
+    if dry_run:
+        return _try_out(overrides, config_dir)
     run(command, settle(command, overrides, config_dir))
     return 0
 
@@ -163,6 +170,27 @@ def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dr
         _make_working_directory_importable()
     with errors_with_config_keys():
         return submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
+
+
+def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
+    """Trains two steps, evaluates two batches and saves, in a folder that is removed again."""
+    config = compose_config(overrides, config_dir)
+    folder = Path(config.output_dir) / ".dry_run"
+    trackers = [f"monitor.{name}=false" for name in ("wandb", "mlflow")]
+    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *trackers]
+    short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
+    is_main = detect(os.environ).rank == 0
+    try:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+        run("train", settle("train", with_later(overrides, short), config_dir))
+    finally:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    if is_main:
+        said = "two steps, an evaluation and a save went well; nothing is kept"
+        print(f"dry run: {said}", file=sys.stderr, flush=True)
+    return 0
 
 
 def run(command: str, settings: Settings) -> dict[str, Any]:

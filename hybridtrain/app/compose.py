@@ -15,7 +15,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from itertools import compress
@@ -328,6 +328,7 @@ def compose_settings(
             # Merged into the schema again: `+key` and untyped files pass Hydra's own check.
             tree["recipe"] = recipe or tree.get("recipe")
             tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
+            _let_one_length_replace_the_other(tree.get("trainer"), given_keys(overrides))
             config = to_config(tree)
         # OmegaConf asserts that a group which gets a value is not null
         except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
@@ -338,6 +339,14 @@ def compose_settings(
             f"say so with allow_targets=[{','.join(config.allow_targets)}] on the command line"
         )
     return Composition(config, tree, recipe, _leftovers(tree, overrides, choices.get("recipe")))
+
+
+def _let_one_length_replace_the_other(trainer: Any, given: Sequence[str]) -> None:
+    """Has `trainer.steps=100` replace the `trainer.epochs` of a recipe, and the other way round."""
+    lengths = ("steps", "epochs")
+    own = [name for name in lengths if f"trainer.{name}" in given]
+    if len(own) == 1 and isinstance(trainer, MutableMapping) and trainer.get(own[0]) is not None:
+        trainer.update({name: None for name in lengths if name != own[0]})
 
 
 def default_run_name(recipe: str | None) -> str:

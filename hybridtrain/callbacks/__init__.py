@@ -1,7 +1,7 @@
 """Callbacks of a `Trainer`, and the names that a config has for them.
 
 base               `Callback`, the moments of a run; the states of callbacks in a checkpoint
-ready_made         averages of the weights, early stopping, freezing, norms, rates and MFU
+ready_made         averages of weights, early ends, plateaus, clipping, freezing, norms, rates
 profile            PyTorch's profiler over some steps
 
 The monitors of `hybridtrain.monitor` (progress bar, TensorBoard, metrics file, timeline) are
@@ -12,35 +12,44 @@ from hybridtrain.callbacks.base import Callback, CallbackStates
 from hybridtrain.callbacks.profile import Profile
 from hybridtrain.callbacks.ready_made import (
     EMA,
+    SWA,
     BestWeights,
+    ClipValue,
     EarlyStopping,
     Freeze,
     GradientNorms,
     LearningRates,
     Mfu,
+    Plateau,
 )
 
 __all__ = [
     "CALLBACKS",
     "EMA",
+    "SWA",
     "BestWeights",
     "Callback",
     "CallbackStates",
+    "ClipValue",
     "EarlyStopping",
     "Freeze",
     "GradientNorms",
     "LearningRates",
     "Mfu",
+    "Plateau",
     "Profile",
 ]
 
 CALLBACKS: dict[str, type[Callback]] = {
     "best_weights": BestWeights,
+    "clip_value": ClipValue,
     "early_stopping": EarlyStopping,
     "ema": EMA,
     "freeze": Freeze,
     "gradient_norms": GradientNorms,
     "learning_rates": LearningRates,
     "mfu": Mfu,
+    "plateau": Plateau,
     "profile": Profile,
+    "swa": SWA,
 }

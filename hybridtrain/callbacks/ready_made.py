@@ -1,7 +1,8 @@
 """The callbacks of this project, which a config has by name.
 
-They end a run early (`EarlyStopping`), keep weights (`BestWeights`, `EMA`), freeze parameters for a
-part of a run (`Freeze`), and add to the log (`GradientNorms`, `LearningRates`, `Mfu`).
+They end a run early (`EarlyStopping`), lower its learning rate (`Plateau`), keep weights
+(`BestWeights`, `EMA`, `SWA`), clip gradients (`ClipValue`), freeze parameters for a part of a run
+(`Freeze`), and add to the log (`GradientNorms`, `LearningRates`, `Mfu`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.callbacks.base import Callback, Comparison
 from hybridtrain.checkpoint import write_weights
@@ -65,18 +68,26 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Compares, and ends the run when the patience is over."""
+        if self.is_over(values) and trainer.world.is_main:
+            _log.info(
+                "the run ends early, at step %d: %s has not become better in %d evaluations",
+                trainer.step, self._comparison.value, self._without_progress,
+            )  # fmt: skip
+
+    def is_over(self, values: Mapping[str, float]) -> bool:
+        """Counts an evaluation; returns whether the patience is over."""
         found = self._comparison.of(values)
         if found < self._best - self._min_delta or (
             math.isinf(self._best) and math.isfinite(found)
         ):
             self._best, self._without_progress = found, 0
-            return
-        self._without_progress += 1
-        if self.stops and trainer.world.is_main:
-            _log.info(
-                "the run ends early, at step %d: %s has not become better in %d evaluations",
-                trainer.step, self._comparison.value, self._without_progress,
-            )  # fmt: skip
+        else:
+            self._without_progress += 1
+        return self.stops
+
+    def begin_again(self) -> None:
+        """Counts from 0 again."""
+        self._without_progress = 0
 
     @property
     def stops(self) -> bool:  # type: ignore[override]
@@ -92,6 +103,126 @@ class EarlyStopping(Callback):
         """Loads a `state_dict`."""
         self._best = math.inf if state["best"] is None else state["best"]
         self._without_progress = state["without_progress"]
+
+
+class Plateau(Callback):
+    """Lowers the learning rate when a value of the evaluation gets no better.
+
+    It has the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, and multiplies whatever the
+    schedule of the run gives. When it did so is in the checkpoint, so a resumed run has the same
+    rates, bit by bit.
+
+    Args:
+        value: `loss`, or the name of a metric.
+        mode: `min` if the smallest value is best, `max` if the largest is.
+        factor: of the learning rate, each time; between 0 and 1.
+        patience: evaluations without a better value that are waited for.
+        min_delta: by how much a value must be better to count, 0 or more.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    @names_checked
+    def __init__(
+        self,
+        value: str = "loss",
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 3,
+        min_delta: float = 0.0,
+    ) -> None:
+        if not 0 < factor < 1:
+            raise ConfigError(f"factor={factor} must be between 0 and 1")
+        self._factor = factor
+        self._stopping = EarlyStopping(value, mode, patience + 1, min_delta)
+        self._lowered: list[int] = []  # the steps
+
+    def on_init(self, trainer: Trainer) -> None:
+        """Checks that there is such a value; puts itself behind the schedule."""
+        self._stopping.on_init(trainer)
+        self._lowered = []
+        own = trainer.lr_schedule
+        inner = own._inner if isinstance(own, _Lowered) else own
+        trainer.lr_schedule = _Lowered(trainer.optimizer, inner, self._lowered, self._factor)
+
+    def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Compares, and lowers the rates when the patience is over."""
+        if self._stopping.is_over(values):
+            self._stopping.begin_again()
+            self._lowered.append(trainer.step)
+            assert isinstance(trainer.lr_schedule, _Lowered)
+            trainer.lr_schedule.lower()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the steps at which the rates were lowered, and the evaluations since."""
+        return {"lowered": list(self._lowered), **self._stopping.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`."""
+        self._lowered[:] = state["lowered"]
+        self._stopping.load_state_dict(state)
+
+
+class _Lowered(LRScheduler):
+    """A schedule whose rates are lowered after some steps."""
+
+    def __init__(
+        self, optimizer: Optimizer, inner: LRScheduler | None, steps: Sequence[int], factor: float
+    ) -> None:
+        self.optimizer = optimizer
+        self._inner, self._steps, self._factor = inner, steps, factor
+        self._done = 0
+
+    def step(self, epoch: int | None = None) -> None:
+        if self._inner is not None:
+            self._inner.step()
+        self._done += 1
+        for _ in range(self._steps.count(self._done)):
+            self.lower()
+
+    def lower(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self._factor
+        for schedule in _schedules(self._inner):
+            schedule.base_lrs = [rate * self._factor for rate in schedule.base_lrs]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def _schedules(schedule: LRScheduler | None) -> Iterator[LRScheduler]:
+    """Yields those that count from the first rates, of a schedule that may be made of several."""
+    if schedule is not None and hasattr(schedule, "base_lrs"):
+        yield schedule
+    for each in getattr(schedule, "_schedulers", ()):
+        yield from _schedules(each)
+
+
+class ClipValue(Callback):
+    """Clips each element of the gradients to -`value` ... `value`.
+
+    `trainer.clip_norm` is the usual choice: it keeps the direction.
+
+    Args:
+        value: positive.
+
+    Raises:
+        ConfigError: `value` is not positive.
+    """
+
+    @names_checked
+    def __init__(self, value: float) -> None:
+        if not value > 0:
+            raise ConfigError(f"value={value} must be positive")
+        self._value = value
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Clips the gradients of this process's stages."""
+        for parameter in trainer.model.parameters():
+            if (grad := parameter.grad) is not None:
+                # what is infinite becomes NaN, and the step is left out
+                grad.copy_(grad.clamp(-self._value, self._value) + 0 * grad)
 
 
 class GradientNorms(Callback):
@@ -373,14 +504,17 @@ class EMA(Callback):
     def on_step(self, trainer: Trainer, samples: int) -> None:
         """Moves the average."""
         average, parameters = self._pairs()
-        decay, n = self._decay, self._updates
-        if self._warmup:
-            decay = min(decay, (1 + n) / (10 + n))
+        decay = self._decay_of(trainer.step)
         self._updates += 1
         with torch.no_grad():
             # of several devices or dtypes, PyTorch goes through them one by one
             now = [p.to(a.dtype) for p, a in zip(parameters, average, strict=True)]
             torch._foreach_lerp_(average, now, 1 - decay)
+
+    def _decay_of(self, step: int) -> float:
+        """Returns the weight that the average so far has beside the parameters of a step."""
+        n = self._updates
+        return min(self._decay, (1 + n) / (10 + n)) if self._warmup else self._decay
 
     @contextmanager
     def evaluation_context(self, trainer: Trainer) -> Iterator[None]:
@@ -443,3 +577,39 @@ class EMA(Callback):
                 )
         self._average = {name: self._average[name] for name in parameters}
         return list(self._average.values()), [p.detach() for p in parameters.values()]
+
+
+class SWA(EMA):
+    """Averages the parameters of the steps from `start` on, each with the same weight.
+
+    It is an `EMA` in all else, and takes its place: evaluations, checkpoints and exports have the
+    average. Up to `start` that is the parameters themselves.
+
+    Args:
+        start: the first step that counts, 1 or more.
+        every: steps between two that count.
+        evaluates: False to evaluate with the parameters themselves.
+
+    Raises:
+        ConfigError: `start` or `every` is less than 1.
+
+    Source: P. Izmailov et al., *Averaging Weights Leads to Wider Optima and Better Generalization*,
+    arXiv:1803.05407. `torch.optim.swa_utils.update_bn` renews the running statistics of batch norm.
+    """
+
+    state_name = "ema"
+
+    @names_checked
+    def __init__(self, start: int, every: int = 1, evaluates: bool = True) -> None:
+        super().__init__(evaluates=evaluates)
+        for name, value in (("start", start), ("every", every)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+        self._start = start
+        self._every = every
+
+    def _decay_of(self, step: int) -> float:
+        after, rest = divmod(step - self._start, self._every)
+        if step <= self._start:
+            return 0.0
+        return 1.0 if rest else after / (after + 1)

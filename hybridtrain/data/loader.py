@@ -328,7 +328,7 @@ class TrainLoader(Loader):
                 f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
             )
         super().__init__(dataset, batch_size, world, **settings)
-        self.samples = len(dataset)
+        self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
         if self.batches_per_epoch == 0:
             raise DataError(
@@ -403,7 +403,8 @@ class EvalLoader:
         self._share = slice(0)
         self.samples: int | None = None
         if not is_stream(dataset):
-            self._share = share_of(len(dataset), world.replica, world.replicas)
+            samples = first_samples(len(dataset), batch_size, self._options)
+            self._share = share_of(samples, world.replica, world.replicas)
             self.samples = self._share.stop - self._share.start
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -416,6 +417,12 @@ class EvalLoader:
             batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
             requests = (Request(batch.tolist()) for batch in batches)
             yield from fetch(self._dataset, requests, self._options, self._world)
+
+
+def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:
+    """Returns how many samples a loader takes of a data set: see `LoaderOptions`."""
+    limit = options.first_batches
+    return samples if limit is None else min(samples, limit * batch_size)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -115,6 +115,13 @@ class StreamLoader(AgreedLoader):
                 f"anew, such as an IterableDataset"
             )
         self.divided = self.options.divided
+        if (limit := self.options.first_batches) is not None:
+            if self.divided:
+                raise DataError(
+                    f"first_batches={limit} needs a data set that does not divide itself, and "
+                    f"{name_of(dataset)} does: divided=True"
+                )
+            dataset = self.dataset = _First(dataset, limit * batch_size)
         if type(dataset).__module__.partition(".")[0] == "datasets":
             from datasets.distributed import split_dataset_by_node
 
@@ -204,6 +211,21 @@ class StreamLoader(AgreedLoader):
             )
         own = states[self._world.replica]
         return {int(i): pickle.dumps(x) for i, x in own["states"].items()}, own["worker"]
+
+
+@dataclass(eq=False)
+class _First(IterableDataset[Any]):
+    """The first samples of a stream."""
+
+    dataset: Any
+    samples: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.dataset), self.samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
 
 @dataclass(eq=False)

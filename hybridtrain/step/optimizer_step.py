@@ -54,7 +54,7 @@ def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
     if isinstance(lr_schedule, ReduceLROnPlateau):
         raise ConfigError(
             "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
-            "step only if its schedule depends on the step alone; use another"
+            "step only if its schedule depends on the step alone; take the callback Plateau"
         )
 
 

@@ -104,6 +104,34 @@ def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
     assert re.search(r"^  digits-lr-betas/lr_0.01-betas_0.9_0.99 .* 0 +2 +2\.\d+", said, re.M)
 
 
+def test_a_dry_run_trains_evaluates_and_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("outputs/.dry_run/digits").mkdir(parents=True)  # of one that was killed
+    assert main(["--dry-run", "recipe=digits", "world.devices=cpu"]) == 0
+    said = capfd.readouterr().err
+    assert re.search(r"^step 2/2  eval: loss \d", said, re.M)
+    assert said.endswith("two steps, an evaluation and a save went well; nothing is kept\n")
+    assert not any(Path("outputs").iterdir())
+    assert main(["--dry-run", *QUICK, "trainer.loss=nlll"]) == 2
+    assert not any(Path("outputs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        (["recipe=digits"], (None, 30)),
+        (["recipe=digits", "trainer.steps=5"], (5, None)),
+        (["recipe=gpt_text_files", "trainer.epochs=2"], (None, 2)),
+        (["recipe=digits", "trainer.steps=null"], (None, 30)),
+        (["recipe=digits", "trainer.steps=5", "trainer.epochs=2"], (5, 2)),
+    ],
+)
+def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
+    overrides: list[str], length: tuple[int | None, int | None]
+) -> None:
+    trainer = compose_config(overrides).trainer
+    assert (trainer.steps, trainer.epochs) == length
+
+
 # Flags and commands
 
 

@@ -431,8 +431,11 @@ def test_what_sbatch_refuses_is_one_line(
     )
 
 
-def test_dry_run_is_for_submit_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--dry-run goes with the command submit" in fail(capfd, "train", *DIGITS, "--dry-run")
+@pytest.mark.parametrize("words", [["evaluate"], ["-m", "seed=1,2"]])
+def test_dry_run_is_for_train_and_submit_alone(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "--dry-run goes with train and submit" in fail(capfd, *words, *DIGITS, "--dry-run")
 
 
 def test_a_job_is_submitted_by_one_process(

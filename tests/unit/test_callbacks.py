@@ -13,13 +13,16 @@ from torch.amp.grad_scaler import GradScaler
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.callbacks import (
     EMA,
+    SWA,
     BestWeights,
     Callback,
+    ClipValue,
     EarlyStopping,
     Freeze,
     GradientNorms,
     LearningRates,
     Mfu,
+    Plateau,
 )
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors
@@ -419,6 +422,12 @@ def test_mistakes_name_the_argument(tmp_path):
         EMA(1)
     with pytest.raises(ConfigError, match="patience=0"):
         EarlyStopping(patience=0)
+    with pytest.raises(ConfigError, match="factor=1"):
+        Plateau(factor=1)
+    with pytest.raises(ConfigError, match="value=0"):
+        ClipValue(0)
+    with pytest.raises(ConfigError, match="start=0"):
+        SWA(0)
     for name in ("data", "callbacks"):
         with pytest.raises(ConfigError, match=f"states= has the name '{name}'"):
             trainer(states={name: EMA()})
@@ -445,3 +454,92 @@ def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
     state = json.loads((store.newest() / "callbacks.json").read_text())
     assert "on_main" not in json.dumps(state)
     assert "ema" in json.dumps(state)
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5, 7])
+@pytest.mark.parametrize("lr", [None, cosine(2, 9)])
+def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
+    def options():
+        # nothing is better by that much: after the first evaluation every second one lowers
+        callbacks = [Plateau(factor=0.3, patience=1, min_delta=100.0), LearningRates()]
+        return {"callbacks": callbacks, "eval_every": 1, "lr": lr}
+
+    whole = trainer(**options())
+    whole.fit()
+    plain = trainer(callbacks=[LearningRates()], lr=lr)
+    plain.fit()
+    lowered = [max(0, (step - 2) // 2) for step in range(1, 10)]  # after steps 3, 5, 7 and 9
+    for step, times in zip(range(1, 10), lowered, strict=True):
+        expected = plain.monitor.values[step, "train/lr"] * 0.3**times
+        assert whole.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
+    store = CheckpointStore(tmp_path)
+    first = trainer(**options(), store=store, checkpoint_every_steps=1)
+    first.total_steps = cut
+    again = resumed(first, trainer(**options()), store)
+    assert_same_run(again, whole)
+
+
+def test_a_plateau_waits_as_that_of_pytorch_does():
+    losses = [1.0, 0.9, 0.95, 0.91, 0.92, 0.8, 0.85, 0.83, 0.81, 0.9, 0.7]
+    ours = trainer(callbacks=[Plateau(factor=0.5, patience=2)])
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.02)
+    rule = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=2, threshold=0)
+    for loss in losses:
+        ours.callbacks[0].on_evaluate(ours, {"loss": loss})
+        rule.step(loss)
+        assert ours.optimizer.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert theirs.param_groups[0]["lr"] == 0.02 * 0.5**2
+
+
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_each_element_of_the_gradients_is_clipped_in_every_stage(nb_part):
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    ours = trainer(nb_part=nb_part, steps=1, optimizer=sgd, callbacks=[ClipValue(0.01)])
+    plain = trainer(nb_part=nb_part, steps=1, optimizer=sgd)
+    for each in (ours, plain):
+        each.fit()
+    clipped = 0
+    for (name, before), own, other in zip(
+        plain_net().named_parameters(),
+        ours.model.state_dict().values(),
+        plain.model.state_dict().values(),
+        strict=True,
+    ):
+        expected = before.detach() - (before.detach() - other).clamp(-0.01, 0.01)
+        torch.testing.assert_close(own, expected, atol=1e-7, rtol=0, msg=name)
+        clipped += int(((before - other).abs() > 0.011).sum())
+    assert clipped > 10
+
+
+def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
+    ours = trainer(steps=2, callbacks=[ClipValue(0.01)], max_skipped=5)
+    ours.model.net[4].bias.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    before = {name: value.clone() for name, value in ours.model.state_dict().items()}
+    ours.fit()
+    assert_same(ours.model.state_dict(), before, "weights")
+
+
+@pytest.mark.parametrize("cut", [2, 5, 6])
+def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
+    whole = trainer(callbacks=[SWA(start=4, every=2)], eval_every=9)
+    seen = []
+    step = whole.monitor.step
+
+    def watch(number, samples):
+        step(number, samples)
+        seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
+
+    whole.monitor.step = watch
+    whole.fit()
+    for name, average in whole.callbacks[0].average().items():
+        expected = torch.stack([seen[step - 1][name] for step in (4, 6, 8)]).mean(0)
+        torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-6)
+    store = CheckpointStore(tmp_path)
+    first = trainer(callbacks=[SWA(start=4, every=2)], store=store, checkpoint_every_steps=1)
+    first.total_steps = cut
+    again = resumed(first, trainer(callbacks=[SWA(start=4, every=2)], eval_every=9), store)
+    assert_same_run(again, whole)
+    assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
+    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]

@@ -15,7 +15,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import WatchedLoader, prefetch
-from hybridtrain.data.loader import Batch, EvalLoader, TrainLoader, permutation, share_of
+from hybridtrain.data.loader import (
+    Batch,
+    EvalLoader,
+    Loader,
+    TrainLoader,
+    permutation,
+    share_of,
+)
 from hybridtrain.data.splits import InMemoryDataset
 from hybridtrain.data.stream import example_batch
 from hybridtrain.errors import ConfigError, DataError
@@ -365,3 +372,28 @@ def test_the_end_of_a_stream_does_not_wait_for_a_slow_source(monkeypatch):
 )
 def test_a_batch_has_tokens_where_its_samples_are_sequences_of_ids(inputs, expected):
     assert Batch(inputs, torch.zeros(3), samples=3, total=12).tokens == expected
+
+
+@pytest.mark.parametrize(("stream", "replicas"), [(False, 1), (False, 2), (True, 1)])
+def test_the_first_batches_alone_are_trained_on_in_every_epoch(replicas, stream):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.tensor(i), torch.tensor(10 * i)) for i in range(11)])
+
+    data = Stream() if stream else Numbers(11)
+    for epoch in range(3):
+        found = []
+        for replica in range(replicas):
+            world = world_of(replica, replicas)
+            loader = Loader(data, 4, world, first_batches=2)
+            loader.seek(epoch, 0)
+            epoch_batches = itertools.islice(loader.stream(), 2)
+            found += [i for batch in epoch_batches for i in batch.inputs.tolist()]
+        assert sorted(found) == list(range(8))
+    options = LoaderOptions(first_batches=2)
+    evaluated = [
+        EvalLoader(data, 4, world_of(r, replicas), options=options) for r in range(replicas)
+    ]
+    found = [i for loader in evaluated for inputs, _ in loader for i in inputs.tolist()]
+    assert sorted(found) == list(range(8))
+    assert len(Loader(Numbers(3), 4, world_of(0, 1), first_batches=2)) == 1
