@@ -45,7 +45,11 @@ class Machine:
     """Memory of a device, in GiB."""
     reserved_gib: float = 1.0
     """Memory of a device that the run cannot use: the CUDA context, NCCL's communicators,
-    fragmentation, the temporary tensors of an operator."""
+    fragmentation."""
+    margin: float = 0.0
+    """The share of the rest that a plan leaves free, for what a prediction does not know."""
+    price_per_gpu_hour: float = 0.0
+    """What a device costs in an hour, in any currency; 0: not known."""
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
     flops_reached: float = 0.5
@@ -84,6 +88,8 @@ class Machine:
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"cluster.{name}={getattr(self, name)} must be positive")
+        if self.margin >= 1:
+            raise ConfigError(f"cluster.margin={self.margin} is the share that stays free: below 1")
         for name in ("flops_reached", "bandwidth_reached"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
@@ -106,8 +112,8 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """The bytes that a run may use on a device."""
-        return (self.memory_gib - self.reserved_gib) * GIB
+        """The bytes that a plan may use on a device."""
+        return (self.memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
 
     def sustained_flops(self, precision: str) -> float:
         """Returns the operations per second that training reaches.

@@ -81,6 +81,7 @@ class Setup:
     data: DataSplits
     build: Callable[[], nn.Module]
     example_inputs: Any
+    example_targets: Any
     options: RunOptions
 
 
@@ -244,6 +245,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         data,
         partial(build_model, config, data),
         example[0],
+        example[1],
         options,
     )
 

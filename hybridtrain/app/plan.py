@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,28 +14,32 @@ from PIL import Image
 
 from hybridtrain.app.build import Setup, checked_options, set_up, writing
 from hybridtrain.app.components import load_data
-from hybridtrain.app.compose import given_keys
+from hybridtrain.app.compose import given_keys, with_later
 from hybridtrain.app.config import AUTO, Config
-from hybridtrain.app.pricing import machine_of, model_of_run, with_limit, without_auto
+from hybridtrain.app.pricing import (
+    batches_of,
+    machine_of,
+    model_of_run,
+    with_limit,
+    without_auto,
+)
 from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.devices import choose_devices
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import atomic_file
 from hybridtrain.launch import detect
-from hybridtrain.machine import Cluster
+from hybridtrain.machine import Cluster, Machine
 from hybridtrain.monitor import NodesPoint, draw_plan, in_ms
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.planning import (
     Choices,
-    Job,
     Layout,
     Plan,
     Planner,
     PricedPlans,
     find_layouts,
     find_plans,
-    in_words,
 )
 from hybridtrain.world import World
 
@@ -70,11 +75,12 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         run.net,
         run.inputs,
         machine,
-        Job(config.data["batch_size"], config.trainer.accumulate, tensors, run.load_ms),
+        run.job(config, tensors),
         choices=choices,
         costs=config.cluster.costs,
         precision=config.trainer.precision,
         tf32=config.trainer.tf32,
+        loss=run.loss,
     )
     best = plans.prices[0]
     _log.info(
@@ -86,16 +92,31 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         plans.table.costs_from,
         plans,
     )
-    _log.info("the best: %s", in_words(best))
+    batches = batches_of(config, data, options)
+    steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
+    _log.info("take the first:\n%s", plans.answer(steps))
     with writing(directory, World()):
         path = directory.plan_to_write()
         plans.plan().write(path)
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
-    keys = " ".join([f"pipeline.split={path}", *overrides_of(best.layout)])
-    picture = path.with_suffix(".png").name
-    _log.info("wrote %s, and %s beside it; to train with it: %s", path, picture, keys)
+    _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout)]
+    _log.info("to train with it:\n  %s", _command(settings, machine, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def _command(settings: Settings, machine: Machine, layout: Layout, keys: Sequence[str]) -> str:
+    """Returns the command that trains with a plan."""
+    overrides = " ".join(map(shlex.quote, with_later(settings.overrides, keys)))
+    per_node = machine.devices_per_node
+    if machine.nodes > 1:
+        size = f"submit.nodes={machine.nodes} submit.gpus_per_node={per_node}"
+        return f"hybridtrain submit {overrides} {size}"
+    processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
+    if processes == 1:
+        return f"hybridtrain {overrides}"
+    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {overrides}"
 
 
 def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:

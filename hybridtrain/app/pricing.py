@@ -26,7 +26,7 @@ import torch
 import yaml
 from torch import nn
 
-from hybridtrain.app.components import build_model
+from hybridtrain.app.components import build_loss, build_model
 from hybridtrain.app.compose import THIS_MACHINE, measured_file
 from hybridtrain.app.config import (
     AUTO,
@@ -38,11 +38,13 @@ from hybridtrain.app.config import (
 )
 from hybridtrain.app.resolve import Settings
 from hybridtrain.callbacks import Callback, Mfu
-from hybridtrain.construction import construct_on_meta
-from hybridtrain.data import DataSplits, example_batch
+from hybridtrain.construction import construct_on_meta, default_generators, rewind
+from hybridtrain.data import Batch, DataSplits, example_batch, largest_batch
+from hybridtrain.data.loader import batches_in, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import write_atomically
 from hybridtrain.launch import detect
+from hybridtrain.losses import resolve
 from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
@@ -52,6 +54,7 @@ from hybridtrain.planning import (
     Job,
     LayerCost,
     Layout,
+    LossOfStep,
     Plan,
     Prediction,
     Price,
@@ -60,6 +63,7 @@ from hybridtrain.planning import (
     find_layouts,
     model_costs,
     predict_step,
+    proposed,
     why_not_priced,
 )
 from hybridtrain.schedule import SCHEDULES, Placement, place_of
@@ -67,7 +71,7 @@ from hybridtrain.text_table import with_unit
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.app.build import RunContext
+    from hybridtrain.app.build import RunContext, RunOptions
 
 # Samples of a micro-batch that layers are looked at with, and that are loaded to time the data.
 _SAMPLES = 16
@@ -145,11 +149,32 @@ class RunModel:
         net: the model without values.
         inputs: of a micro-batch that layers are looked at with.
         load_ms: of a sample.
+        loss: on the targets of that micro-batch.
     """
 
     net: nn.Module
     inputs: Any
     load_ms: float
+    loss: LossOfStep
+
+    def job(self, config: Config, tensors: int) -> Job:
+        """Returns the work of a step, with so many tensors of the optimizer for a parameter."""
+        batch = Batch(self.inputs, None, 1, 1)
+        return Job(
+            config.data["batch_size"],
+            config.trainer.accumulate,
+            tensors,
+            self.load_ms,
+            batch.tokens,
+        )
+
+
+def batches_of(config: Config, data: DataSplits, options: RunOptions) -> int | None:
+    """Returns the batches of an epoch; None: the data set does not tell."""
+    samples = length_of(data.train)
+    if samples is None:
+        return None
+    return batches_in(samples, config.data["batch_size"], options.loader)
 
 
 def model_of_run(config: Config, data: DataSplits) -> RunModel:
@@ -163,11 +188,13 @@ def model_of_run(config: Config, data: DataSplits) -> RunModel:
         raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
     example_batch(data.train, count, data.collate)  # the first time opens files
     begin = time.perf_counter()
-    inputs = example_batch(data.train, count, data.collate)[0]
+    example = example_batch(data.train, count, data.collate)
     load_ms = (time.perf_counter() - begin) / count * 1e3
+    inputs, targets = largest_batch(data.train, count, data.collate, example)
 
     net = construct_on_meta(lambda: build_model(config, data))
-    return RunModel(net, inputs, load_ms)
+    loss = LossOfStep(resolve(build_loss(config), net).function, targets)
+    return RunModel(net, inputs, load_ms, loss)
 
 
 _log = logging.getLogger(__name__)
@@ -270,6 +297,7 @@ def _choose(
             precision=config.trainer.precision,
             tf32=config.trainer.tf32,
             sharing=sharing,
+            loss=run.loss,
         )
 
     found: list[tuple[Price, str]] = []
@@ -292,7 +320,8 @@ def _choose(
         auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
         raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
     found.sort(key=lambda one: one[0].step_ms)
-    best, costs_from = found[0]
+    best = proposed([one for one, _ in found])
+    costs_from = next(source for one, source in found if one is best)
     values = {key: getattr(best.layout, key) for key in keys}
     others = [one for one, _ in found if one.step_ms > best.step_ms]
     _log.info("%s", _why(values, best, others, costs_from))
@@ -359,15 +388,21 @@ def _prediction_of(context: RunContext) -> Prediction:
         checkpoint=str(options.checkpoint),
         shard=options.shard if world.replicas > 1 else "none",
     )
+    example = context.example_inputs, context.example_targets
+    first = tuple(split_batch(each, sizes)[0] for each in example)
+    draws = default_generators()
+    inputs, targets = largest_batch(context.data.train, sizes[0], context.data.collate, first)
+    rewind(draws)  # transforms may draw
     return predict_step(
         model.planned.stages,
-        split_batch(context.example_inputs, sizes)[0],
+        inputs,
         machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
         Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         _measured_costs(context),
         precision=options.precision,
         tf32=config.trainer.tf32,
+        loss=LossOfStep(model.resolve_loss(context.options.loss_fn).function, targets),
     )
 
 

@@ -20,7 +20,7 @@ from hybridtrain.data.loader import (
     take,
 )
 from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
-from hybridtrain.data.stream import StreamLoader, example_batch
+from hybridtrain.data.stream import StreamLoader, example_batch, largest_batch
 
 __all__ = [
     "Batch",
@@ -36,6 +36,7 @@ __all__ = [
     "as_loader",
     "example_batch",
     "is_stream",
+    "largest_batch",
     "name_of",
     "share_of",
     "take",

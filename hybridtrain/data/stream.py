@@ -46,6 +46,7 @@ from hybridtrain.data.loader import (
     share_of,
 )
 from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.microbatch import leaves_of
 from hybridtrain.world import World
 
 # as many samples tell two streams apart
@@ -73,6 +74,42 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
         raise DataError(f"{name_of(dataset)} has no samples")
     what = f"the first {total} samples of {name_of(dataset)}"
     return unless_failed(collated(items, collate or default_collate, dataset, what))
+
+
+# Batches that are looked through where they differ in size.
+_MOST_LOOKED_AT = 16
+
+
+def largest_batch(
+    dataset: Any, samples: int, collate: Callable[[Any], Any] | None, first: Any
+) -> Any:
+    """Returns the batch of most bytes among some that are spread over a data set.
+
+    Where samples differ in length, batches are padded to their longest, and the memory of a run is
+    that of the largest. Two batches are looked at where they are equally large, 16 otherwise.
+
+    Args:
+        dataset: whose samples are read; an iterable one is not.
+        samples: of a batch.
+        collate: see `LoaderOptions`.
+        first: the batch of the first samples, which is returned unless another one is larger.
+
+    Raises:
+        DataError: a sample cannot be read.
+    """
+    if is_stream(dataset):
+        return first
+    starts = range(0, len(dataset) - samples + 1, max(1, len(dataset) // _MOST_LOOKED_AT))
+    found = [first]
+    for number, start in enumerate(reversed(starts)):
+        found.append(whole_batch(dataset, range(start, start + samples), collate))
+        if number == 0 and _bytes_of(found[-1]) == _bytes_of(first):
+            break
+    return max(found, key=_bytes_of)
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
 class StreamLoader(AgreedLoader):

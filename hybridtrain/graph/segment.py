@@ -352,7 +352,8 @@ class Segment(nn.Module):
         That is the user's model, whose mode decides for the copy too, and whose buffers are not
         those of the copy.
         """
-        return {id(self._root): self._root, id(self._owners): {}}
+        called = self._root if self.signature is None else self.signature.module
+        return {id(self._root): self._root, id(called): called, id(self._owners): {}}
 
     def _held(self) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns the buffers of the user's modules that graphs use: holder, name, owner, name."""

@@ -36,6 +36,7 @@ MEMORY = {
     "state": ("optimizer state", "#74c476"),
     "activations": ("activations", "#fd8d3c"),
     "boundaries": ("from other stages", "#bdbdbd"),
+    "temporaries": ("temporary", "#e7cb94"),
 }
 # by part of an account, from the bottom of a bar: computing, then what is not
 PARTS = {

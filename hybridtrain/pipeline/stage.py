@@ -159,19 +159,18 @@ class Stage:
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_checkpointed if checkpoint else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
-        if counts:
-            # the samples of a batch are a view: their own bytes count, not the batch's
-            given = [leaf for leaf in tree_leaves((value, values)) if isinstance(leaf, Tensor)]
-            with count_saved(self.module, given) as saved:
-                output, skipped = run(microbatch, value, values)
-            self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
-        else:
+        # the samples of a batch are a view: their own bytes count, not the batch's
+        given = [leaf for leaf in tree_leaves((value, values)) if isinstance(leaf, Tensor)]
+        with count_saved(self.module, given) if counts else nullcontext() as saved:
             output, skipped = run(microbatch, value, values)  # 2
-        if head is None:
+            end = None if head is None else head(microbatch, output)
+        if saved is not None:
+            self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
+        if end is None:
             sent, roots = self._output.leave(output, skipped)  # 3
             gradient = None
         else:
-            result, root, gradient = head(microbatch, output)
+            result, root, gradient = end
             sent, roots = [result], [] if root is None else [[root]]
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):

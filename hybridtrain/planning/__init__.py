@@ -18,8 +18,9 @@ price              the time of a step by simulation, and the fastest layouts tha
 priced             plans with their prices, as a table
 """
 
-from hybridtrain.planning.cost_table import CostTable, count_layers
+from hybridtrain.planning.cost_table import CostTable, LossOfStep, count_layers
 from hybridtrain.planning.costs import LayerCost
+from hybridtrain.planning.fully_sharded import fully_sharded
 from hybridtrain.planning.layout import Choices, Job, Layout, divisors
 from hybridtrain.planning.manual_split import partition, set_partition
 from hybridtrain.planning.objective import Objective, cut_by_costs, needs_costs, stage_costs
@@ -36,6 +37,7 @@ from hybridtrain.planning.price import (
     Price,
     find_layouts,
     predict_step,
+    proposed,
     why_not_priced,
 )
 from hybridtrain.planning.priced import PricedPlans, find_plans, in_words, model_costs
@@ -48,6 +50,7 @@ __all__ = [
     "Job",
     "LayerCost",
     "Layout",
+    "LossOfStep",
     "Objective",
     "Plan",
     "PlannedLayers",
@@ -63,12 +66,14 @@ __all__ = [
     "divisors",
     "find_layouts",
     "find_plans",
+    "fully_sharded",
     "in_words",
     "model_costs",
     "needs_costs",
     "partition",
     "plan",
     "predict_step",
+    "proposed",
     "set_partition",
     "stage_costs",
     "table",

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
@@ -37,6 +38,9 @@ class CostTable:
         costs_from: as of a `Plan`.
         no_cut_before: layers that cannot begin a stage, by index.
         model: the class of the model.
+        flops_per_sample: of a forward and a backward, which is taken for two forwards: the products
+            of matrices, as Narayanan et al. (arXiv:2104.04473) count them, without what is computed
+            again. None: not counted.
         contention_at: returns, for a micro-batch of so many samples, how many times as long a
             device takes while all others of its pipeline compute too.
     """
@@ -47,7 +51,36 @@ class CostTable:
     costs_from: str = "given"
     no_cut_before: Collection[int] = ()
     model: str = ""
+    flops_per_sample: float | None = None
     contention_at: Callable[[int], float] = lambda samples: 1.0
+
+
+@dataclass(frozen=True)
+class LossOfStep:
+    """The loss that ends the last stage.
+
+    Attributes:
+        function: of the model's outputs and the targets of a micro-batch.
+        targets: of the example's samples.
+    """
+
+    function: Callable[[Any, Any], torch.Tensor]
+    targets: Any
+
+    def layer(self, samples: int) -> Layer:
+        """Returns the loss of the first `samples` as a layer."""
+        there = batch_size(self.targets)
+        sizes = [samples, there - samples] if samples < there else [there]
+        return Layer("loss", _LossLayer(self.function, split_batch(self.targets, sizes)[0]))
+
+
+class _LossLayer(nn.Module):
+    def __init__(self, function: Callable[[Any, Any], torch.Tensor], targets: Any) -> None:
+        super().__init__()
+        self._function, self._targets = function, targets
+
+    def forward(self, output: Any) -> torch.Tensor:
+        return self._function(output, self._targets)
 
 
 def given_costs(
@@ -63,7 +96,12 @@ def given_costs(
 
 
 def counted_costs(
-    chain: Chain, example_inputs: Any, machine: Machine, precision: str, tf32: bool = False
+    chain: Chain,
+    example_inputs: Any,
+    machine: Machine,
+    precision: str,
+    tf32: bool = False,
+    loss: LossOfStep | None = None,
 ) -> CostTable:
     """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
 
@@ -76,6 +114,7 @@ def counted_costs(
         machine: the rates.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
+        loss: its time and memory are those of the last layer.
 
     Raises:
         SplitError: a layer does not run on fake tensors; names the layer.
@@ -83,7 +122,7 @@ def counted_costs(
     """
     rates = Rates.of(machine, precision, tf32)
     sizes, batches = _two_sizes(example_inputs)
-    few, many = (count_layers(chain.layers, batch, precision) for batch in batches)
+    few, many = (count_layers(chain.layers, batch, precision, loss) for batch in batches)
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
@@ -106,15 +145,21 @@ def counted_costs(
         host_ms=[rates.host_ms(layer) for layer in few],
         costs_from="estimated",
         no_cut_before=chain.no_cut_before,
+        flops_per_sample=3 * sum(layer.forward.flops for layer in many) / sizes[1],
     )
 
 
 def counted_costs_of_one_size(
-    layers: Sequence[Layer], microbatch: Any, machine: Machine, precision: str, tf32: bool = False
+    layers: Sequence[Layer],
+    microbatch: Any,
+    machine: Machine,
+    precision: str,
+    tf32: bool = False,
+    loss: LossOfStep | None = None,
 ) -> CostTable:
     """Returns the costs for micro-batches like this one alone; otherwise as `counted_costs`."""
     rates = Rates.of(machine, precision, tf32)
-    counted = count_layers(layers, microbatch, precision)
+    counted = count_layers(layers, microbatch, precision, loss)
     costs = [rates.timed(layer) for layer in counted]
     return CostTable(
         costs_at=lambda _: costs,
@@ -124,11 +169,34 @@ def counted_costs_of_one_size(
     )
 
 
-def count_layers(layers: Sequence[Layer], microbatch: Any, precision: str) -> list[CountedLayer]:
-    """Returns what the layers do for a micro-batch, in this precision; see `count_chain`."""
+def count_layers(
+    layers: Sequence[Layer], microbatch: Any, precision: str, loss: LossOfStep | None = None
+) -> list[CountedLayer]:
+    """Returns what the layers do for a micro-batch, in this precision; see `count_chain`.
+
+    With a `loss` the last of them does its work too.
+    """
     # an autocast for the CPU, where fake tensors are; it knows fp16 too
     context = partial(autocast, precision, "cpu")
-    return count_chain(layers, microbatch, precision=context, optimizer_tensors_per_param=0)
+    count = partial(count_chain, precision=context, optimizer_tensors_per_param=0)
+    if loss is None:
+        return count(layers, microbatch)
+    *counted, last, of_loss = count([*layers, loss.layer(batch_size(microbatch))], microbatch)
+    forward, backward = last.forward + of_loss.forward, last.backward + of_loss.backward
+    return [*counted, CountedLayer(_with_loss(last.cost, of_loss.cost), forward, backward)]
+
+
+def _with_loss(last: LayerCost, loss: LayerCost) -> LayerCost:
+    """Returns the cost of the last layer and the loss together."""
+    # while the last layer runs, the loss is not there yet, or has gone already
+    held = max(last.temporary_bytes - loss.activation_bytes, loss.temporary_bytes)
+    return replace(
+        last,
+        forward_ms=last.forward_ms + loss.forward_ms,
+        backward_ms=last.backward_ms + loss.backward_ms,
+        activation_bytes=last.activation_bytes + loss.activation_bytes,
+        temporary_bytes=max(0, held),
+    )
 
 
 def measured_costs(
@@ -138,6 +206,7 @@ def measured_costs(
     precision: str,
     seconds: float = 3.0,
     sharing: int = 1,
+    loss: LossOfStep | None = None,
 ) -> CostTable:
     """Returns the costs by times on `device`, for one sample and for the whole batch.
 
@@ -149,19 +218,22 @@ def measured_costs(
         seconds: how long each of the two sizes is timed, about.
         sharing: devices that run at one time, and share this process's intra-op threads, as CPU
             stages do.
+        loss: its time and memory are those of the last layer.
     """
     sizes, batches = _two_sizes(example_inputs)
     tables, slower = [], []
     for batch in batches:
+        end = [] if loss is None else [loss.layer(batch_size(batch))]
         profiler = LayerProfiler(
-            chain.layers,
+            [*chain.layers, *end],
             batch,
             [device] * sharing,
             precision=partial(autocast, precision, device.type),
             optimizer_tensors_per_param=0,
         )
         profiler.repeat(seconds)
-        tables.append(profiler.costs())
+        costs = profiler.costs()
+        tables.append([*costs[:-2], _with_loss(*costs[-2:])] if end else costs)
         slower.append(profiler.contention())
 
     @cache
@@ -196,8 +268,8 @@ def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
             "example_inputs= must have at least 2 samples to price a plan: what layers cost is "
             "looked at for two sizes of a micro-batch"
         )
-    one = split_batch(example_inputs, [1, samples - 1])[0]
-    return (1, samples), (one, example_inputs)
+    few = min(2, samples - 1)  # a batch norm needs two, where it has one value for each
+    return (few, samples), (split_batch(example_inputs, [few, samples - few])[0], example_inputs)
 
 
 def _between(one: Facts, other: Facts, at: float) -> Facts:

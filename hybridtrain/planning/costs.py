@@ -42,6 +42,8 @@ class LayerCost:
             those parameters that are trained.
         activation_bytes: what it makes that autograd keeps for a backward, its own or a later
             layer's. The first layer has the model's inputs too.
+        temporary_bytes: what its forward or its backward holds in addition, at its peak: values in
+            between, gradients, and an input that no backward needs. 0 where it is not known.
         crossing_bytes: what would cross a cut right after it: its own output, and every value of
             an earlier layer that a later one needs.
         crossing_ms: the time to bring that to another device; 0 where it stays.
@@ -53,6 +55,7 @@ class LayerCost:
     backward_ms: float = 0.0
     weight_bytes: int = 0
     activation_bytes: int = 0
+    temporary_bytes: int = 0
     crossing_bytes: int = 0
     crossing_ms: float = 0.0
 

@@ -7,14 +7,16 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,12 +51,19 @@ class Work:
         bytes: read and written by all operators, each by itself.
         product_bytes: of these, the bytes of the operators that `flops` counts.
         operators: calls, of views too.
+        peak_bytes: the most that is alive at one time of what it makes.
     """
 
     flops: float = 0
     bytes: float = 0
     product_bytes: float = 0
     operators: float = 0
+    peak_bytes: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True)),
+        )
 
 
 @dataclass(frozen=True)
@@ -194,10 +203,32 @@ def count_chain(
         costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
     work_of = dict(zip(dict.fromkeys(once.first), work, strict=True))
     counted = []
-    for cost, first in zip(costs, once.first, strict=True):
+    received = 0
+    for layer, cost, first in zip(layers, costs, once.first, strict=True):
         forward, *backward = work_of[first]
         counted.append(CountedLayer(cost, forward, *(backward or [Work()])))
+        held = _temporary_bytes(counted[-1], layer, received)
+        counted[-1] = replace(counted[-1], cost=replace(cost, temporary_bytes=held))
+        received = cost.crossing_bytes
     return counted
+
+
+def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:
+    """Returns what a layer holds at its peak beside activations and the gradients of weights.
+
+    Args:
+        counted: its work.
+        layer: the layer.
+        received: the bytes of its input, which are counted although a backward may need them too.
+    """
+    cost = counted.cost
+    grads = [p.nbytes for p in layer.module.parameters() if p.requires_grad]
+    forward = max(0.0, counted.forward.peak_bytes - cost.activation_bytes)
+    # here the gradients of all weights are made one after the other and kept; in a run each is
+    # added to its bucket and freed
+    backward = max(0.0, counted.backward.peak_bytes - sum(grads)) + max(grads, default=0)
+    gradient = cost.crossing_bytes * bool(counted.backward.operators)
+    return round(max(forward + received, backward + gradient))
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -211,17 +242,23 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
     with FlopCounterMode(display=False) as flops, _TrafficCounter(flops) as traffic:
         result = function()
     return result, Work(
-        flops.get_total_flops(), traffic.bytes, traffic.product_bytes, traffic.operators
+        flops.get_total_flops(),
+        traffic.bytes,
+        traffic.product_bytes,
+        traffic.operators,
+        traffic.peak_bytes,
     )
 
 
 class _TrafficCounter(TorchDispatchMode):
-    """Counts the bytes that operations read and write; views do neither."""
+    """Counts the bytes that operations read and write, and those alive; views do neither."""
 
     def __init__(self, flops: FlopCounterMode) -> None:
         super().__init__()
         self.bytes = self.product_bytes = self.operators = 0
+        self.peak_bytes = self._alive = 0
         self._products = flops.flop_registry
+        self._known: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -230,10 +267,26 @@ class _TrafficCounter(TorchDispatchMode):
         written = tensors_of(result)  # none: a question, such as for the device
         self.operators += bool(written)
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            nbytes = sum(t.nbytes for t in [*tensors_of((args, kwargs)), *written])
+            read = tensors_of((args, kwargs))
+            nbytes = sum(t.nbytes for t in [*read, *written])
             self.bytes += nbytes
             self.product_bytes += nbytes * (func.overloadpacket in self._products)
+            self._follow(written, {storage_id(tensor) for tensor in read})
         return result
+
+    def _follow(self, written: Sequence[Tensor], read: Collection[int]) -> None:
+        """Counts new storages until they are freed."""
+        for tensor in written:
+            storage, number = tensor.untyped_storage(), storage_id(tensor)
+            known = self._known.get(number)
+            if number in read or (known is not None and known() is storage):
+                continue  # in place, or counted already
+            self._alive += storage.nbytes()
+            self._known[number] = weakref.ref(storage, partial(self._free, storage.nbytes()))
+        self.peak_bytes = max(self.peak_bytes, self._alive)
+
+    def _free(self, nbytes: int, _: object) -> None:
+        self._alive -= nbytes
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -30,12 +30,14 @@ class Job:
         accumulate: batches of an optimizer step.
         optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
         data_ms_per_sample: a process's time to load a sample, while the batch before computes.
+        tokens_per_sample: where samples are sequences of token ids; else 0.
     """
 
     samples: int
     accumulate: int = 1
     optimizer_tensors_per_param: int = 2
     data_ms_per_sample: float = 0.0
+    tokens_per_sample: int = 0
 
 
 @dataclass(frozen=True)

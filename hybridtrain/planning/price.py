@@ -23,6 +23,7 @@ ways all of them go into the queue; else the most even one does, improved step b
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -37,6 +38,7 @@ from hybridtrain.machine import GIB, Machine
 from hybridtrain.options import CHECKPOINT_MODES, PRECISIONS, PipelineOptions
 from hybridtrain.planning.cost_table import (
     CostTable,
+    LossOfStep,
     counted_costs_of_one_size,
     given_costs,
 )
@@ -391,6 +393,7 @@ def predict_step(
     *,
     precision: str = "fp32",
     tf32: bool = False,
+    loss: LossOfStep | None = None,
 ) -> Prediction:
     """Predicts a step of a model that is cut already; no layer runs.
 
@@ -404,6 +407,7 @@ def predict_step(
         measured: the costs of all layers for such a micro-batch. None: they are counted.
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
+        loss: that ends the last stage; None, or with measured costs: it is left out.
 
     Raises:
         SplitError: a layer does not run on fake tensors.
@@ -415,15 +419,20 @@ def predict_step(
     else:
         known = machine.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
         counted_on = replace(machine, flops_per_s=known)
-        table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32)
+        table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32, loss)
         if not machine.flops_per_s:
             return Prediction(
-                memory_bytes=tuple(m.total for m in device_memory(table, job, layout, counts)),
+                memory_bytes=_as_measured(device_memory(table, job, layout, counts), machine),
                 reason="`hybridtrain measure-machine`, once, or split=time would give the times",
             )
     found = price(table, machine, job, layout, counts)
-    memory = tuple(each.total for each in found.memory)
+    memory = _as_measured(found.memory, machine)
     return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
+
+
+def _as_measured(memory: Sequence[DeviceMemory], machine: Machine) -> tuple[int, ...]:
+    """Returns the peak of each device: of a GPU all, on a CPU what is counted there."""
+    return tuple(m.kept if machine.device == "cpu" else m.total for m in memory)
 
 
 def why_not_priced(options: PipelineOptions) -> str | None:
@@ -442,6 +451,11 @@ _FEW_CUTS = 50
 
 # How many cuts are looked at to improve one.
 _MOST_MOVES = 100
+
+# Predictions are not better than this: of plans that are as fast, the simplest one is proposed.
+ALIKE = 1.02
+# As many layouts as asked for, and times as many that are as fast.
+_MOST_ALIKE = 10
 
 # Layouts of which the least memory is looked for if none fits.
 _CLOSE = 20
@@ -465,7 +479,7 @@ def find_layouts(
     *,
     best: int = 10,
 ) -> list[Price]:
-    """Returns the prices of the `best` fastest layouts that fit into memory, the fastest first.
+    """Returns the prices of `best` layouts that fit into memory: `proposed`, then the fastest.
 
     Args:
         table: the costs of the model's layers.
@@ -483,7 +497,31 @@ def find_layouts(
     found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))
-    return found
+    first = proposed(found)
+    return [first, *(one for one in found if one is not first)][:best]
+
+
+def proposed(prices: Sequence[Price]) -> Price:
+    """Returns the price that a person would choose, of the fastest and those that are as fast.
+
+    It has the fewest stages; of these, the simplest engine and schedule, nothing recomputed or
+    sharded if that is not needed, and then the least memory.
+    """
+    limit = ALIKE * min(one.step_ms for one in prices)
+
+    def effort(one: Price) -> tuple[float, ...]:
+        layout = one.layout
+        return (
+            layout.stages,
+            layout.engine != "local",
+            layout.splits_backwards,
+            layout.checkpoint != "never",
+            layout.shard != "none",
+            one.peak_bytes,
+            one.step_ms,
+        )
+
+    return min((one for one in prices if one.step_ms <= limit), key=effort)
 
 
 class _Search:
@@ -498,18 +536,25 @@ class _Search:
         self._weighed_at = cache(self._weighed_of)
 
     def fastest(self, every: Sequence[Layout], best: int) -> list[Price]:
-        """Returns the prices of the `best` fastest layouts that fit into memory, by time."""
+        """Returns the prices of the `best` fastest layouts that fit into memory, by time.
+
+        And of more that are as fast as the first one.
+        """
         numbers = counter()
         queue = [_Entry(self.bound(layout), next(numbers), layout) for layout in every]
         heapq.heapify(queue)
         found: dict[Layout, Price] = {}
-        while queue and len(found) < best:
+        fastest = math.inf
+        while queue and len(found) < _MOST_ALIKE * best:
             entry = heapq.heappop(queue)
+            if len(found) >= best and entry.bound_ms > ALIKE * fastest:
+                break
             layout, counts = entry.layout, entry.counts
             if layout in found:  # with a better cut
                 continue
             if entry.priced is not None:
                 found[layout] = entry.priced
+                fastest = min(fastest, entry.priced.step_ms)
             elif counts is not None:
                 priced = price(self._table, self._machine, self._job, layout, counts)
                 bound = max(entry.bound_ms, priced.step_ms)

@@ -12,32 +12,38 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
-from hybridtrain.machine import Cluster, Machine
-from hybridtrain.planning.cost_table import CostTable, counted_costs, measured_costs
+from hybridtrain.machine import GIB, Cluster, Machine
+from hybridtrain.planning.cost_table import CostTable, LossOfStep, counted_costs, measured_costs
+from hybridtrain.planning.fully_sharded import fully_sharded
 from hybridtrain.planning.layout import Choices, Job
 from hybridtrain.planning.plan import Plan, StagePlan
 from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.planning.price import Price, find_layouts
 from hybridtrain.planning.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
-from hybridtrain.text_table import text_table
+from hybridtrain.text_table import counted, text_table
+
+# Models of so many parameters are trained with tensor parallelism elsewhere.
+_LARGE = 10e9
 
 
 @dataclass(frozen=True)
 class PricedPlans:
-    """The fastest layouts of a model, the fastest first.
+    """The best layouts of a model: first the one to take, see `proposed`, then the fastest.
 
     Attributes:
         table: the costs of the model's layers.
         machine: the hardware.
         job: the work of a step.
         prices: one for each layout.
+        rate: the name of the machine's rate for the products, such as `bf16`.
     """
 
     table: CostTable
     machine: Machine
     job: Job
     prices: Sequence[Price]
+    rate: str = "fp32"
 
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [
@@ -61,10 +67,55 @@ class PricedPlans:
             )
         return "\n".join(text_table(lines, right_aligned=8))
 
+    def answer(self, steps: int | None = None) -> str:
+        """Returns the first plan as an answer: how fast, how much memory, how long, what it costs.
+
+        Args:
+            steps: optimizer steps of the run; None: not known.
+        """
+        job, machine, price = self.job, self.machine, self.prices[0]
+        layout, per_second = price.layout, 1e3 / price.step_ms
+        samples = job.samples * job.accumulate * per_second
+        speed = [f"{samples:,.0f} samples/s"]
+        if job.tokens_per_sample:
+            speed.append(f"{samples * job.tokens_per_sample:,.0f} tokens/s")
+        if self.table.flops_per_sample is not None:
+            reached = self.table.flops_per_sample * samples / machine.devices
+            share = reached / machine.flops_per_s[self.rate]
+            speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
+        fullest = max(price.memory, key=lambda memory: memory.total)
+        kinds = [(name, nbytes) for name, nbytes in vars(fullest).items() if nbytes >= 0.005 * GIB]
+        usable = machine.usable_bytes / GIB
+        memory = [f"{fullest.total / GIB:.2f} of {usable:.1f} GiB that may be used"]
+        memory.append(", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in kinds))
+        pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
+        batches = counted(layout.chunks, "micro-batch", "es")
+        lines = [
+            ("spread", f"{pipelines}, {batches} of {counted(layout.samples(job), 'sample')}"),
+            ("time", in_words(price)),
+            ("speed", ", ".join(speed)),
+            ("memory", ": ".join(part for part in memory if part)),
+        ]
+        if steps is not None:
+            hours = steps * price.step_ms / 3.6e6
+            told = f"{counted(steps, 'step')} in {_duration(hours)}, "
+            told += f"{hours * machine.devices:,.2f} device-hours"
+            if machine.price_per_gpu_hour:
+                cost = hours * machine.devices * machine.price_per_gpu_hour
+                told += f", {cost:,.2f} at {machine.price_per_gpu_hour:g} an hour"
+            lines.append(("run", told))
+        if layout.replicas * layout.nb_part > 1:
+            beside = fully_sharded(self.table, machine, job, 4 if "32" in self.rate else 2)
+            said = str(beside) if beside else "does not fit, or the devices do not divide the batch"
+            lines.append(("FSDP2", f"{said}; not run by this project"))
+        if sum(size.parameters for size in self.table.sizes) > _LARGE:
+            lines.append(("left out", "tensor parallelism, which this project does not have"))
+        return "\n".join(f"  {name:<9} {text}" for name, text in lines)
+
     def plan(self, number: int = 0) -> Plan:
         """Returns the plan of the layout `number`, which a run takes as its `split`.
 
-        0 is the fastest.
+        0 is the first.
         """
         price = self.prices[number]
         layout, table = price.layout, self.table
@@ -98,7 +149,7 @@ class PricedPlans:
         )
 
     def timeline(self, chunks: int) -> Spans:
-        """Returns when the actions of `chunks` micro-batches run in the fastest layout, in s."""
+        """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
         found = self.prices[0]
         layout = found.layout
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
@@ -120,6 +171,7 @@ def find_plans(
     precision: str = "fp32",
     tf32: bool = False,
     best: int = 10,
+    loss: LossOfStep | None = None,
 ) -> PricedPlans:
     """Returns the fastest ways to train `net` on `machine`, by their predicted times.
 
@@ -139,6 +191,7 @@ def find_plans(
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
         best: how many layouts.
+        loss: that ends the last stage; None: neither its time nor its memory is counted.
 
     Raises:
         ConfigError: an argument is wrong, no layout uses all devices, or a layer is to be timed
@@ -154,8 +207,11 @@ def find_plans(
         tf32=tf32,
         # a CPU device is a core
         sharing=machine.devices_per_node if machine.device == "cpu" else 1,
+        loss=loss,
     )
-    return PricedPlans(table, machine, job, find_layouts(table, machine, job, choices, best=best))
+    prices = find_layouts(table, machine, job, choices, best=best)
+    rate = "tf32" if tf32 and precision == "fp32" else precision
+    return PricedPlans(table, machine, job, prices, rate)
 
 
 def model_costs(
@@ -167,6 +223,7 @@ def model_costs(
     precision: str = "fp32",
     tf32: bool = False,
     sharing: int = 1,
+    loss: LossOfStep | None = None,
 ) -> CostTable:
     """Returns the costs of the layers of `net`; arguments and errors as of `find_plans`.
 
@@ -181,9 +238,9 @@ def model_costs(
             f"cluster.costs=estimated"
         )
     if costs == "measured":
-        table = measured_costs(chain, example_inputs, device, precision, sharing=sharing)
+        table = measured_costs(chain, example_inputs, device, precision, sharing=sharing, loss=loss)
     else:
-        table = counted_costs(chain, example_inputs, machine, precision, tf32)
+        table = counted_costs(chain, example_inputs, machine, precision, tf32, loss)
     return replace(table, model=type(net).__name__)
 
 
@@ -199,3 +256,11 @@ def in_words(price: Price) -> str:
     }
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
     return f"{price.step_ms:.1f} ms per step: {told}; idle {price.bubble:.0%}"
+
+
+def _duration(hours: float) -> str:
+    """Returns a time in the unit that fits."""
+    for unit, size in (("days", 48.0), ("hours", 1.0), ("minutes", 1 / 60)):
+        if hours >= 2 * size or (unit == "days" and hours >= size):
+            return f"{hours / (24 if unit == 'days' else size):.1f} {unit}"
+    return f"{hours * 3600:.0f} seconds"

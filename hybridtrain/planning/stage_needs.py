@@ -29,6 +29,7 @@ class DeviceMemory:
         state: of the optimizer.
         activations: of all micro-batches in flight.
         boundaries: what has come from other stages, for all micro-batches in flight.
+        temporaries: what a layer holds in addition while it runs, where that is most.
     """
 
     weights: int = 0
@@ -36,11 +37,17 @@ class DeviceMemory:
     state: int = 0
     activations: int = 0
     boundaries: int = 0
+    temporaries: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
         return sum(vars(self).values())
+
+    @property
+    def kept(self) -> int:
+        """What is there between two layers, as it is counted on a CPU."""
+        return self.total - self.temporaries
 
 
 def device_memory(
@@ -60,18 +67,34 @@ def device_memory(
     waiting = _most_waiting(layout)
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
+    temporaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         device = layout.devices[stage]
         own[device] += table.sizes[start:end]
         alive = 1 if layout.recomputed else in_flight[stage]
         kept = sum(cost.activation_bytes for cost in costs[start:end])
         activations[device] += alive * kept + round(WAITING * waiting[stage] * kept)
+        temporaries[device] = max(temporaries[device], most_temporary(costs[start:end]))
         if start:
             boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
     return [
-        replace(_fixed_memory(sizes, job, layout), activations=kept, boundaries=received)
-        for sizes, kept, received in zip(own, activations, boundaries, strict=True)
+        replace(
+            _fixed_memory(sizes, job, layout), activations=kept, boundaries=received, temporaries=t
+        )
+        for sizes, kept, received, t in zip(own, activations, boundaries, temporaries, strict=True)
     ]
+
+
+def most_temporary(costs: Sequence[LayerCost]) -> int:
+    """Returns by how much a stage exceeds its activations, while one of its layers runs.
+
+    While a layer runs, those behind it in the stage keep nothing: it is not yet, or not any more.
+    """
+    most = behind = 0
+    for cost in reversed(costs):
+        most = max(most, cost.temporary_bytes - behind)
+        behind += cost.activation_bytes
+    return most
 
 
 def most_in_flight(layout: Layout) -> tuple[int, ...]:
