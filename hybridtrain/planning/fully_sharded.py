@@ -47,7 +47,13 @@ class FullySharded:
 
 
 def fully_sharded(
-    table: CostTable, machine: Machine, job: Job, weight_bytes: int = 4
+    table: CostTable,
+    machine: Machine,
+    job: Job,
+    weight_bytes: int = 4,
+    *,
+    chunks: int | None = None,
+    recomputes: bool | None = None,
 ) -> FullySharded | None:
     """Returns the fastest step with FSDP2 over all devices; None: nothing fits.
 
@@ -57,16 +63,22 @@ def fully_sharded(
         job: the work of a step.
         weight_bytes: of an element of the weights as they are gathered: 2 in half precision.
             Gradients are reduced in fp32.
+        chunks: micro-batches of a batch; None: as many as are fastest.
+        recomputes: None: if that is faster.
     """
     if job.samples % machine.devices:
         return None
-    found = [one for one in _ways(table, machine, job, weight_bytes) if one is not None]
+    found = [
+        one
+        for one in _ways(table, machine, job, weight_bytes)
+        if chunks in (None, one.chunks) and recomputes in (None, one.recomputes)
+    ]
     return min(found, key=lambda one: one.step_ms, default=None)
 
 
 def _ways(
     table: CostTable, machine: Machine, job: Job, weight_bytes: int
-) -> Iterator[FullySharded | None]:
+) -> Iterator[FullySharded]:
     devices, of_device = machine.devices, job.samples // machine.devices
     whole = [size.trained * weight_bytes // 4 for size in table.sizes]
     trained = sum(size.trained for size in table.sizes)
