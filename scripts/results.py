@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridtrain import World
@@ -37,7 +38,6 @@ from hybridtrain.app.components import (
 )
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.config import Config
-from hybridtrain.checkpoint import read_weights
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.options import LoaderOptions
 from hybridtrain.text_table import markdown_table
@@ -147,8 +147,7 @@ def plain(recipe: str, words: list[str]) -> list[dict[str, Any]]:
     torch.manual_seed(config.seed)
     net = build_model(config, data)
     if config.init_from is not None:
-        weights, _ = read_weights(Path("bert/model.safetensors"), {})
-        net.load_state_dict(weights, strict=False)
+        net.load_state_dict(load_file("bert/model.safetensors"), strict=False)
     options = LoaderOptions(collate=data.collate)
     batches = TrainLoader(
         data.train, config.data["batch_size"], world, seed=config.seed, options=options

@@ -214,7 +214,7 @@ def test_a_cell_that_does_not_fit_is_a_failure_with_its_memory():
     assert tight.outcome(Cell(4, 4, 32, 1)).step_ms is not None
     full = tight.outcome(Cell(4, 4, 256, 1))
     assert (full.step_ms, full.failure) == (None, MEMORY)
-    assert "of 2.0 GiB" in full.reason
+    assert "of 1.8 GiB" in full.reason
 
 
 def test_the_table_holds_every_cell(v100):

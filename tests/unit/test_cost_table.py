@@ -35,15 +35,15 @@ def test_what_layers_lose_to_other_devices_is_on_a_straight_line(monkeypatch):
             return [LayerCost("0", 1, 1.0 * self.samples, 3.0 * self.samples)]
 
         def contention(self):
-            return {1: 3.0, 4: 2.0}[self.samples]
+            return {2: 4.0, 4: 2.0}[self.samples]
 
     monkeypatch.setattr(cost_table, "LayerProfiler", Stub)
     net = nn.Sequential(nn.Linear(2, 2))
     chain = ChainBuilder(net, torch.zeros(4, 2)).chain()
     table = measured_costs(chain, torch.zeros(4, 2), CPU, "fp32", sharing=2)
-    # 1 sample: 4 ms, and 8 are lost; 4 samples: 16 ms, and 16 are lost
-    assert [table.contention_at(n) for n in (1, 4)] == [3.0, 2.0]
-    assert table.contention_at(7) == pytest.approx(1 + 24 / 28)
+    # 2 samples: 8 ms, and 24 are lost; 4 samples: 16 ms, and 16 are lost
+    assert [table.contention_at(n) for n in (2, 4)] == [4.0, 2.0]
+    assert table.contention_at(3) == pytest.approx(1 + 20 / 12)
     assert table.costs_at(4)[0].backward_ms == 12.0
 
 

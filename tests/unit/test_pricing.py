@@ -21,7 +21,7 @@ from hybridtrain.planning.cost_table import counted_costs, given_costs
 from hybridtrain.planning.costs import LayerSize
 from hybridtrain.planning.estimates import count_chain
 from hybridtrain.planning.layout import Choices, Job, Layout, layouts
-from hybridtrain.planning.price import _Search, find_layouts, least_step_ms, price, spread_of
+from hybridtrain.planning.price import ALIKE, _Search, find_layouts, least_step_ms, price, spread_of
 from hybridtrain.planning.priced import find_plans
 from hybridtrain.planning.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
@@ -99,7 +99,7 @@ def test_no_plan_is_over_the_memory_of_a_device(problem):
 
 @few
 @given(problems())
-def test_the_first_plan_is_not_slower_than_any_other_that_fits(problem):
+def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
     table, machine, job = problem
     search = _Search(table, machine, job)
     cuts = [(one, search.fitting_cut(one)) for one in layouts(machine, job, 2, Choices())]
@@ -108,13 +108,14 @@ def test_the_first_plan_is_not_slower_than_any_other_that_fits(problem):
         return
     found = find_layouts(table, machine, job)
     steps = [one.step_ms for one in found]
-    assert steps == sorted(steps)
-    assert steps[0] <= min(prices) * (1 + 1e-9)
+    assert steps[1:] == sorted(steps[1:])
+    assert min(steps) <= min(prices) * (1 + 1e-9)
+    assert steps[0] <= ALIKE * min(steps) * (1 + 1e-9)
 
 
 @few
 @given(problems(), st.data())
-def test_the_first_plan_is_not_slower_than_one_that_is_given_layer_by_layer(problem, data):
+def test_the_first_plan_is_as_fast_as_any_that_is_given_layer_by_layer(problem, data):
     table, machine, job = problem
     try:
         found = find_layouts(table, machine, job, best=1)[0]
@@ -126,7 +127,7 @@ def test_the_first_plan_is_not_slower_than_one_that_is_given_layer_by_layer(prob
         counts = data.draw(cuts(len(table.sizes), layout.stages))
         one = price(table, machine, job, layout, counts)
         if one.peak_bytes <= machine.usable_bytes:
-            assert found.step_ms <= one.step_ms * (1 + 1e-9)
+            assert found.step_ms <= ALIKE * one.step_ms * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

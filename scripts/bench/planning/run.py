@@ -3,6 +3,7 @@
     emulated   stages that sleep, so that any number of devices fits on any number of cores
     real       a GPT on CPU stages, whose layers are measured first
     memory     the storages that a step of a GPT keeps, against the predicted ones
+    allocator  the peak of PyTorch's allocator in a step with a loss, against the predicted one
     layers     the layers of a GPT: estimated against measured
 
 Prints a line for each configuration, and the median error of each part. Run it on a quiet machine.
@@ -15,20 +16,31 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torchvision.models import resnet18
 
 from hybridtrain.app.pricing import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.losses import cross_entropy
 from hybridtrain.machine import Machine
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.planning import LayerCost
-from hybridtrain.planning.cost_table import counted_costs, given_costs, measured_costs
+from hybridtrain.planning.cost_table import (
+    LossOfStep,
+    count_layers,
+    counted_costs,
+    given_costs,
+    measured_costs,
+)
 from hybridtrain.planning.layout import Job, Layout
 from hybridtrain.planning.price import price
-from hybridtrain.planning.stage_needs import device_memory
+from hybridtrain.planning.stage_needs import device_memory, most_temporary
+from hybridtrain.precision import autocast
 from hybridtrain.world import World
 from scripts.bench import schedule_efficiency as emulated_devices
 from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed
@@ -145,7 +157,8 @@ def memory() -> list[Row]:
     """Returns predicted and counted MiB of each stage, in a step with AdamW."""
     net, tokens = small_gpt()
     machine = Machine(device="cpu", flops_per_s={"fp32": 1e11})
-    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, machine, "fp32")
+    loss = LossOfStep(cross_entropy, tokens)
+    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, machine, "fp32", loss=loss)
     rows = []
     for layout in real_layouts():
         # the count on a CPU leaves out what a backward recomputes
@@ -153,13 +166,64 @@ def memory() -> list[Row]:
             continue
         model, counts = model_of(layout)
         optimizer = torch.optim.AdamW(model.parameters())
-        model.train_step(tokens, None, mean_loss)
+        model.train_step(tokens, tokens, cross_entropy)
         optimizer.step()
         counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
         predicted = device_memory(table, Job(len(tokens)), layout, counts)
         for stage, (one, other) in enumerate(zip(predicted, counted, strict=True)):
-            rows.append((f"{named(layout)} stage {stage}", one.total / 2**20, other / 2**20))
+            rows.append((f"{named(layout)} stage {stage}", one.kept / 2**20, other / 2**20))
     return rows
+
+
+def allocator() -> list[Row]:
+    """Returns predicted and allocated MiB of a forward, loss and backward on one device."""
+    rows = []
+    for size, precision in itertools.product(ALLOCATED, ("fp32", "bf16")):
+        net, inputs, targets = ALLOCATED[size]()
+        layers = ChainBuilder(net, inputs).chain().layers
+        loss = LossOfStep(cross_entropy, targets)
+        costs = [each.cost for each in count_layers(layers, inputs, precision, loss)]
+        predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
+        rows.append(
+            (
+                f"{size}, {precision}",
+                predicted / 2**20,
+                allocated_peak(net, inputs, targets, precision) / 2**20,
+            )
+        )
+    return rows
+
+
+def allocated_peak(net: nn.Module, inputs: Any, targets: Any, precision: str) -> int:
+    """Returns the most bytes that PyTorch's CPU allocator has given to a step, and the inputs'."""
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # as a run has them, from the first step on
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with autocast(precision, "cpu"):
+            loss = cross_entropy(net(inputs), targets)
+        loss.backward()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [e for e in events if e.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    alive = itertools.accumulate(event.nbytes() for event in changes)
+    return int(max(alive, default=0) + inputs.nbytes)
+
+
+def _gpt(vocab_size: int, **sizes: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocab_size, (16, 64))
+    return gpt(vocab_size, 64, **sizes), tokens, tokens
+
+
+def _resnet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return resnet18(num_classes=10), torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+
+
+ALLOCATED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {
+    "GPT, vocabulary of 5,000": lambda: _gpt(5000, n_layer=3, d_model=128, n_head=4),
+    "GPT, vocabulary of 50": lambda: _gpt(50, n_layer=3, d_model=128, n_head=4),
+    "ResNet-18": _resnet,
+}
+"""What a model, its inputs and its targets are made by."""
 
 
 def layers(seconds: float) -> list[Row]:
@@ -221,7 +285,9 @@ def report(part: str, unit: str, rows: Sequence[Row]) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["emulated", "real", "memory", "layers"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["emulated", "real", "memory", "allocator", "layers"]
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--repeats", type=int, default=5)
@@ -235,6 +301,8 @@ def main() -> None:
         report("real", "ms", real(options))
     if "memory" in options.parts:
         report("memory", "MiB", memory())
+    if "allocator" in options.parts:
+        report("allocator", "MiB", allocator())
     if "layers" in options.parts:
         report("layers", "ms", layers(options.seconds))
     print_footer("Predicted against measured; median of the repeats after one warm-up.")

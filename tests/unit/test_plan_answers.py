@@ -1,0 +1,229 @@
+"""What a plan tells its user: whether it fits, how fast it is, how long it takes, what it costs."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from torchvision.models import resnet50
+
+from hybridtrain.construction import construct_on_meta
+from hybridtrain.data import largest_batch
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.graph import ChainBuilder
+from hybridtrain.losses import cross_entropy
+from hybridtrain.machine import GIB, Machine
+from hybridtrain.models import gpt
+from hybridtrain.planning import (
+    Choices,
+    Job,
+    Layout,
+    LossOfStep,
+    find_layouts,
+    find_plans,
+    fully_sharded,
+    proposed,
+)
+from hybridtrain.planning.cost_table import count_layers, counted_costs, given_costs
+from hybridtrain.planning.costs import LayerCost, LayerSize
+from hybridtrain.planning.price import price
+from hybridtrain.planning.stage_needs import DeviceMemory, device_memory, most_temporary
+from scripts.bench.planning import literature
+from scripts.bench.planning.run import ALLOCATED, allocated_peak
+
+MACHINE = Machine(
+    devices_per_node=8, memory_gib=80, flops_per_s={"bf16": 1e15, "fp32": 1e14}, flops_reached=0.5
+)
+TOKENS = torch.zeros(4, 32, dtype=torch.long)
+
+
+def small_gpt(vocab_size=1000, **sizes):
+    return construct_on_meta(
+        lambda: gpt(vocab_size, 32, **{"n_layer": 2, "d_model": 64, "n_head": 2, **sizes})
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", ["GPT, vocabulary of 5,000", "GPT, vocabulary of 50"])
+def test_the_peak_of_a_step_with_its_loss_is_that_of_the_allocator(size, precision):
+    net, inputs, targets = ALLOCATED[size]()
+    layers = ChainBuilder(net, inputs).chain().layers
+    counted = count_layers(layers, inputs, precision, LossOfStep(cross_entropy, targets))
+    costs = [each.cost for each in counted]
+    predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
+    assert predicted == pytest.approx(allocated_peak(net, inputs, targets, precision), rel=0.08)
+
+
+def test_the_loss_is_counted_on_the_last_stage_alone():
+    chain = ChainBuilder(small_gpt(), TOKENS).chain()
+    tables = [
+        counted_costs(chain, TOKENS, MACHINE, "bf16", loss=loss)
+        for loss in (None, LossOfStep(cross_entropy, TOKENS))
+    ]
+    layout, counts = Layout(nb_part=2, chunks=1), [2, len(chain.layers) - 2]
+    without, with_loss = (device_memory(table, Job(8), layout, counts) for table in tables)
+    log_probabilities = 8 * 32 * 1000 * 4
+    assert without[0] == with_loss[0]
+    assert with_loss[1].activations - without[1].activations >= log_probabilities
+    assert with_loss[1].temporaries >= 2 * log_probabilities  # gradients of and by the softmax
+    ends = [table.costs_at(8)[-1] for table in tables]
+    assert ends[1].forward_ms > ends[0].forward_ms
+    assert ends[1].backward_ms > ends[0].backward_ms
+
+
+def test_a_layer_that_runs_has_not_what_the_layers_behind_it_keep():
+    costs = [LayerCost("a", temporary_bytes=50), LayerCost("b", 0, activation_bytes=30)]
+    assert most_temporary(costs) == 20
+    assert most_temporary([*costs, LayerCost("c", temporary_bytes=40)]) == 40
+
+
+def test_a_model_with_batch_norms_of_one_value_is_counted():
+    net = construct_on_meta(lambda: resnet50(num_classes=10))
+    pictures, labels = torch.zeros(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
+    plans = find_plans(
+        net, pictures, MACHINE, Job(64), loss=LossOfStep(cross_entropy, labels), best=3
+    )
+    assert plans.prices[0].step_ms > 0
+
+
+def test_flops_are_those_of_megatrons_formula():
+    layers, width, seq_len, vocab = 3, 128, 32, 1000
+    net = small_gpt(vocab, n_layer=layers, d_model=width, n_head=4)
+    table = counted_costs(ChainBuilder(net, TOKENS).chain(), TOKENS, MACHINE, "bf16")
+    terms = 1 + seq_len / (6 * width) + vocab / (12 * layers * width)
+    expected = 72 * seq_len * layers * width**2 * terms  # without recomputation
+    assert table.flops_per_sample == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_answer_says_how_fast_how_long_and_what_it_costs():
+    machine = replace(MACHINE, price_per_gpu_hour=2.5)
+    job = Job(64, tokens_per_sample=32)
+    plans = find_plans(small_gpt(), TOKENS, machine, job, precision="bf16")
+    best = plans.prices[0]
+    told = plans.answer(steps=10**7)
+    samples = 64 / best.step_ms * 1e3
+    assert f"{samples:,.0f} samples/s, {32 * samples:,.0f} tokens/s" in told
+    flops = plans.table.flops_per_sample * samples / 8
+    assert f"{flops / 1e12:,.1f} TFLOP/s per device, {flops / 1e15:.0%} of its peak" in told
+    hours = best.step_ms * 10**7 / 3.6e6 * 8
+    assert f"{hours:,.2f} device-hours, {hours * 2.5:,.2f} at 2.5 an hour" in told
+    assert re.search(r"memory +0.\d\d of 79.0 GiB that may be used", told)
+    assert re.search(r"FSDP2 +[\d.]+ ms per step, [\d.]+ GiB", told)
+    assert "left out" not in told
+    assert "device-hours" not in plans.answer(None)
+
+
+def prices_of(*wanted):
+    """Returns prices of layouts with a time and the GiB of a device."""
+    table = given_costs(lambda _: [LayerCost(str(i), forward_ms=1.0) for i in range(8)])
+    found = []
+    for layout, step_ms, gib in wanted:
+        counts = [8 // layout.stages] * layout.stages
+        one = price(table, MACHINE, Job(64), layout, counts)
+        memory = (DeviceMemory(activations=int(gib * GIB)),)
+        found.append(replace(one, step_ms=step_ms, memory=memory))
+    return found
+
+
+def test_of_plans_that_are_as_fast_the_simplest_is_proposed_and_then_the_smallest():
+    found = prices_of(
+        (Layout(2, 4, chunks=8, schedule="zb-v", stages_per_device=2), 100.0, 30),
+        (Layout(1, 8, chunks=1), 100.5, 60),
+        (Layout(1, 8, chunks=4), 101.5, 20),
+        (Layout(1, 8, chunks=8), 102.5, 10),  # slower than an error of prediction
+        (Layout(1, 8, chunks=4, shard="optimizer"), 101.4, 15),
+    )
+    assert proposed(found) is found[2]
+    assert proposed([found[0], *found[3:4]]) is found[0]
+
+
+def test_a_search_begins_with_what_it_proposes_and_goes_on_by_time():
+    table = counted_costs(ChainBuilder(small_gpt(), TOKENS).chain(), TOKENS, MACHINE, "bf16")
+    found = find_layouts(table, MACHINE, Job(64), best=8)
+    assert found[0] is proposed(found)
+    rest = [one.step_ms for one in found[1:]]
+    assert rest == sorted(rest)
+    assert len({one.layout for one in found}) == 8
+
+
+def test_a_margin_of_the_memory_stays_free():
+    sizes = [LayerSize(4 * GIB, 4 * GIB)] * 4
+    table = given_costs(lambda _: [LayerCost(str(i), forward_ms=1.0) for i in range(4)], sizes)
+    choices = Choices(nb_part=[1], shard=["none"])
+    full = Machine(devices_per_node=1, memory_gib=65.0)  # 64 GiB are needed
+    assert find_layouts(table, full, Job(4), choices)
+    with pytest.raises(SplitError, match="no plan fits"):
+        find_layouts(table, replace(full, margin=0.05), Job(4), choices)
+    with pytest.raises(ConfigError, match=r"cluster\.margin=1"):
+        Machine(margin=1.0)
+
+
+def test_fully_sharded_divides_weights_gradients_and_state():
+    def costs_at(samples):
+        return [LayerCost(str(i), 0, 1.0, 2.0, activation_bytes=samples) for i in range(4)]
+
+    table = given_costs(costs_at, [LayerSize(GIB, GIB)] * 4)
+    found = [
+        fully_sharded(table, replace(MACHINE, devices_per_node=n), Job(64), chunks=1)
+        for n in (1, 2, 8)
+    ]
+    for devices, one in zip((1, 2, 8), found, strict=True):
+        assert not one.recomputes
+        # the rest is whole: two gathered layers and the gradient of one
+        assert one.peak_bytes == pytest.approx(16 * GIB / devices + 3 * GIB, rel=1e-6)
+    assert found[0].exposed_ms == 0
+    # a slow network shows
+    slow = replace(MACHINE, node_bytes_per_s=1e9)
+    once = slow.gather_s(4 * GIB, 8, 1) * 1e3
+    assert fully_sharded(table, slow, Job(64), chunks=1).step_ms > 3 * once
+    assert fully_sharded(table, MACHINE, Job(63)) is None
+    assert fully_sharded(table, replace(MACHINE, memory_gib=4.0), Job(64)) is None
+
+
+class Ragged(Dataset):
+    """Sample i has i % 20 + 1 values."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.ones(self.lengths[index]), 0
+
+
+def padded(items):
+    rows = [item for item, _ in items]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.zeros(len(rows))
+
+
+def test_the_memory_of_padded_batches_is_that_of_the_longest():
+    lengths = [3] * 60 + [50] * 4 + [5] * 36
+    data = Ragged(lengths)
+    first = padded([data[i] for i in range(4)])
+    assert largest_batch(data, 4, padded, first)[0].shape == (4, 50)
+    even = Ragged([3] * 100)
+    assert largest_batch(even, 4, padded, first)[0].shape == (4, 3)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            raise AssertionError("a stream is not read")
+
+    assert largest_batch(Stream(), 4, padded, first) is first
+
+
+@pytest.mark.thorough
+def test_the_page_on_planning_has_the_ratios_to_published_runs():
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    rows = re.findall(r"^\| .*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == len(literature.RUNS)
+    for run, (published, ours, ratio) in zip(literature.RUNS, rows, strict=True):
+        assert round(run.published) == int(published.replace(",", ""))
+        found = literature.predicted(run)
+        assert found == pytest.approx(int(ours.replace(",", "")), rel=0.02)
+        assert math.isclose(found / run.published, float(ratio), abs_tol=0.02)
