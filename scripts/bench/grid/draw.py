@@ -69,6 +69,9 @@ def heat_map(outcomes: Sequence[Outcome], title: str, subtitle: str) -> Image.Im
     for failure in sorted({outcome.failure for outcome in outcomes if outcome.failure}):
         legend += f"    {MARKS[failure]}: {failure}"
     picture.text((16, under + 24), legend, size=13, fill=_GREY)
+    if any("host_ms" in outcome.facts for outcome in outcomes):
+        said = "hatched: the host's time decides; below: with twice and with half of it"
+        picture.text((16, under + 42), said, size=13, fill=_GREY)
     picture.colour_bar(_LEFT + wide + 28, _TOP + _BLOCK, high - _BLOCK)
     return image
 
@@ -127,9 +130,24 @@ class _Picture:
             colour = self._colour(value)
             self._painter.rectangle(box, fill=colour)
             ink = "black" if sum(colour) > 380 else "white"
+            if host_ms := outcome.facts.get("host_ms"):
+                self._hatch(box, tuple(round(0.85 * part) for part in colour))
+                slow, fast = (rounded(outcome.cell.samples / ms * 1e3) for ms in host_ms)
+                below = middle[0], middle[1] + 10
+                self.text(below, f"{slow} ... {fast}", anchor="mm", size=10, fill=ink)
+                middle = middle[0], middle[1] - 7
             self.text(middle, rounded(value), anchor="mm", fill=ink)
             if outcome is best and len(outcomes) > 1 and outcome.cell.nb_part > 1:
                 self._painter.rectangle(box, outline=_BEST, width=3)
+
+    def _hatch(self, box: tuple[float, float, float, float], colour: tuple[int, ...]) -> None:
+        """Draws slanting lines into a cell."""
+        left, top, right, bottom = box
+        high = bottom - top
+        for start in range(round(left - high), round(right), 8):
+            from_x, to_x = max(left, start), min(right, start + high)
+            ends = (from_x, bottom - (from_x - start), to_x, bottom - (to_x - start))
+            self._painter.line(ends, fill=colour, width=2)
 
     def colour_bar(self, x: float, y: float, high: float) -> None:
         """Draws the scale, with ticks at round numbers."""

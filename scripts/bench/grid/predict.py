@@ -73,11 +73,22 @@ class Predictor:
         """Returns the layout of a cell: as on the page, one process per pipeline."""
         return Layout(cell.nb_part, cell.ntasks, "local", cell.chunks, self.schedule)
 
-    def price(self, cell: Cell) -> Price:
-        """Returns the planner's price of a cell that is not impossible."""
+    def price(self, cell: Cell, host: float = 1.0) -> Price:
+        """Returns the planner's price of a cell that is not impossible.
+
+        Args:
+            cell: which one.
+            host: how many times as long the host takes for its part.
+        """
         job = Job(cell.samples, optimizer_tensors_per_param=self.optimizer_tensors)
         counts = stage_layers(self.layers, cell.nb_part)
-        return price(self.table, self.machine_for(cell), job, self.layout(cell), counts)
+        machine = self.machine_for(cell)
+        machine = replace(
+            machine, action_s=host * machine.action_s, message_s=host * machine.message_s
+        )
+        calls = [(host * forward, host * backward) for forward, backward in self.table.host_ms]
+        table = replace(self.table, host_ms=calls)
+        return price(table, machine, job, self.layout(cell), counts)
 
     def outcome(self, cell: Cell) -> Outcome:
         """Returns the predicted time of a cell, or why there is none."""
@@ -90,6 +101,8 @@ class Predictor:
         if memory > usable:
             reason = f"{memory:.1f} GiB of {usable:.1f} GiB that may be used"
             return Outcome(cell, failure=MEMORY, reason=reason, facts=facts)
+        if "host" in priced.binds:
+            facts["host_ms"] = [self.price(cell, factor).step_ms for factor in (2.0, 0.5)]
         return Outcome(cell, priced.step_ms, facts=facts)
 
     def stage_ms(self, cell: Cell) -> tuple[list[float], list[float]]:
