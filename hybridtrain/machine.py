@@ -49,7 +49,7 @@ class Machine:
     margin: float = 0.0
     """The share of the rest that a plan leaves free, for what a prediction does not know."""
     price_per_gpu_hour: float = 0.0
-    """What a device costs in an hour, in any currency; 0: not known."""
+    """The price of a device for an hour, in any currency; 0: not known."""
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
     flops_reached: float = 0.5

@@ -313,7 +313,7 @@ class SearchConfig(Group):
     """The study of `hybridtrain search`; without effect on the other commands."""
 
     space: list[str] = field(default_factory=list)
-    """What is searched for, as the command line says it: `["optim.lr=tag(log,interval(1e-4,1e-1))",
+    """Settings that are searched for, as the command line writes them: `["optim.lr=tag(log,interval(1e-4,1e-1))",
     "pipeline.chunks=4,8"]`. Keys of the command line with several values are added."""
     trials: int = 20
     """Trials of the study in all; more than before goes on with it."""
@@ -322,9 +322,9 @@ class SearchConfig(Group):
     mode: str | None = None
     """`min` or `max`; null, with `metric` null as well: `checkpoint.best_mode`."""
     sampler: str = "tpe"
-    """How Optuna chooses: `tpe`, by what came of earlier trials, or `random`."""
+    """Optuna's sampler: `tpe`, by what came of earlier trials, or `random`."""
     pruner: str | None = "median"
-    """Which trials are stopped early, by their evaluations: `median`, those worse than half of the
+    """Optuna's rule for trials that are stopped early, by their evaluations: `median`, those worse than half of the
     others at that step; `hyperband`; null: none."""
     storage: str | None = None
     """null: `study.db` in the study's folder; `journal`: a file there that several nodes may write

@@ -139,8 +139,8 @@ def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         print(markdown_table(_cells(lines)), file=file)
     else:
         columns = _columns(lines)
-        rows = [[line.get(column) for column in columns] for line in lines]
-        csv.writer(file).writerows([columns, *rows])  # words: ok
+        csv.writer(file).writerow(columns)
+        csv.writer(file).writerows([line.get(column) for column in columns] for line in lines)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, file.getvalue())

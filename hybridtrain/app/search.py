@@ -4,7 +4,7 @@
         trial_000/              a run, whose name is digits-search/trial_000
         study.db                the study: what was tried, and what came of it
 
-A trial is the command `train` in processes of its own, so that it may be torchrun's, and a crash
+A trial is the command `train` in its own processes, so that it may be torchrun's, and a crash
 ends that trial alone. The evaluations in its `metrics.jsonl` decide whether it is stopped early.
 Several searches may work on one study. One that was interrupted goes on with its trial.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _MOST_FAILURES = 3
-"""Trials that fail in a row: the mistake is not in their settings."""
+"""Trials that fail one after another: the mistake is not in their settings."""
 
 
 def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
@@ -179,7 +179,7 @@ def _distribution(override: Override) -> BaseDistribution:
     except ValueError as error:
         raise ConfigError(f"{override.input_line}: {error}") from error
     raise ConfigError(
-        f"{override.input_line} is no space: write values, a,b or choice(a,b), range(1,4), "
+        f"{override.input_line} does not say what to choose from: write values, a,b or choice(a,b), range(1,4), "
         f"interval(0.1,0.9), int(interval(1,8)) or tag(log,interval(1e-4,1e-1))"
     )
 
@@ -255,7 +255,7 @@ def _train(
     from optuna.trial import TrialState
 
     study, pruned = trial.study, False
-    # A session of its own, so that Ctrl-C reaches it once, by way of this process.
+    # Its own session, so that Ctrl-C reaches it once, by way of this process.
     with subprocess.Popen(command, start_new_session=True) as process:
         received.process = process
         known = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)

@@ -51,7 +51,7 @@ class Sweep:
 
     Attributes:
         points: one for each run.
-        path: the folder of what belongs to all runs, and of runs without a name of their own.
+        path: the folder of what belongs to all runs, and of runs that have no name.
     """
 
     points: list[SweepPoint]

@@ -61,7 +61,7 @@ def fully_sharded(
         table: the costs of the layers.
         machine: the hardware.
         job: the work of a step.
-        weight_bytes: of an element of the weights as they are gathered: 2 in half precision.
+        weight_bytes: of an element of a gathered weight: 2 in half precision.
             Gradients are reduced in fp32.
         chunks: micro-batches of a batch; None: as many as are fastest.
         recomputes: None: if that is faster.

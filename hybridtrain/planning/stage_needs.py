@@ -46,7 +46,7 @@ class DeviceMemory:
 
     @property
     def kept(self) -> int:
-        """What is there between two layers, as it is counted on a CPU."""
+        """Bytes between two layers, where the memory of a CPU is read."""
         return self.total - self.temporaries
 
 
