@@ -313,8 +313,9 @@ class SearchConfig(Group):
     """The study of `hybridtrain search`; without effect on the other commands."""
 
     space: list[str] = field(default_factory=list)
-    """Settings that are searched for, as the command line writes them: `["optim.lr=tag(log,interval(1e-4,1e-1))",
-    "pipeline.chunks=4,8"]`. Keys of the command line with several values are added."""
+    """Settings that are searched for, as the command line writes them:
+    `["optim.lr=tag(log,interval(1e-4,1e-1))", "pipeline.chunks=4,8"]`. Keys of the command line
+    with several values are added."""
     trials: int = 20
     """Trials of the study in all; more than before goes on with it."""
     metric: str | None = None
@@ -324,8 +325,8 @@ class SearchConfig(Group):
     sampler: str = "tpe"
     """Optuna's sampler: `tpe`, by what came of earlier trials, or `random`."""
     pruner: str | None = "median"
-    """Optuna's rule for trials that are stopped early, by their evaluations: `median`, those worse than half of the
-    others at that step; `hyperband`; null: none."""
+    """Optuna's rule for trials that are stopped early, by their evaluations: `median`, those worse
+    than half of the others at that step; `hyperband`; null: none."""
     storage: str | None = None
     """null: `study.db` in the study's folder; `journal`: a file there that several nodes may write
     to, on a shared file system; or the URL of a database."""

@@ -179,8 +179,9 @@ def _distribution(override: Override) -> BaseDistribution:
     except ValueError as error:
         raise ConfigError(f"{override.input_line}: {error}") from error
     raise ConfigError(
-        f"{override.input_line} does not say what to choose from: write values, a,b or choice(a,b), range(1,4), "
-        f"interval(0.1,0.9), int(interval(1,8)) or tag(log,interval(1e-4,1e-1))"
+        f"{override.input_line} does not say what to choose from: write values, a,b or "
+        "choice(a,b), range(1,4), interval(0.1,0.9), int(interval(1,8)) or "
+        "tag(log,interval(1e-4,1e-1))"
     )
 
 
