@@ -52,7 +52,8 @@ the samples of all replicas. [Data sets](data-sets.md) says what files they read
     "model": """A key that is null is taken from the data set, as is an argument of that name
 that has no key.""",
     "optim": """The arguments of the class in `torch.optim`; beside them `optim.groups` and
-`optim.layer_decay`, see [Parameter groups](guide.md#parameter-groups-and-several-optimizers).""",
+`optim.layer_decay`, see
+[Parameter groups](callbacks.md#parameter-groups-and-several-optimizers).""",
     "lr_schedule": """The arguments of the class in `torch.optim.lr_scheduler`. `T_max` and
 `total_iters` that are null become the number of steps after the warm-up. A warm-up that is
 longer than the run never reaches the learning rate.""",
@@ -67,13 +68,13 @@ MORE = {
     "run_name": "[Names](configuration.md#names-and-sweeps)",
     "resume": "[Resuming](checkpoints.md#resuming)",
     "init_from": "[Checkpoints](checkpoints.md#initial-weights)",
-    "callbacks": "[Callbacks](guide.md#callbacks)",
-    "allow_targets": "[Own models](own-models-and-data.md#from-the-command-line)",
+    "callbacks": "[Callbacks](callbacks.md)",
+    "allow_targets": "[Own models](project.md)",
     "pipeline.schedule": "[Backwards in two parts](performance.md#backwards-in-two-parts)",
     "pipeline.split": "[Splitting](splitting.md)",
     "world.stall_s": "[Reliability](reliability.md#hangs)",
-    "world.shard": "[Performance](performance.md#memory-over-replicas)",
-    "trainer.loss": "[The loss](own-models-and-data.md#the-loss)",
+    "world.shard": "[Performance](memory.md#memory-over-replicas)",
+    "trainer.loss": "[The loss](losses.md)",
     "trainer.eval_first": "[Evaluations that fail](reliability.md#evaluations-that-fail)",
 }
 

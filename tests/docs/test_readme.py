@@ -16,6 +16,8 @@ from hybridtrain.app.instantiate import TARGETS
 from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"
+RECIPE_OF = {"bert": ["recipe=bert_classifier"]}
+ERRORS = [ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "errors-in-training")]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -24,7 +26,8 @@ def commands(text: str) -> list[list[str]]:
     starts = [words for words in lines if words and words[0] in ("hybridtrain", "torchrun", "srun")]
     found = [words[words.index("hybridtrain") + 1 :] for words in starts if "hybridtrain" in words]
     # which take no overrides
-    found = [words for words in found if words[:1] not in (["results"], ["report"], ["smp-config"])]
+    without = ("results", "report", "smp-config", "new")
+    found = [words for words in found if words and words[0] not in without]
     return [words[1:] if words and words[0] in COMMANDS else words for words in found]
 
 
@@ -40,7 +43,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
     monkeypatch.setattr(World, "from_env", on_cpu)
     namespace = {"__name__": page.stem}
     for block in blocks(page, "python"):
-        if "import transformers" in block.text:
+        if re.search(r"(import|from) transformers", block.text):
             pytest.importorskip("transformers")
         code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
         exec(compile(code, str(page), "exec"), namespace)
@@ -48,7 +51,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
 
 @pytest.mark.parametrize(
     "page",
-    thinned([p for p in PAGES if p.stem != "troubleshooting" and blocks(p, "bash", "sh")], 2),
+    thinned([p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")], 2),
     ids=name,
 )
 def test_the_commands_of_a_page_compose(page: Path) -> None:
@@ -56,16 +59,19 @@ def test_the_commands_of_a_page_compose(page: Path) -> None:
     for block in blocks(page, "bash", "sh"):
         for words in commands(block.text):
             words = [word for word in words if word not in COMMANDS]
+            if not any(word.startswith("recipe=") for word in words):
+                words = [*RECIPE_OF.get(page.stem, []), *words]  # that of the run it goes on with
             flags = ("--multirun", "--dry-run", "--cfg", "job")
             overrides = [word for word in words if word not in flags]
+            overrides = [word for word in overrides if "interval(" not in word]  # of a search
             for choice in sweep_choices(overrides):
                 compose_config(choice)
 
 
 def messages() -> list[tuple[list[str], str]]:
-    """Returns the commands of the page on errors, each with the message that it shows."""
-    page = ROOT / "docs" / "troubleshooting.md"
-    pairs = re.findall(r"```bash\n(.*?)```\n+```text\n(error: .*?)```", page.read_text(), re.S)
+    """Returns the commands of the pages on errors, each with the message that it shows."""
+    text = "".join(page.read_text() for page in ERRORS)
+    pairs = re.findall(r"```bash\n(.*?)```\n+```text\n(error: .*?)```", text, re.S)
     return [(shlex.split(command)[1:], message.strip()) for command, message in pairs]
 
 
@@ -89,7 +95,7 @@ def test_the_first_command_of_the_readme_trains() -> None:
 
 
 def test_a_model_and_a_data_set_of_ones_own_train_as_the_page_on_them_says() -> None:
-    page = ROOT / "docs" / "own-models-and-data.md"
+    page = ROOT / "docs" / "project.md"
     files = {
         "nets": next(b for b in blocks(page, "python") if "def wide" in b.text),
         "data": next(b for b in blocks(page, "python") if "def blobs" in b.text),
