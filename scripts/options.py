@@ -48,7 +48,8 @@ other commands take no notice of it.""",
     "monitor": """`monitor=[tensorboard,wandb,mlflow,csv]` chooses the trackers of a run, see
 [Trackers](monitoring.md#trackers).""",
     "data": """The keys of every data set; then those of each option. `data.batch_size` counts
-the samples of all replicas. [Data sets](data-sets.md) says what files they read.""",
+the samples of all replicas; `auto`: [the largest batch that fits](memory.md#the-largest-batch).
+[Data sets](data-sets.md) says what files they read.""",
     "model": """A key that is null is taken from the data set, as is an argument of that name
 that has no key.""",
     "optim": """The arguments of the class in `torch.optim`; beside them `optim.groups` and

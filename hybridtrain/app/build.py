@@ -31,7 +31,7 @@ from hybridtrain.app.config import (
     check,
     errors_with_config_keys,
 )
-from hybridtrain.app.pricing import chosen, without_auto
+from hybridtrain.app.pricing import chosen, with_largest_batch, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
 from hybridtrain.app.run_directory import LogLines, RunDirectory
 from hybridtrain.app.run_lock import RunLock
@@ -212,6 +212,8 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         _log.info("%s", note)
     data = load_data(config, world)
     config = chosen(settings, config, data, world, options.pipeline.optimizer_tensors_per_param)
+    if settings.config.data.get("batch_size") == AUTO:
+        config = with_largest_batch(config, data, world, options)
     if settings.config.pipeline.nb_part == AUTO:
         world = world.divided(config.pipeline.nb_part, config.world.devices)
     options = replace(

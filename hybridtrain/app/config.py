@@ -449,7 +449,8 @@ def check(config: Config) -> None:
                 f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
                 f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
-    check_batch_size(config.data.get("batch_size"))
+    if config.data.get("batch_size") != AUTO:
+        check_batch_size(config.data.get("batch_size"))
     names = (config.run_name or "").split("/")
     if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
         raise ConfigError(

@@ -60,6 +60,8 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         SplitError: nothing fits into memory.
     """
     config = without_auto(settings)
+    if settings.config.data.get("batch_size") == AUTO:
+        raise ConfigError("data.batch_size=auto is chosen by a run: plan prices a given batch")
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
     assert config.cluster is not None

@@ -43,11 +43,13 @@ from hybridtrain.data import Batch, DataSplits, example_batch, largest_batch
 from hybridtrain.data.loader import batches_in, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import write_atomically
+from hybridtrain.graph import Layer
 from hybridtrain.launch import detect
-from hybridtrain.losses import resolve
+from hybridtrain.losses import LossFn, resolve
 from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
+from hybridtrain.options import PipelineOptions
 from hybridtrain.planning import (
     Choices,
     CostTable,
@@ -56,6 +58,7 @@ from hybridtrain.planning import (
     Layout,
     LossOfStep,
     Plan,
+    Planner,
     Prediction,
     Price,
     count_layers,
@@ -67,7 +70,7 @@ from hybridtrain.planning import (
     why_not_priced,
 )
 from hybridtrain.schedule import SCHEDULES, Placement, place_of
-from hybridtrain.text_table import with_unit
+from hybridtrain.text_table import counted, with_unit
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -223,6 +226,13 @@ def without_auto(settings: Settings) -> Config:
                 f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
                 f"gives it: set pipeline.nb_part= to that number, or world.devices=cuda"
             )
+    if (keys := auto_keys(config.pipeline)) and config.data.get("batch_size") == AUTO:
+        raise ConfigError(
+            f"data.batch_size=auto and pipeline.{keys[0]}=auto depend on each other: give one "
+            f"of them a number"
+        )
+    if config.data.get("batch_size") == AUTO:  # until `chosen` knows better
+        config = replace(config, data={**config.data, "batch_size": _SAMPLES})
     return replace(config, pipeline=with_auto_replaced(config.pipeline, defaults))
 
 
@@ -252,6 +262,69 @@ def chosen(
     )
     assert values is not None
     return replace(config, pipeline=replace(config.pipeline, **values))
+
+
+def with_largest_batch(
+    config: Config, data: DataSplits, world: World, options: RunOptions
+) -> Config:
+    """Returns `config` with the largest batch that should fit; a collective call.
+
+    Rank 0 doubles the samples of a micro-batch, from one on, while the memory of a step as the run
+    cuts the model fits and the training split has as many, and says so in one line.
+
+    Raises:
+        ConfigError: the memory of a device is not known, or the run's memory is not predicted.
+        SplitError: one sample per micro-batch does not fit.
+    """
+    size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
+    return replace(config, data={**config.data, "batch_size": size})
+
+
+def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
+    device, pipeline = world.devices[0], options.pipeline
+    if (reason := why_not_priced(pipeline)) is not None:
+        raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
+    known = config.cluster is not None or config.pipeline.memory_limit_gib is not None
+    if device.type not in ("cpu", "cuda") and not known:
+        raise ConfigError(
+            f"data.batch_size=auto: the memory of {device} is not known: set "
+            f"pipeline.memory_limit_gib="
+        )
+    machine = machine_of_run(config, device, world.nb_part * world.replicas)
+    net = construct_on_meta(lambda: build_model(config, data))
+    loss_fn = resolve(options.loss_fn, net).function
+    least, most = world.replicas * pipeline.chunks, length_of(data.train)
+    size, fits, told = least, 0, "the training split has no more"
+    while size <= (most or size):
+        share = size // world.replicas
+        example = example_batch(data.train, share, data.collate)
+        planner = Planner(net, pipeline, example[0], world.cluster, costs="estimated")
+        stages = planner.layers_of(planner.plan()).stages
+        with _without_errors_of_fake_tensors():
+            found = _predict(config, world, pipeline, data, stages, example, size, loss_fn)
+        assert found.memory_bytes is not None
+        fullest = max(found.memory_bytes)
+        if fullest > machine.usable_bytes:
+            told = f"{size} would take {with_unit(fullest)}"
+            break
+        fits, memory, size = size, fullest, 2 * size
+    usable = with_unit(round(machine.usable_bytes))
+    if not fits:
+        raise SplitError(
+            f"data.batch_size=auto: {told} of the {usable} that may be used"
+            if size <= (most or size)
+            else f"data.batch_size=auto: a sample for each of {least} micro-batches is more than "
+            f"the {most} of the training split: lower pipeline.chunks="
+        )
+    _log.info(
+        "data.batch_size=%d: %s per micro-batch, %s of %s predicted per device; %s",
+        fits,
+        counted(fits // least, "sample"),
+        with_unit(memory),
+        usable,
+        told,
+    )
+    return fits
 
 
 def _pipeline_sizes(config: Config, world: World) -> list[int]:
@@ -374,9 +447,32 @@ def predict_run(context: RunContext) -> Prediction:
 
 
 def _prediction_of(context: RunContext) -> Prediction:
-    config, world, model = context.config, context.world, context.model
-    options = model.options
-    samples = config.data["batch_size"]
+    model = context.model
+    return _predict(
+        context.config,
+        context.world,
+        model.options,
+        context.data,
+        model.planned.stages,
+        (context.example_inputs, context.example_targets),
+        context.config.data["batch_size"],
+        model.resolve_loss(context.options.loss_fn).function,
+        _measured_costs(context),
+    )
+
+
+def _predict(
+    config: Config,
+    world: World,
+    options: PipelineOptions,
+    data: DataSplits,
+    stages: Sequence[Sequence[Layer]],
+    example: tuple[Any, Any],
+    samples: int,
+    loss_fn: LossFn,
+    measured: Sequence[LayerCost] | None = None,
+) -> Prediction:
+    """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
     layout = Layout(
         nb_part=world.nb_part,
@@ -388,21 +484,20 @@ def _prediction_of(context: RunContext) -> Prediction:
         checkpoint=str(options.checkpoint),
         shard=options.shard if world.replicas > 1 else "none",
     )
-    example = context.example_inputs, context.example_targets
     first = tuple(split_batch(each, sizes)[0] for each in example)
     draws = default_generators()
-    inputs, targets = largest_batch(context.data.train, sizes[0], context.data.collate, first)
+    inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
     rewind(draws)  # transforms may draw
     return predict_step(
-        model.planned.stages,
+        stages,
         inputs,
         machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
         Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
-        _measured_costs(context),
+        measured,
         precision=options.precision,
         tf32=config.trainer.tf32,
-        loss=LossOfStep(model.resolve_loss(context.options.loss_fn).function, targets),
+        loss=LossOfStep(loss_fn, targets),
     )
 
 

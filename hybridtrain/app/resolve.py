@@ -34,6 +34,7 @@ from hybridtrain.app.compose import (
     to_tree,
 )
 from hybridtrain.app.config import (
+    AUTO,
     GROUP_KEYS,
     LOADER_KEYS,
     OPEN_GROUPS,
@@ -329,6 +330,8 @@ def _on_top_of(
         raise _wrong_value(run, error) from error
     # what was chosen when the run began, so that its steps stay the same
     config.pipeline = with_auto_replaced(config.pipeline, of_run.pipeline)
+    if config.data.get("batch_size") == AUTO:
+        config.data["batch_size"] = of_run.data["batch_size"]
     leftovers = {
         group: [key for key in getattr(config, group) if key in names]
         for group, names in leftovers.items()

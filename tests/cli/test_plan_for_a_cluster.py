@@ -1,5 +1,6 @@
 """Prices on the command line: `plan` for a machine, `measure-machine`, and keys that are `auto`."""
 
+import json
 import os
 import shlex
 
@@ -86,6 +87,43 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
     assert error.startswith("error: pipeline.nb_part=auto")
     assert told in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_keeps_it(
+    tmp_path, capfd
+):
+    limit_gib = 0.002
+    keys = ["data.batch_size=auto", "data.first_batches=1", "pipeline.chunks=2"]
+    keys.append(f"pipeline.memory_limit_gib={limit_gib}")
+    told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=1")
+    config = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())
+    size = config["data"]["batch_size"]
+    assert f"data.batch_size={size}: " in told
+    assert f"; {2 * size} would take " in told
+    fits = json.loads((tmp_path / "outputs/digits/summary.json").read_text())
+    told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=2")
+    assert "resumed from" in told
+    assert "would take" not in told
+    fixed = [f"data.batch_size={2 * size}", *keys[1:], "run_name=twice", "trainer.steps=1"]
+    succeed(capfd, "train", *SMALL, *fixed)
+    twice = json.loads((tmp_path / "outputs/twice/summary.json").read_text())
+    peaks = [max(s["peak_memory_bytes"] for s in run["stages"]) for run in (fits, twice)]
+    assert peaks[0] <= limit_gib * 2**30 < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["pipeline.memory_limit_gib=1e-4"], "4 would take "),
+        (["pipeline.chunks=2000"], "is more than the 1442 of the training split"),
+        (["pipeline.chunks=auto"], "pipeline.chunks=auto depend on each other"),
+        (["pipeline.max_inflight=2"], "max_inflight=2 is not priced"),
+    ],
+)
+def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd):
+    error = fail(capfd, "train", *SMALL, "data.batch_size=auto", *keys)
+    assert error.startswith("error: data.batch_size=auto")
+    assert told in error
 
 
 @pytest.mark.parametrize(
