@@ -16,7 +16,7 @@ When it is complete, its weights must be those of the reference, bit for bit, wi
 same lines in metrics.jsonl, and no process may be left. The exit status is 1 otherwise.
 
     python -m scripts.soak                  # 10 faults, some minutes
-    python -m scripts.soak --faults 200     # for the table of docs/reliability.md
+    python -m scripts.soak --faults 200     # for the table of docs/reliability-figures.md
     python -m scripts.soak --faults 200 --engine distributed    # a process for each stage
 """
 
