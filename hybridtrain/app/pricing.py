@@ -385,7 +385,7 @@ def _prediction_of(context: RunContext) -> Prediction:
         chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        checkpoint=str(options.checkpoint),
+        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
     example = context.example_inputs, context.example_targets
@@ -403,6 +403,7 @@ def _prediction_of(context: RunContext) -> Prediction:
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(model.resolve_loss(context.options.loss_fn).function, targets),
+        recomputed=model.pipeline.recomputed_layers,
     )
 
 
