@@ -8,8 +8,8 @@ torchrun --standalone --nproc-per-node 2 examples/smp_digits.py
 
 With one process there is one stage, with two a pipeline of two.
 
-Result: accuracy 0.9662 of the digits held out, and 0.0129 as the last loss, with one process and with
-two: PyTorch 2.14.1, two cores of a CPU. Numbers: this project's own.
+Result: accuracy 0.9662 of the digits held out, and 0.0129 as the last loss, with one process and
+with two: PyTorch 2.14.1, two cores of a CPU. Numbers: this project's own.
 """
 
 import os
