@@ -55,7 +55,8 @@ def evaluate(
         data: the samples of this replica.
         loss_fn: as in `HybridModel.train_step`; the loss is the mean over all that it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
-            or with the whole output where the targets are a mapping, and synchronises itself over all processes.
+            or with the whole output where the targets are a mapping, and synchronises itself over
+            all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
             replica is free in that, and those that go on are waited for.
         on_batch: called after each batch with the samples of this process so far.

@@ -272,6 +272,6 @@ def test_the_weights_of_a_name_on_the_hub_are_fetched_without_files_that_run_cod
     with pytest.raises(CheckpointError, match=r"init_from=me/nothing.*the Hub \(OSError: 404\)$"):
         init_from(model, "me/nothing")
     for place in ("./nowhere", "a/b/c", "weights.pt"):
-        with pytest.raises(CheckpointError, match="no such file or directory$"):
+        with pytest.raises(CheckpointError, match=r"no such file or directory$"):
             init_from(model, place)
     assert len(asked) == 2
