@@ -215,6 +215,11 @@ class Pipeline:
         step = Step(schedule, source, head, ThreadState.capture(), training=training)
         return self._run(step, trains=training)
 
+    @property
+    def traced_names(self) -> frozenset[str]:
+        """Names of the model's modules whose hooks do not run, since graphs run in their place."""
+        return self._guards.traced_names
+
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
         for tie in self._ties:
