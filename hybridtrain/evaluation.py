@@ -55,7 +55,8 @@ def evaluate(
         data: the samples of this replica.
         loss_fn: as in `HybridModel.train_step`; the loss is the mean over all that it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
-            and synchronises itself over all processes.
+            or with the whole output where the targets are a mapping, and synchronises itself over
+            all processes.
         stop: asked after each batch; once it is true, the result is of the samples so far. Each
             replica is free in that, and those that go on are waited for.
         on_batch: called after each batch with the samples of this process so far.
@@ -75,7 +76,8 @@ def evaluate(
     def measure(output: Any, targets: Any) -> Tensor:
         for name, metric in metrics.items():
             with _errors_of(name):
-                metric.update(main_output(output), targets)
+                whole = isinstance(targets, Mapping)  # as a detector has them
+                metric.update(output if whole else main_output(output), targets)
         return loss(output, targets)
 
     loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +41,8 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 """By precision, how far a number may be from another that was added up in another order, relative
 to the largest entry of its tensor. In half precision the last bit of a weight can tip the rounding
 of an activation, which has 8 or 11 bits."""
+
+_PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # A gradient that is zero but for rounding, such as that of a bias before a batch norm, is compared
 # with this share of the largest entry of all gradients.
@@ -265,7 +267,9 @@ class _Comparison:
         net = copy.deepcopy(model.net) if reference is None else reference
         remove_aliases(net)
         self._net = net.to(self._device)
-        self._tolerance = TOLERANCES[model.options.precision]
+        computed = [model.options.precision]
+        computed += [_PRECISION_OF.get(p.dtype, "fp32") for p in model.net.parameters()]
+        self._tolerance = max(TOLERANCES[precision] for precision in computed)
         # the kind of each tensor, its name and the difference
         self._compared: list[tuple[str, str, float]] = []
         self._first: str | None = None
@@ -398,7 +402,7 @@ class _Comparison:
             ]
             mean = weights.mean(values)
             where = f"{name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
-            self._add(WHOLE_BATCH, where, mean, whole)
+            self._add(WHOLE_BATCH, where, mean, whole.to(mean.dtype))
 
     def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
         """Returns the first layer whose output differs, in evaluation or else in training."""
@@ -407,7 +411,7 @@ class _Comparison:
             with (
                 torch.no_grad(),
                 self._seeds(len(parts)) as seeds,
-                _outputs_of_layers(self._model.net) as mine,
+                _outputs_of_layers(self._model.net, self._model.pipeline.traced_names) as mine,
             ):
                 self._model.map_outputs(inputs, None, lambda output, _: None)
             with torch.no_grad(), _outputs_of_layers(self._net) as theirs:
@@ -522,8 +526,15 @@ def _of_tensors(mine: Any, theirs: Any, least: float) -> float:
 
 
 @contextmanager
-def _outputs_of_layers(net: nn.Module) -> Iterator[Mapping[str, list[Any]]]:
-    """Gives the outputs of each submodule in the block, call by call, in the order of the calls."""
+def _outputs_of_layers(
+    net: nn.Module, without: Collection[str] = ()
+) -> Iterator[Mapping[str, list[Any]]]:
+    """Gives the outputs of each submodule in the block, call by call, in the order of the calls.
+
+    Args:
+        net: whose submodules.
+        without: names of submodules that are left out.
+    """
     outputs: dict[str, list[Any]] = {}
 
     def hook(name: str) -> Any:
@@ -533,7 +544,8 @@ def _outputs_of_layers(net: nn.Module) -> Iterator[Mapping[str, list[Any]]]:
 
         return note
 
-    hooks = [m.register_forward_hook(hook(name)) for name, m in net.named_modules() if name]
+    watched = [(name, m) for name, m in net.named_modules() if name and name not in without]
+    hooks = [module.register_forward_hook(hook(name)) for name, module in watched]
     try:
         yield outputs
     finally:

@@ -220,9 +220,11 @@ def main() -> None:
         both = [by_recipe(recipe, words), plain(recipe, words)]
         curves[recipe] = both
         ends = [[line for line in lines if "eval/loss" in line][-1] for lines in both]
-        measured = json.loads((Path("outputs") / recipe / "summary.json").read_text())["measured"]
+        summary = json.loads((Path("outputs") / recipe / "summary.json").read_text())
+        measured, environment = summary["measured"], summary["environment"]
         results[recipe] = {
             "words": words,
+            "environment": {key: environment[key] for key in ("torch", "Python", "devices")},
             "steps": ends[0]["step"],
             "step_ms": round(measured["step_ms"]),
             "memory_mib": [round(size / 2**20, 1) for size in measured["memory_bytes"]],
@@ -239,7 +241,7 @@ def main() -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Returns the results as the table of docs/recipes.md."""
-    head = ["recipe", "steps", "ms a step", "MiB of each stage"]
+    head = ["recipe", "steps", "ms per step", "MiB of each stage"]
     lines = [[*head, "loss", "plain PyTorch", "accuracy", "plain PyTorch"]]
     for recipe, found in results.items():
         pairs = zip(found["hybridtrain"].values(), found["plain"].values(), strict=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from hybridtrain.app.pricing import chosen, with_largest_batch, without_auto
 from hybridtrain.app.resolve import Settings, agreed, leave_out_leftovers
 from hybridtrain.app.run_directory import LogLines, RunDirectory
 from hybridtrain.app.run_lock import RunLock
-from hybridtrain.checkpoint import CheckpointStore, check_exists, parse_init_from
+from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data import (
     DataSplits,
@@ -206,7 +205,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)
         if (initial := parse_init_from(config.init_from)) and not store.steps():
-            world.on_main(lambda: check_exists(Path(initial["source"])))
+            world.on_main(lambda: find_weights(initial["source"]))
     directory.log_to_files(world.rank)
     for note in settings.notes:
         _log.info("%s", note)

@@ -586,6 +586,13 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
     return None
 
 
+def hydra_quoted(text: str) -> str:
+    """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
+    if re.fullmatch(r"[A-Za-z][\w.-]*", text):
+        return text
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
+
+
 def _quoted(override: str) -> str:
     """Returns how a list of texts with signs that mean something to Hydra is written."""
     listed = re.fullmatch(r"([\w.]+)=\[([^\[\]\"']+)\]", override)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hybridtrain.app.build import Setup, checked_options, set_up, writing
 from hybridtrain.app.components import load_data
-from hybridtrain.app.compose import given_keys, with_later
+from hybridtrain.app.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.app.config import AUTO, Config
 from hybridtrain.app.pricing import (
     batches_of,
@@ -103,7 +103,7 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
-    keys = [f"pipeline.split={path}", *overrides_of(best.layout)]
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.checkpoint())]
     _log.info("to train with it:\n  %s", _command(settings, machine, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
@@ -153,14 +153,16 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(layout: Layout) -> list[str]:
+def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
     """Returns the overrides that a run of this layout needs, beside the split."""
+    if not isinstance(checkpoint, str):
+        checkpoint = f"[{','.join(map(hydra_quoted, checkpoint))}]"
     values = {
         "pipeline.nb_part": layout.nb_part,
         "pipeline.chunks": layout.chunks,
         "pipeline.schedule": layout.schedule,
         "pipeline.stages_per_device": layout.stages_per_device,
-        "pipeline.checkpoint": layout.checkpoint,
+        "pipeline.checkpoint": checkpoint,
         "world.engine": layout.engine,
     }
     if layout.shard != "none":

@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
@@ -458,6 +458,7 @@ def _prediction_of(context: RunContext) -> Prediction:
         context.config.data["batch_size"],
         model.resolve_loss(context.options.loss_fn).function,
         _measured_costs(context),
+        model.pipeline.recomputed_layers,
     )
 
 
@@ -471,6 +472,7 @@ def _predict(
     samples: int,
     loss_fn: LossFn,
     measured: Sequence[LayerCost] | None = None,
+    recomputed: Set[int] = frozenset(),
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
@@ -481,7 +483,7 @@ def _predict(
         chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        checkpoint=str(options.checkpoint),
+        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
     first = tuple(split_batch(each, sizes)[0] for each in example)
@@ -498,6 +500,7 @@ def _predict(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
+        recomputed=recomputed,
     )
 
 

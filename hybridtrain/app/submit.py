@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from torch.nn.parameter import Parameter
 from hybridtrain.app import instantiate
 from hybridtrain.app.build import checked_options
 from hybridtrain.app.components import build_lr_schedule, build_optimizer, check_tokenizer
-from hybridtrain.app.compose import given_keys
+from hybridtrain.app.compose import given_keys, hydra_quoted
 from hybridtrain.app.config import LOADER_KEYS, SubmitConfig, errors_with_config_keys
 from hybridtrain.app.job import (
     JobLayout,
@@ -148,7 +147,7 @@ def _array(
     for point in sweep.points:
         keys = given_keys(point.overrides)
         own = [o for o, key in zip(point.overrides, keys, strict=True) if key != "run_name"]
-        own.append(f"run_name={_hydra_quoted(point.run_name)}")
+        own.append(f"run_name={hydra_quoted(point.run_name)}")
         settings = settle("train", own, config_dir)
         check_run(settings)
         found.append((settings.config.submit, layout_of(settings.config)))
@@ -166,7 +165,7 @@ def _array(
     # A line keeps its number: an array that is still waiting reads the file when it begins.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
-    group = f"monitor.group={_hydra_quoted(sweep.path.name)}"
+    group = f"monitor.group={hydra_quoted(sweep.path.name)}"
     run = JobRun(sweep.path.name, sweep.path, [group], config_dir, numbers, file)
     return run, *found[0], lines
 
@@ -228,10 +227,3 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
         said.append(f"results  hybridtrain results {shlex.quote(str(run.folder))}")
     print("\n".join(said), file=sys.stderr, flush=True)
     print(job, flush=True)
-
-
-def _hydra_quoted(text: str) -> str:
-    """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
-    if re.fullmatch(r"[A-Za-z][\w.-]*", text):
-        return text
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"

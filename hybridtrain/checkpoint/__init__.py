@@ -14,7 +14,7 @@ tensor_files       safetensors; JSON for everything else
 init_from          weights from elsewhere
 """
 
-from hybridtrain.checkpoint.init_from import InitReport, check_exists, init_from, parse_init_from
+from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import MANIFEST, verify
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
@@ -35,10 +35,10 @@ __all__ = [
     "InitReport",
     "broadcast_tree",
     "check_directory",
-    "check_exists",
     "check_fits",
     "check_progress",
     "evaluated_average",
+    "find_weights",
     "finishing_saves",
     "init_from",
     "parse_init_from",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 # what wrappers put before the names, and where other libraries put the weights in a file
 _PREFIXES = ("module.", "_orig_mod.")
 _KEYS = ("state_dict", "model_state_dict", "model")
+# of a model on the Hub: `name` or `owner/name`
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +76,9 @@ def init_from(
     Args:
         model: whose parameters and buffers are overwritten.
         source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
-            with `weights_only=True`); the directory of a checkpoint or of a run; or a folder as on
-            the Hugging Face Hub. Each process reads the tensors of its stages; if not all of them
+            with `weights_only=True`); the directory of a checkpoint or of a run; a folder as on the
+            Hugging Face Hub; or the name of a model there, whose safetensors are fetched into the
+            Hub's cache. Each process reads the tensors of its stages; if not all of them
             see the same files as rank 0, it sends the tensors one by one.
         strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
             others are loaded, and the report is logged.
@@ -89,7 +93,7 @@ def init_from(
     """
 
     world = model.world
-    folder = world.broadcast(world.on_main(lambda: _locate(Path(source), best)))
+    folder = world.broadcast(world.on_main(lambda: _locate(find_weights(source), best)))
     assert folder is not None
     values = Source(world, same_files(world, _files_of(folder)))
 
@@ -97,7 +101,8 @@ def init_from(
         weights, extra = _read(folder)
         # the parameters themselves: a tied one is known by being the same under all its names
         own = model.net.state_dict(keep_vars=True)
-        chosen, report = _match(own, weights, str(source))
+        base = getattr(model.net, "base_model_prefix", "")  # of transformers
+        chosen, report = _match(own, weights, str(source), base)
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(
@@ -126,9 +131,16 @@ def init_from(
 
 
 def _match(
-    own: Mapping[str, Any], weights: Mapping[str, Tensor], source: str
+    own: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, base: str
 ) -> tuple[dict[str, Tensor], InitReport]:
-    """Returns the weights under the model's names, and the report."""
+    """Returns the weights under the model's names, and the report.
+
+    Args:
+        own: of the model.
+        weights: of the source.
+        source: for the report.
+        base: the name of the part of the model that is there without a head, such as `bert`.
+    """
     tensors = {name: value for name, value in split_state(own)[0].items() if _is_weight(name)}
     plain_own = {_plain(name): name for name in tensors}
     chosen: dict[str, Tensor] = {}
@@ -137,7 +149,8 @@ def _match(
     for name, value in weights.items():
         if not _is_weight(name):
             continue
-        target = name if name in tensors else plain_own.get(_plain(name))
+        target = next((plain_own[n] for n in _names(name, base) if n in plain_own), None)
+        target = name if name in tensors else target
         if target is None:
             unexpected.append(name)
         elif value.shape != tensors[target].shape:
@@ -146,7 +159,8 @@ def _match(
         else:
             chosen[target] = value
         if target is not None and target != name:
-            prefixes |= {prefix for prefix in _PREFIXES if prefix in name or prefix in target}
+            known = (*_PREFIXES, *([f"{base}."] if base else []))
+            prefixes |= {prefix for prefix in known if prefix in name or prefix in target}
     # a tied tensor has its values if one of its names has
     _, others = without_aliases(tensors)
     given = {others.get(name, name) for name in chosen}
@@ -165,6 +179,16 @@ def _is_weight(name: str) -> bool:
     return not name.endswith(EXTRA_STATE)
 
 
+def _names(name: str, base: str) -> Iterator[str]:
+    """Yields what the model may call a tensor of the source."""
+    plain = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", _plain(name))  # of BERT's authors
+    plain = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", plain)
+    yield plain
+    if base:
+        yield f"{base}.{plain}"
+        yield plain.removeprefix(f"{base}.")
+
+
 def _plain(name: str) -> str:
     """Returns a name without what DDP and torch.compile put into it."""
     name = name.replace("_orig_mod.", "")
@@ -173,14 +197,29 @@ def _plain(name: str) -> str:
     return name
 
 
-def check_exists(source: Path) -> None:
-    """Makes sure that there is something at `source`.
+def find_weights(source: str | Path) -> Path:
+    """Returns the file or directory that `source` names; a model on the Hub is fetched.
 
     Raises:
-        CheckpointError: there is not.
+        CheckpointError: there is none.
     """
-    if not source.is_file() and not source.is_dir():
-        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+    path = Path(source)
+    if path.is_file() or path.is_dir():
+        return path
+    missing = f"init_from={source}: there is no such file or directory"
+    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
+        raise CheckpointError(missing)
+    try:
+        from huggingface_hub import snapshot_download
+
+        # weights of other formats may run code
+        found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
+    except Exception as error:  # of the network, of the Hub, or it is not installed
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise CheckpointError(
+            f"{missing}, nor can such a model be had from the Hub ({reason})"
+        ) from error
+    return Path(found)
 
 
 def _locate(source: Path, best: bool) -> Path:
@@ -195,7 +234,6 @@ def _locate(source: Path, best: bool) -> Path:
             f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
             f"{', '.join(_TORCH_FILES)}"
         )
-    check_exists(source)
     if (source / MANIFEST).exists():
         verify(source)
         return source

@@ -174,6 +174,11 @@ class TraceGuards:
             if type(held[key]) in _SIMPLE
         ]
 
+    @property
+    def traced_names(self) -> frozenset[str]:
+        """Names of the modules that were traced through: graphs run in their place."""
+        return frozenset(name for name, _ in self._hooks)
+
     def check(self) -> None:
         """Makes sure that the graphs still do what the modules would do.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hybridtrain.errors import ConfigError, check_choice
@@ -20,6 +21,8 @@ TASKS = {
 }
 """The class that makes a model for a task."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def transformers_model(
     source: str | None = None,
@@ -30,6 +33,7 @@ def transformers_model(
     vocab_size: int | None = None,
     pad_index: int | None = None,
     attention: str | None = None,
+    dtype: str = "float32",
 ) -> nn.Module:
     """Returns a model of transformers with random weights and the parameter names of transformers.
 
@@ -47,6 +51,8 @@ def transformers_model(
         vocab_size: tokens in the vocabulary of the data; a `config` without one takes it.
         pad_index: the padding's token id, likewise.
         attention: how attention is computed, such as eager or sdpa; None: the model's default.
+        dtype: of the parameters: float32, bfloat16 or float16. In float32, also where the source
+            was saved in another, the optimizer's small steps are not rounded away.
 
     Raises:
         ConfigError: transformers is not installed, an argument is unknown, or the data has tokens
@@ -54,6 +60,7 @@ def transformers_model(
     """
     transformers = _transformers()
     check_choice("task", task, list(TASKS))
+    check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
         raise ConfigError("give either source= or config=, not both: what model is it?")
     labels = {}
@@ -83,7 +90,9 @@ def transformers_model(
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "from_config"):
         raise ConfigError(f"auto={name}: transformers has no such Auto class")
-    how = {} if attention is None else {"attn_implementation": attention}
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if attention is not None:
+        how["attn_implementation"] = attention
     try:
         model: nn.Module = kind.from_config(made, trust_remote_code=False, **how)
     except (ValueError, ImportError) as error:

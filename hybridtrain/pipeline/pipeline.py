@@ -215,6 +215,11 @@ class Pipeline:
         step = Step(schedule, source, head, ThreadState.capture(), training=training)
         return self._run(step, trains=training)
 
+    @property
+    def traced_names(self) -> frozenset[str]:
+        """Names of the model's modules whose hooks do not run, since graphs run in their place."""
+        return self._guards.traced_names
+
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
         for tie in self._ties:
@@ -320,6 +325,11 @@ class Pipeline:
         devices = list(world.devices) * world.processes_per_replica
         peers = LanePeers(world.pipeline_rank, self.gather, partial(seconds_ahead, world))
         return Timeline(schedule, devices, peers)
+
+    @property
+    def recomputed_layers(self) -> frozenset[int]:
+        """The layers that backwards compute again by themselves, by index."""
+        return self._policy.layers
 
     def recomputed(self, chunks: int) -> list[list[float]]:
         """Returns, by stage and micro-batch, the share of a forward that its backward runs again.

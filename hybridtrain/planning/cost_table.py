@@ -7,7 +7,7 @@ the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ class CostTable:
             again. None: not counted.
         contention_at: returns, for a micro-batch of so many samples, how many times as long a
             device takes while all others of its pipeline compute too.
+        recomputed: the layers whose activations the costs have as recomputed, by index.
     """
 
     costs_at: Callable[[int], Sequence[LayerCost]]
@@ -53,6 +54,39 @@ class CostTable:
     model: str = ""
     flops_per_sample: float | None = None
     contention_at: Callable[[int], float] = lambda samples: 1.0
+    recomputed: Set[int] = frozenset()
+
+    def recomputing(self, layers: Set[int]) -> CostTable:
+        """Returns the costs of a run that recomputes the activations of these layers in backwards.
+
+        Such a layer keeps its output, the input of the next one. Its backward runs the forward
+        again, and then holds its activations for one micro-batch.
+        """
+        if not layers:
+            return self
+
+        def costs_at(samples: int) -> Sequence[LayerCost]:
+            return [
+                _recomputing(cost) if index in layers else cost
+                for index, cost in enumerate(self.costs_at(samples))
+            ]
+
+        return replace(
+            self,
+            costs_at=cache(costs_at),
+            host_ms=[(f, b + f * (index in layers)) for index, (f, b) in enumerate(self.host_ms)],
+            recomputed=frozenset(layers),
+        )
+
+
+def _recomputing(cost: LayerCost) -> LayerCost:
+    kept = min(cost.activation_bytes, cost.crossing_bytes)
+    return replace(
+        cost,
+        backward_ms=cost.backward_ms + cost.forward_ms,
+        activation_bytes=kept,
+        temporary_bytes=cost.temporary_bytes + cost.activation_bytes - kept,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ that of every operation by itself, as in eager mode: what it reads and what it w
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.devices import count_saved, storage_id
@@ -40,6 +41,24 @@ from hybridtrain.planning.costs import (
 # About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
 FLOPS_PER_S = 100e12
 BYTES_PER_S = 1e12
+
+
+# PyTorch's counter may know attention on GPUs alone, and fake tensors are on the CPU. The counter
+# wraps the formulas that it is given, so these are unwrapped.
+_aten = torch.ops.aten
+_ATTENTION_ON_CPU = {
+    on_cpu: inspect.unwrap(flop_registry[on_gpu])
+    for on_cpu, on_gpu in [
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+        ),
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+        ),
+    ]
+}
 
 
 @dataclass(frozen=True)
@@ -239,7 +258,8 @@ def _fake(tensor: Tensor) -> Tensor:
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
     """Returns the result of `function`, and what it does."""
-    with FlopCounterMode(display=False) as flops, _TrafficCounter(flops) as traffic:
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
+    with counter as flops, _TrafficCounter(flops) as traffic:
         result = function()
     return result, Work(
         flops.get_total_flops(),

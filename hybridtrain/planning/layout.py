@@ -47,7 +47,8 @@ class Layout:
     Attributes:
         nb_part: devices of a pipeline.
         replicas: copies of the pipeline.
-        checkpoint: `never` or `always`; `except_last` is priced too.
+        checkpoint: `never`, `always` or `layers`, of which a price says the layers; `except_last`
+            is priced too.
     """
 
     nb_part: int = 1
@@ -104,7 +105,7 @@ class Choices:
     chunks: Sequence[int] | None = None
     schedule: Sequence[str] = SCHEDULES
     stages_per_device: Sequence[int] = (1, 2, 4)
-    checkpoint: Sequence[str] = ("never", "always")
+    checkpoint: Sequence[str] = ("never", "layers", "always")
     shard: Sequence[str] = SHARD_MODES
 
 
@@ -167,9 +168,11 @@ def _schedules(
 
 def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
     """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
-    if splits_backwards(schedule) and len(choices.schedule) > 1 and "never" in choices.checkpoint:
+    if not splits_backwards(schedule):
+        return choices.checkpoint
+    if len(choices.schedule) > 1 and "never" in choices.checkpoint:
         return ["never"]
-    return choices.checkpoint
+    return [mode for mode in choices.checkpoint if mode != "layers"]
 
 
 def divisors(number: int) -> list[int]:

@@ -15,7 +15,8 @@ which makes its bound larger, and goes back into the queue:
     priced          the simulated time                 the next result
 
 So a result is never slower than a layout that was not simulated. Where a model can be cut in few
-ways all of them go into the queue; else the most even one does, improved step by step.
+ways all of them go into the queue; else the most even one does, improved step by step. With
+`checkpoint="layers"` a cut says which layers are recomputed: as few as memory asks for.
 
 `predict_step` prices the one layout that a run has.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate, combinations, pairwise
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.machine import GIB, Machine
-from hybridtrain.options import CHECKPOINT_MODES, PRECISIONS, PipelineOptions
+from hybridtrain.options import PRECISIONS, PipelineOptions
 from hybridtrain.planning.cost_table import (
     CostTable,
     LossOfStep,
@@ -84,6 +85,7 @@ class Price:
         bubble: share of the devices' time in the pipeline in which they wait.
         memory: of each device.
         in_flight: the most micro-batches that each stage keeps alive at one time.
+        recomputed: the layers that are recomputed by themselves, by index.
         binds: what to change first: `compute`, `idle`, `transfers`, `all-reduce`, `optimizer`,
             `host` or `data`, and `memory` where it is nearly full.
     """
@@ -101,6 +103,7 @@ class Price:
     bubble: float
     memory: tuple[DeviceMemory, ...]
     in_flight: tuple[int, ...]
+    recomputed: tuple[int, ...]
     binds: str
 
     @property
@@ -115,7 +118,7 @@ def price(
     """Returns what `layout` takes if its stages have `counts` layers each.
 
     Args:
-        table: the costs of the layers.
+        table: the costs of the layers, with those that are recomputed.
         machine: the hardware.
         job: the work of a step.
         layout: how the model is spread.
@@ -175,6 +178,7 @@ def price(
         bubble=max(0.0, 1.0 - busy_share),  # rounded
         memory=tuple(memory),
         in_flight=most_in_flight(layout),
+        recomputed=tuple(sorted(table.recomputed)),
         binds=binds,
     )
 
@@ -394,6 +398,7 @@ def predict_step(
     precision: str = "fp32",
     tf32: bool = False,
     loss: LossOfStep | None = None,
+    recomputed: Set[int] = frozenset(),
 ) -> Prediction:
     """Predicts a step of a model that is cut already; no layer runs.
 
@@ -408,6 +413,7 @@ def predict_step(
         precision: `fp32`, `bf16` or `fp16`.
         tf32: fp32 products are in TF32.
         loss: that ends the last stage; None, or with measured costs: it is left out.
+        recomputed: the layers that are recomputed by themselves, by index.
 
     Raises:
         SplitError: a layer does not run on fake tensors.
@@ -420,11 +426,12 @@ def predict_step(
         known = machine.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
         counted_on = replace(machine, flops_per_s=known)
         table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32, loss)
-        if not machine.flops_per_s:
-            return Prediction(
-                memory_bytes=_as_measured(device_memory(table, job, layout, counts), machine),
-                reason="`hybridtrain measure-machine`, once, or split=time would give the times",
-            )
+    table = table.recomputing(recomputed)
+    if measured is None and not machine.flops_per_s:
+        return Prediction(
+            memory_bytes=_as_measured(device_memory(table, job, layout, counts), machine),
+            reason="`hybridtrain measure-machine`, once, or split=time would give the times",
+        )
     found = price(table, machine, job, layout, counts)
     memory = _as_measured(found.memory, machine)
     return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
@@ -441,8 +448,6 @@ def why_not_priced(options: PipelineOptions) -> str | None:
         return "compile=true is not priced"
     if options.max_inflight is not None:
         return f"max_inflight={options.max_inflight} is not priced"
-    if options.checkpoint not in CHECKPOINT_MODES:
-        return f"checkpoint={options.checkpoint} is not priced: only whole stages are"
     return None
 
 
@@ -534,6 +539,9 @@ class _Search:
         self._cut = cache(self._cut_by_time)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
+        self._recomputed = cache(self._fewest_recomputed)
+        # all but the last, whose cost is also that of the loss
+        self._most_recomputed = table.recomputing(frozenset(range(len(table.sizes) - 1)))
 
     def fastest(self, every: Sequence[Layout], best: int) -> list[Price]:
         """Returns the prices of the `best` fastest layouts that fit into memory, by time.
@@ -556,7 +564,8 @@ class _Search:
                 found[layout] = entry.priced
                 fastest = min(fastest, entry.priced.step_ms)
             elif counts is not None:
-                priced = price(self._table, self._machine, self._job, layout, counts)
+                table = self._table_of(layout, counts)
+                priced = price(table, self._machine, self._job, layout, counts)
                 bound = max(entry.bound_ms, priced.step_ms)
                 heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
             else:
@@ -577,7 +586,8 @@ class _Search:
 
     def bound_of_cut(self, layout: Layout, counts: Sequence[int]) -> float:
         """Returns what no schedule of these stages is faster than, in milliseconds."""
-        times = stage_times(self._table, self._machine, self._job, layout, counts)
+        table = self._table_of(layout, counts)
+        times = stage_times(table, self._machine, self._job, layout, counts)
         step = optimizer_ms(self._table.sizes, self._machine, self._job, layout, counts)
         return least_step_ms(self._job, layout, times, step)
 
@@ -595,8 +605,58 @@ class _Search:
         return [one for one in counts if self._fits(layout, one)]
 
     def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        memory = device_memory(self._table, self._job, layout, counts)
-        return max(each.total for each in memory) <= self._machine.usable_bytes
+        if layout.checkpoint == "layers":  # with none it is another layout
+            return bool(self._recomputed(layout, tuple(counts)))
+        return not any(map(self._is_over, device_memory(self._table, self._job, layout, counts)))
+
+    def _table_of(self, layout: Layout, counts: Sequence[int]) -> CostTable:
+        if layout.checkpoint != "layers":
+            return self._table
+        return self._table.recomputing(self._recomputed(layout, tuple(counts)) or frozenset())
+
+    def _fewest_recomputed(self, layout: Layout, counts: tuple[int, ...]) -> frozenset[int] | None:
+        """Returns layers whose recomputation makes these stages fit; None: it does not.
+
+        On each device as few as are needed, of the order in which they free the most bytes for the
+        time of their forward.
+        """
+        kept, again = (
+            table.costs_at(layout.samples(self._job))
+            for table in (self._table, self._most_recomputed)
+        )
+        in_flight = most_in_flight(layout)
+        gains: list[list[tuple[float, int]]] = [[] for _ in range(layout.nb_part)]
+        for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+            for index in range(start, end):
+                freed = kept[index].activation_bytes - again[index].activation_bytes
+                if freed:
+                    rate = freed * in_flight[stage] / (kept[index].forward_ms or math.ulp(0.0))
+                    gains[layout.devices[stage]].append((-rate, index))
+        order = [[index for _, index in sorted(each)] for each in gains]
+
+        def chosen(numbers: Sequence[int]) -> frozenset[int]:
+            return frozenset(i for own, n in zip(order, numbers, strict=True) for i in own[:n])
+
+        def over(numbers: Sequence[int]) -> list[bool]:
+            table = self._table.recomputing(chosen(numbers))
+            return list(map(self._is_over, device_memory(table, self._job, layout, counts)))
+
+        # bisection, on all devices at once
+        fewest = [0] * layout.nb_part
+        most = [len(own) * is_over for own, is_over in zip(order, over(fewest), strict=True)]
+        if any(over(most)):
+            return None
+        while fewest != most:
+            middle = [(low + high) // 2 for low, high in zip(fewest, most, strict=True)]
+            for device, is_over in enumerate(over(middle)):
+                if is_over:
+                    fewest[device] = middle[device] + 1
+                else:
+                    most[device] = middle[device]
+        return chosen(most)
+
+    def _is_over(self, memory: DeviceMemory) -> bool:
+        return memory.total > self._machine.usable_bytes
 
     def _weights_fit(self, layout: Layout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
@@ -634,6 +694,9 @@ class _Search:
             counts = self._cut(layout.samples(self._job), layout.checkpoint, layout.stages)
             if self._fits(layout, counts):
                 return counts
+            single = layout.checkpoint == "layers"
+            if single and self._recomputed(layout, tuple(counts)) == frozenset():
+                return None  # nothing has to be recomputed
             if not self._may_fit(layout, limit / layout.stages_per_device):
                 return None
             counts = self._cut_for_memory(layout, memory_weight=0.0, memory_limit=limit)
@@ -651,7 +714,7 @@ class _Search:
         in_flight = most_in_flight(layout)
         for cost in self._weighed(layout):
             while True:
-                alive = 1 if layout.checkpoint != "never" else in_flight[stage]
+                alive = 1 if layout.recomputed else in_flight[stage]
                 nbytes = cost.weight_bytes + alive * cost.activation_bytes
                 if used + nbytes <= limit:
                     used += nbytes
@@ -669,7 +732,8 @@ class _Search:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)
             except SplitError:
                 continue
-            memory = price(self._table, self._machine, self._job, layout, counts).memory
+            table = self._most_recomputed if layout.checkpoint == "layers" else self._table
+            memory = device_memory(table, self._job, layout, counts)
             device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
             found.append((nbytes, device, layout))
         if not found:
@@ -679,10 +743,11 @@ class _Search:
             )
         nbytes, device, layout = min(found, key=lambda entry: entry[0])
         usable = self._machine.usable_bytes
+        checkpoint = {"layers": "of single layers"}.get(layout.checkpoint, layout.checkpoint)
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, checkpoint={layout.checkpoint}, "
+            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, checkpoint {checkpoint}, "
             f"shard={layout.shard}): more devices (cluster.nodes=), larger ones "
             f"(cluster.memory_gib=) or a smaller model would do"
         )
@@ -690,22 +755,23 @@ class _Search:
     def _least_bytes(self, layout: Layout) -> float:
         """Returns about how much a device needs: an even share, and the inputs of its stage."""
         costs = self._weighed(layout)
-        alive = 1 if layout.checkpoint == "always" else sum(most_in_flight(layout)) / layout.stages
+        alive = 1 if layout.recomputed else sum(most_in_flight(layout)) / layout.stages
         whole = sum(cost.weight_bytes + alive * cost.activation_bytes for cost in costs)
         return whole / layout.nb_part
 
     def _weighed(self, layout: Layout) -> list[LayerCost]:
-        return self._weighed_at(layout.samples(self._job), layout.replicas, layout.shard)
+        """Returns the costs with the bytes of weights, and the least of activations."""
+        single = layout.checkpoint == "layers"
+        return self._weighed_at(layout.samples(self._job), layout.replicas, layout.shard, single)
 
-    def _weighed_of(self, samples: int, replicas: int, shard: str) -> list[LayerCost]:
+    def _weighed_of(self, samples: int, replicas: int, shard: str, single: bool) -> list[LayerCost]:
         layout = Layout(replicas=replicas, shard=shard)
-        return with_weight_bytes(
-            self._table.costs_at(samples), self._table.sizes, self._job, layout
-        )
+        table = self._most_recomputed if single else self._table
+        return with_weight_bytes(table.costs_at(samples), table.sizes, self._job, layout)
 
     def _cut_for_memory(self, layout: Layout, **goal: float) -> list[int]:
         objective = Objective(
-            recomputes=layout.checkpoint != "never",
+            recomputes=bool(layout.recomputed),
             stages_per_device=layout.stages_per_device,
             **goal,  # type: ignore[arg-type]
         )
@@ -713,7 +779,7 @@ class _Search:
         return cut_by_costs(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
 
     def _cut_by_time(self, samples: int, checkpoint: str, stages: int) -> list[int]:
-        again = 2 if checkpoint != "never" else 1
+        again = 1 if checkpoint in ("never", "layers") else 2
         costs = [
             replace(cost, forward_ms=again * cost.forward_ms, crossing_ms=0.0)
             for cost in self._table.costs_at(samples)

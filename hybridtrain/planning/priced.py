@@ -62,7 +62,8 @@ class PricedPlans:
                     f"{price.peak_bytes / 2**30:.2f}",
                     *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
                     str(layout.stages_per_device),
-                    *(layout.schedule, layout.engine, layout.checkpoint, layout.shard, price.binds),
+                    *(layout.schedule, layout.engine, _recomputed_in_words(price)),
+                    *(layout.shard, price.binds),
                 )
             )
         return "\n".join(text_table(lines, right_aligned=8))
@@ -86,7 +87,7 @@ class PricedPlans:
         fullest = max(price.memory, key=lambda memory: memory.total)
         kinds = [(name, nbytes) for name, nbytes in vars(fullest).items() if nbytes >= 0.005 * GIB]
         usable = machine.usable_bytes / GIB
-        memory = [f"{fullest.total / GIB:.2f} of {usable:.1f} GiB that may be used"]
+        memory = [f"{fullest.total / GIB:.2f} of {usable:.3g} GiB that may be used"]
         memory.append(", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in kinds))
         pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
         batches = counted(layout.chunks, "micro-batch", "es")
@@ -132,7 +133,7 @@ class PricedPlans:
             chunks=layout.chunks,
             nb_part=layout.nb_part,
             stages_per_device=layout.stages_per_device,
-            checkpoint=layout.checkpoint,
+            checkpoint=self.checkpoint(number),
             expand=[],
             costs_from=table.costs_from,
             stages=[
@@ -148,12 +149,19 @@ class PricedPlans:
             ],
         )
 
+    def checkpoint(self, number: int = 0) -> str | list[str]:
+        """Returns the option `checkpoint` of the layout `number`: a mode, or names of layers."""
+        price = self.prices[number]
+        costs = self.table.costs_at(1)
+        return [costs[index].name for index in price.recomputed] or price.layout.checkpoint
+
     def timeline(self, chunks: int) -> Spans:
         """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
         found = self.prices[0]
         layout = found.layout
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
-        times = stage_times(self.table, self.machine, self.job, layout, found.counts)
+        table = self.table.recomputing(frozenset(found.recomputed))
+        times = stage_times(table, self.machine, self.job, layout, found.counts)
         spans = times.durations.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
@@ -256,6 +264,10 @@ def in_words(price: Price) -> str:
     }
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
     return f"{price.step_ms:.1f} ms per step: {told}; idle {price.bubble:.0%}"
+
+
+def _recomputed_in_words(price: Price) -> str:
+    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.checkpoint
 
 
 def _duration(hours: float) -> str:

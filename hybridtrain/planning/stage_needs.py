@@ -215,16 +215,22 @@ def stage_times(
 ) -> StageTimes:
     """Returns how long the actions of each stage take, and the messages between stages."""
     costs = table.costs_at(layout.samples(job))
+    bounds = list(pairwise(accumulate(counts, initial=0)))
     stages = [
         _stage_ms(machine, layout, stage, costs[start:end], table.host_ms[start:end])
-        for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0)))
+        for stage, (start, end) in enumerate(bounds)
+    ]
+    again = [
+        layout.recomputed * cost.forward_ms if index not in table.recomputed else cost.forward_ms
+        for index, cost in enumerate(costs)
     ]
     transfer = [
         _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
         for border, cut in enumerate(list(accumulate(counts))[:-1])
     ]
     by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
-    return StageTimes(**dict(by_name), transfer=tuple(transfer))
+    recompute = tuple(sum(again[start:end]) for start, end in bounds)
+    return StageTimes(**dict(by_name), transfer=tuple(transfer), recompute=recompute)
 
 
 class _OneStage(NamedTuple):
@@ -236,7 +242,6 @@ class _OneStage(NamedTuple):
     weight: float
     host: float
     host_in_parts: float
-    recompute: float
 
 
 def _stage_ms(
@@ -264,7 +269,7 @@ def _stage_ms(
     # what is recomputed is not divided
     weight = (0.5 if stage else 1.0) * in_parts if layout.splits_backwards else 0.0
     host = (1 + again) * call_f + call_b + 2 * action
-    return _OneStage(forward, backward, in_parts, weight, host, more, again * f)
+    return _OneStage(forward, backward, in_parts, weight, host, more)
 
 
 def planned_costs(

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.launch import torchrun_script
 from support.small_hub import write_bert, write_reviews, write_t5
 
@@ -79,6 +80,30 @@ def test_the_same_over_two_processes_is_exact(folder: Path) -> None:
     assert main(["verify", *BERT, "run_name=other", "model.config=null"]) == 0
 
 
+def test_a_transformer_is_exact_with_recomputed_layers_any_attention_and_16_bit_weights(
+    folder: Path,
+) -> None:
+    verify = ["verify", *BERT]
+    assert main([*verify, "pipeline.checkpoint=always", "model.attention=eager"]) == 0
+    assert main([*verify, "pipeline.checkpoint={every: 2}", "model.dtype=bfloat16"]) == 0
+
+
+def test_the_weights_of_a_source_in_16_bits_are_trained_in_32_unless_asked_otherwise(
+    folder: Path,
+) -> None:
+    import transformers
+
+    half = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "bert", dtype="bfloat16"
+    )
+    half.save_pretrained(folder / "half")
+    words = [*BERT, "model.source=./half", "init_from=half", "trainer.steps=1"]
+    for dtype, more in ((torch.float32, []), (torch.bfloat16, ["model.dtype=bfloat16"])):
+        assert main([*words, f"run_name={dtype}", *more]) == 0
+        (path,) = (folder / f"outputs/{dtype}/checkpoints").glob("step_*/model.safetensors")
+        assert {value.dtype for value in load_file(path).values()} == {dtype}
+
+
 def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) -> None:
     import timm
 
@@ -100,6 +125,8 @@ def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) ->
         (["model.config={model_type: bret}"], "bert"),
         (["model.config={model_type: bert, hiden_size: 3}"], "no such setting"),
         (["model.config={model_type: bert}", "model.auto=AutoNothing"], "no such Auto class"),
+        (["model.source=./bert", "model.dtype=bf16"], "did you mean 'bfloat16'"),
+        (["model.source=./bert", "model.attention=fast"], "sdpa"),
         (["model.config={model_type: bert, vocab_size: 3}"], "has 19 tokens, and the model 3"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from support.small_data import (
 )
 from support.small_hub import write_bert, write_reviews, write_t5
 
+ROOT = Path(__file__).resolve().parents[2]
 HUB = ["data.path=data/reviews.jsonl", "data.max_len=16"]
 TINY = {
     "digits": [],
@@ -147,3 +148,37 @@ def test_a_cluster_of_other_devices_trains_and_says_why_there_is_no_mfu(
 
 def test_every_recipe_is_tried() -> None:
     assert set(TINY) == {path.stem for path in Path(hybridtrain.recipes.__path__[0]).glob("*.yaml")}
+
+
+RESULTS = json.loads((ROOT / "docs/assets/results.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_the_header_of_a_recipe_says_how_to_run_it_what_it_reaches_and_whose_numbers_it_has(
+    recipe: str,
+) -> None:
+    text = (ROOT / f"recipes/{recipe}.yaml").read_text()
+    header = " ".join(text.partition("defaults:")[0].replace("#", " ").split())
+    assert header.count(f"recipe={recipe}") >= 3  # a process, the GPUs of a node, nodes
+    assert "Numbers:" in header
+    if recipe not in RESULTS:
+        assert "Result: not measured" in header
+        return
+    found = RESULTS[recipe]
+    first, second = found["memory_mib"]
+    accuracy, loss = (found["hybridtrain"][key] for key in ("accuracy", "loss"))
+    assert f"accuracy {accuracy:.4f} and loss {loss:.4f}" in header
+    assert f"{found['steps']} steps of {found['step_ms']} ms" in header
+    assert f"{first} and {second} MiB" in header
+
+
+def test_the_page_of_recipes_has_the_results_that_were_measured_and_their_commands() -> None:
+    page = (ROOT / "docs/recipes.md").read_text().replace("\\\n", " ")
+    lines = [" ".join(line.split()) for line in page.splitlines()]
+    for recipe, found in RESULTS.items():
+        assert " ".join(["hybridtrain", f"recipe={recipe}", *found["words"]]) in lines
+        row = next(line for line in lines if line.startswith(f"| `{recipe}` | {found['steps']} |"))
+        for side in ("hybridtrain", "plain"):
+            assert f"{found[side]['loss']:.4f}" in row
+            assert f"{found[side]['accuracy']:.4f}" in row
+    assert all(f"| `{recipe}` |" in page for recipe in TINY)

@@ -205,3 +205,73 @@ def test_the_setting_is_a_path_or_a_mapping():
     for wrong in (3, "", {}, {"path": 3}, {"path": "a", "strit": True}, {"path": "a", "best": 1}):
         with pytest.raises(CheckpointError, match="must be a path, or a mapping such as"):
             parse_init_from(wrong)
+
+
+@pytest.mark.parametrize("source", ["without a head", "of another head", "old names"])
+def test_the_body_of_a_transformer_is_loaded_under_the_names_of_any_of_its_models(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    torch.manual_seed(2)
+    other = transformers.BertForMaskedLM(config)
+    body = other.bert.state_dict()
+    if source == "old names":  # as bert-base-uncased on the Hub has them
+        renamed = {
+            name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): value
+            for name, value in other.state_dict().items()
+        }
+        (tmp_path / "bert").mkdir()
+        save_file({n: v.clone() for n, v in renamed.items()}, tmp_path / "bert/model.safetensors")
+    else:
+        (other.bert if source == "without a head" else other).save_pretrained(tmp_path / "bert")
+    model = HybridModel(
+        transformers.BertForSequenceClassification(config),
+        World.from_env(nb_part=1, devices="cpu"),
+        example_inputs={"input_ids": torch.ones(2, 3, dtype=torch.int64)},
+    )
+    report = init_from(model, tmp_path / "bert", strict=False)
+    heads = ("classifier.", "bert.pooler.")  # a masked language model has no pooler
+    assert all(name.startswith(heads) for name in report.missing)
+    assert report.reshaped == ()
+    state = model.state_dict()
+    for name, value in body.items():
+        assert torch.equal(state[f"bert.{name}"], value), name
+
+
+def test_a_model_without_a_head_takes_the_body_of_one_with_a_head(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    whole, body = transformers.GPT2LMHeadModel(config), transformers.GPT2Model(config)
+    example = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    world = World.from_env(nb_part=1, devices="cpu")
+    whole.save_pretrained(tmp_path / "whole")
+    report = init_from(HybridModel(body, world, example_inputs=example), tmp_path / "whole")
+    assert report.missing == ()
+    assert_same(body.state_dict(), whole.transformer.state_dict(), "the body")
+
+
+def test_the_weights_of_a_name_on_the_hub_are_fetched_without_files_that_run_code(
+    tmp_path, weights, monkeypatch
+):
+    hub = pytest.importorskip("huggingface_hub")
+    save_file(weights, tmp_path / "model.safetensors")
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        if name == "me/nothing":
+            raise OSError("404\nwith details")
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    model = fresh()
+    init_from(model, "me/my-model")
+    assert_same(model.state_dict(), weights, "of the Hub")
+    assert asked == [("me/my-model", ["*.safetensors*"])]
+    with pytest.raises(CheckpointError, match=r"init_from=me/nothing.*the Hub \(OSError: 404\)$"):
+        init_from(model, "me/nothing")
+    for place in ("./nowhere", "a/b/c", "weights.pt"):
+        with pytest.raises(CheckpointError, match=r"no such file or directory$"):
+            init_from(model, place)
+    assert len(asked) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.models import resnet50
 
@@ -28,7 +29,12 @@ from hybridtrain.planning import (
     fully_sharded,
     proposed,
 )
-from hybridtrain.planning.cost_table import count_layers, counted_costs, given_costs
+from hybridtrain.planning.cost_table import (
+    count_layers,
+    counted_costs,
+    counted_costs_of_one_size,
+    given_costs,
+)
 from hybridtrain.planning.costs import LayerCost, LayerSize
 from hybridtrain.planning.price import price
 from hybridtrain.planning.stage_needs import DeviceMemory, device_memory, most_temporary
@@ -56,6 +62,57 @@ def test_the_peak_of_a_step_with_its_loss_is_that_of_the_allocator(size, precisi
     costs = [each.cost for each in counted]
     predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
     assert predicted == pytest.approx(allocated_peak(net, inputs, targets, precision), rel=0.08)
+
+
+class Recomputed(nn.Module):
+    """A chain, of which some layers are recomputed."""
+
+    def __init__(self, layers, recomputed):
+        super().__init__()
+        self.layers = nn.ModuleList(layer.module for layer in layers)
+        self.recomputed = recomputed
+
+    def forward(self, value):
+        for index, layer in enumerate(self.layers):
+            again = index in self.recomputed
+            value = checkpoint(layer, value, use_reentrant=False) if again else layer(value)
+        return value
+
+
+@pytest.mark.parametrize("recomputed", [{3}, {1, 2}, {1, 2, 3, 4}])
+def test_the_peak_with_single_layers_recomputed_is_that_of_the_allocator(recomputed):
+    net, inputs, targets = ALLOCATED["GPT, vocabulary of 5,000"]()
+    layers = ChainBuilder(net, inputs).chain().layers
+    loss = LossOfStep(cross_entropy, targets)
+    table = counted_costs_of_one_size(layers, inputs, MACHINE, "fp32", loss=loss)
+    costs = table.recomputing(recomputed).costs_at(len(inputs))
+    predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
+    measured = allocated_peak(Recomputed(layers, recomputed), inputs, targets, "fp32")
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def uneven(samples):
+    """Layers of which the second keeps most for the time of its forward."""
+    kept = [4, 16, 4, 4, 1]
+    return [
+        LayerCost(str(i), 0, 1.0, 2.0, activation_bytes=n * GIB, crossing_bytes=GIB)
+        for i, n in enumerate(kept)
+    ]
+
+
+def test_as_few_layers_are_recomputed_as_memory_asks_for_the_most_useful_first():
+    choices = Choices(nb_part=[1], chunks=[2], checkpoint=["never", "layers"])
+    found = {}
+    for gib in (29, 20, 19, 17):
+        machine = Machine(devices_per_node=1, memory_gib=gib, reserved_gib=0)
+        best = find_layouts(given_costs(uneven), machine, Job(2), choices)[0]
+        assert best.peak_bytes <= gib * GIB
+        found[gib] = best.recomputed, best.recompute_ms / 2
+    # The second layer frees 15 GiB. They are there again while its backward runs, but not what the
+    # layers behind it keep.
+    assert found == {29: ((), 0.0), 20: ((1,), 1.0), 19: ((0, 1), 2.0), 17: ((0, 1), 2.0)}
+    with pytest.raises(SplitError, match=r"no plan fits: 1\.0 GiB are missing on device 0"):
+        find_layouts(given_costs(uneven), replace(machine, memory_gib=16), Job(2), choices)
 
 
 def test_the_loss_is_counted_on_the_last_stage_alone():
@@ -111,7 +168,7 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
     assert f"{flops / 1e12:,.1f} TFLOP/s per device, {flops / 1e15:.0%} of its peak" in told
     hours = best.step_ms * 10**7 / 3.6e6 * 8
     assert f"{hours:,.2f} device-hours, {hours * 2.5:,.2f} at 2.5 an hour" in told
-    assert re.search(r"memory +0.\d\d of 79.0 GiB that may be used", told)
+    assert re.search(r"memory +0.\d\d of 79 GiB that may be used", told)
     assert re.search(r"FSDP2 +[\d.]+ ms per step, [\d.]+ GiB", told)
     assert "left out" not in told
     assert "device-hours" not in plans.answer(None)

@@ -71,7 +71,7 @@ def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
     [
         ({"compile": True}, "compile=true"),
         ({"max_inflight": 2}, "max_inflight=2"),
-        ({"checkpoint": {"every": 2}}, "checkpoint={'every': 2}"),
+        ({"checkpoint": {"every": 2}}, None),
         ({"checkpoint": "always"}, None),
     ],
 )

@@ -73,6 +73,44 @@ def test_the_first_layer_whose_output_differs_is_named():
     assert "first layer whose output differs is 2" in str(found)
 
 
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TanhLinear() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) + x
+        return x
+
+
+class WithBody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Body(), TanhLinear()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_the_first_layer_that_differs_is_named_inside_of_a_module_that_was_traced_through():
+    net = WithBody()
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 3)
+    plain.body.layers[2].linear.register_forward_hook(lambda *values: values[-1] * 1.25)
+    found = model.verify(floats(8), floats(8, seed=1), F.mse_loss, reference=plain)
+    assert not found.exact
+    assert found.first == "body.layers.2.linear"
+
+
+def test_weights_of_16_bits_are_compared_as_such():
+    net = nn.Sequential(*[TanhLinear() for _ in range(4)]).bfloat16()
+    model = hybrid(net, 2)
+    inputs, targets = (floats(7, seed=seed).bfloat16() for seed in (0, 1))
+    found = model.verify(inputs, targets, F.mse_loss, reference=copy.deepcopy(net))
+    assert found.exact, found
+
+
 class WrongBackward(TanhLinear):
     """Is right in the forward, and has a gradient of its own in one of its copies."""
 
