@@ -241,7 +241,7 @@ def main() -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Returns the results as the table of docs/recipes.md."""
-    head = ["recipe", "steps", "ms a step", "MiB of each stage"]
+    head = ["recipe", "steps", "ms per step", "MiB of each stage"]
     lines = [[*head, "loss", "plain PyTorch", "accuracy", "plain PyTorch"]]
     for recipe, found in results.items():
         pairs = zip(found["hybridtrain"].values(), found["plain"].values(), strict=True)
