@@ -308,13 +308,19 @@ def _generated(context: RunContext, loader: EvalLoader) -> list[tuple[str, str |
 
 
 def _agreement(pairs: list[tuple[str, str | None]]) -> dict[str, float]:
-    """Returns the share of texts that are the target's, and their BLEU (Papineni et al., 2002)."""
+    """Returns the share of texts that are the target's, and their BLEU (Papineni et al., 2002).
+
+    It compares runs of up to four words, or of as many as the longest target has.
+    """
     from torchmetrics.functional.text import bleu_score
 
     known = [(text, wanted) for text, wanted in pairs if wanted is not None]
     if not known:
         raise ConfigError("evaluate generate= needs a text as the target, as task=seq2seq has it")
-    bleu = bleu_score([text for text, _ in known], [[wanted] for _, wanted in known])
+    longest = max(1, *(len(wanted.split()) for _, wanted in known))
+    bleu = bleu_score(
+        [text for text, _ in known], [[wanted] for _, wanted in known], n_gram=min(4, longest)
+    )
     return {"exact_match": sum(a == b for a, b in known) / len(known), "bleu": float(bleu)}
 
 

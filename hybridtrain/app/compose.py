@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -266,17 +266,29 @@ def register() -> None:
     """Registers the schema and the recipes with Hydra.
 
     Hydra would not find the recipes, which are not in a folder of the configs: each file is stored
-    as an option of the group `recipe`, at the root of the config.
+    as an option of the group `recipe`, at the root of the config. Files of an earlier command in
+    this process are left out.
     """
     store = ConfigStore.instance()
-    store.repo.pop("recipe", None)  # the files of an earlier command in this process
     schema = OmegaConf.structured(Config)
     # for the user's own monitors; `to_config` refuses what is none
     OmegaConf.set_struct(schema.monitor, False)
     store.store(name="schema", node=schema)
-    for recipe in files("hybridtrain.recipes").iterdir():
-        if recipe.name.endswith(".yaml"):
-            _store("recipe", Path(recipe.name).stem, recipe.read_text())
+    store.repo["recipe"] = _Recipes(
+        (file.name, ConfigNode(file.name, file, "recipe", "_global_", provider=None))
+        for file in files("hybridtrain.recipes").iterdir()
+        if file.name.endswith(".yaml")
+    )
+
+
+class _Recipes(dict[str, ConfigNode]):
+    """Recipes by their files' names, of which only one that is taken is parsed."""
+
+    def __getitem__(self, name: str) -> ConfigNode:
+        recipe = super().__getitem__(name)
+        if not isinstance(recipe.node, DictConfig):
+            recipe.node = _parsed(recipe.node.read_text())
+        return recipe
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
@@ -486,6 +498,13 @@ def register_file(override: str) -> str:
 
 def _store(group: str, name: str, text: str, override: str = "") -> None:
     """Stores YAML as an option of a group with Hydra; a recipe is one of the root."""
+    package = "_global_" if group == "recipe" else group
+    node = _parsed(text, override)
+    ConfigStore.instance().store(group=group, name=name, package=package, node=node)
+
+
+def _parsed(text: str, override: str = "") -> DictConfig:
+    """Returns the content of an option's file."""
     try:
         node = OmegaConf.create(text)
     except YAMLError as error:
@@ -493,8 +512,7 @@ def _store(group: str, name: str, text: str, override: str = "") -> None:
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{override} must be a mapping of keys to values")
     rename_old_keys(node)
-    package = "_global_" if group == "recipe" else group
-    ConfigStore.instance().store(group=group, name=name, package=package, node=node)
+    return node
 
 
 def _with_search_path(overrides: Sequence[str], config_dir: str) -> list[str]:
@@ -527,9 +545,10 @@ def _leftovers(
     """Returns the keys of each open group that were not written for its `_target_`."""
     of_recipe: Mapping[str, Any] = {}
     if recipe is not None:
-        found = ConfigStore.instance().repo.get("recipe", {}).get(f"{recipe}.yaml")
-        if found is not None:
-            of_recipe = cast(dict[str, Any], OmegaConf.to_container(found.node))
+        store = ConfigStore.instance()
+        if f"{recipe}.yaml" in store.repo["recipe"]:
+            found = store.load(f"recipe/{recipe}.yaml").node
+            of_recipe = cast(dict[str, Any], OmegaConf.to_container(found))
     keys = given_keys(overrides)
     leftovers = {}
     for group in OPEN_GROUPS:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 from support.cases import thinned
 from support.launch import single
 
@@ -50,7 +51,7 @@ def test_every_recipe_composes_and_names_its_run(recipe: str) -> None:
     assert (config.trainer.steps is None) != (config.trainer.epochs is None)
 
 
-def test_the_four_recipes_exist() -> None:
+def test_the_recipes_of_the_first_release_exist() -> None:
     assert {path.stem for path in RECIPES} >= {
         "digits",
         "mnist_basicnet",
@@ -76,6 +77,13 @@ def test_every_option_of_every_group_composes_with_its_own_values(path: Path) ->
     if group == "submit":  # a size is written upon the defaults
         of_the_schema = dataclasses.asdict(Config().submit)
     assert values == of_the_schema | written
+
+
+def test_a_command_parses_the_recipe_that_it_names_and_no_other() -> None:
+    compose_config(["recipe=digits"])
+    held = dict(ConfigStore.instance().repo["recipe"].items())
+    unparsed = {name for name, recipe in held.items() if not isinstance(recipe.node, DictConfig)}
+    assert {f"{path.stem}.yaml" for path in RECIPES} - unparsed <= {"digits.yaml"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

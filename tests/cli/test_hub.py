@@ -71,6 +71,7 @@ def test_a_t5_writes_what_it_has_learnt_for_new_texts_and_is_evaluated_by_it(fol
     assert main(["evaluate", *run]) == 0
     evaluations = (folder / "outputs/t5_summaries/evaluations.jsonl").read_text().splitlines()
     assert json.loads(evaluations[-1])["exact_match"] == 1.0
+    assert json.loads(evaluations[-1])["bleu"] == 1.0  # of texts of two words
 
 
 @pytest.mark.thorough
