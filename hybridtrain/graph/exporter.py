@@ -91,7 +91,7 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
                 if str(again.graph) != str(program.graph):
                     raise Untraceable("a graph would keep a value that changes from call to call")
     exported = program.module()
-    for part in exported.modules():  # what runs in an autocast of its own is a graph in the graph
+    for part in exported.modules():  # an autocast in a forward is a graph in the graph
         if not isinstance(part, fx.GraphModule):
             continue
         for node in list(part.graph.nodes):
