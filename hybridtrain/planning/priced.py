@@ -86,12 +86,13 @@ class PricedPlans:
             share = reached / machine.flops_per_s[self.rate]
             speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
         fullest = max(price.memory, key=lambda memory: memory.total)
-        kinds = [(name, nbytes) for name, nbytes in vars(fullest).items() if nbytes >= 0.005 * GIB]
-        usable = machine.usable_bytes / GIB
-        memory = [f"{fullest.total / GIB:.2f} of {usable:.3g} GiB that may be used"]
-        memory.append(", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in kinds))
+        unit, size = ("GiB", GIB) if fullest.total >= GIB / 10 else ("MiB", 2**20)
+        total, usable = f"{fullest.total / size:.2f}", f"{machine.usable_bytes / GIB:.3g} GiB"
+        kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
+        memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
+        memory.append(", ".join(f"{k} {told}" for k, told in kinds.items() if told != "0.00"))
         if number := layout.communicators:
-            reserved = f"{machine.reserved_gib:g} more for {counted(number, 'communicator')}"
+            reserved = f"{machine.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
             memory[-1] += f"; {reserved} and the CUDA context" * bool(machine.reserved_gib)
         pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
         batches = counted(layout.chunks, "micro-batch", "es")

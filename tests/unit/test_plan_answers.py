@@ -169,9 +169,9 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
     assert f"{flops / 1e12:,.1f} TFLOP/s per device, {flops / 1e15:.0%} of its peak" in told
     hours = best.step_ms * 10**7 / 3.6e6 * 8
     assert f"{hours:,.2f} device-hours, {hours * 2.5:,.2f} at 2.5 an hour" in told
-    assert re.search(r"memory +0.\d\d of 79 GiB that may be used", told)
+    assert re.search(r"memory +[\d.]+ MiB of 79 GiB that may be used: weights [\d.]+,", told)
     assert re.search(r"FSDP2 +[\d.]+ ms per step, [\d.]+ GiB", told)
-    assert "; 1 more for 2 communicators and the CUDA context" in told
+    assert "; 1 GiB more for 2 communicators and the CUDA context" in told
     assert "left out" not in told
     assert "device-hours" not in plans.answer(None)
 
