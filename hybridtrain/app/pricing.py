@@ -39,8 +39,14 @@ from hybridtrain.app.config import (
 from hybridtrain.app.resolve import Settings
 from hybridtrain.callbacks import Callback, Mfu
 from hybridtrain.construction import construct_on_meta, default_generators, rewind
-from hybridtrain.data import Batch, DataSplits, example_batch, largest_batch
-from hybridtrain.data.loader import batches_in, length_of
+from hybridtrain.data import (
+    Batch,
+    DataSplits,
+    batches_in,
+    example_batch,
+    largest_batch,
+    length_of,
+)
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.files import write_atomically
 from hybridtrain.graph import Layer

@@ -91,11 +91,15 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
                 if str(again.graph) != str(program.graph):
                     raise Untraceable("a graph would keep a value that changes from call to call")
     exported = program.module()
-    for node in list(exported.graph.nodes):
-        if node.target == torch.ops.aten._assert_tensor_metadata.default:
-            exported.graph.erase_node(node)  # it computes nothing, and autocast may differ
-        if "batch_norm" in str(node.target):
-            raise Untraceable("torch.export loses which batch norm moves its statistics when")
+    for part in exported.modules():  # an autocast in a forward is a graph in the graph
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in list(part.graph.nodes):
+            if node.target == torch.ops.aten._assert_tensor_metadata.default:
+                part.graph.erase_node(node)  # it computes nothing; autocast and device may differ
+            if "batch_norm" in str(node.target):
+                raise Untraceable("torch.export loses which batch norm moves its statistics when")
+        part.recompile()
 
     def find(name: str) -> Any:
         found = attrgetter(name)(exported)

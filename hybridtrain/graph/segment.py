@@ -85,13 +85,16 @@ class SegmentGraph:
         def moved(argument: Any) -> Any:
             return device if isinstance(argument, torch.device) else argument
 
-        changed = False
-        for node in self.module.graph.nodes:
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
-            if (args, kwargs) != (node.args, node.kwargs):
-                node.args, node.kwargs, changed = args, kwargs, True
-        if changed:
-            self.module.recompile()
+        for part in self.module.modules():  # there may be graphs in the graph
+            if not isinstance(part, fx.GraphModule):
+                continue
+            changed = False
+            for node in part.graph.nodes:
+                args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+                if (args, kwargs) != (node.args, node.kwargs):
+                    node.args, node.kwargs, changed = args, kwargs, True
+            if changed:
+                part.recompile()
 
 
 def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -374,9 +377,13 @@ class Segment(nn.Module):
             setattr(owner, name, buffer)
         tensors = (*self.parameters(), *self.buffers())
         device = tensors[0].device if tensors else fn(torch.empty(0)).device
+        self.put_constants_on(device)
+        return self
+
+    def put_constants_on(self, device: torch.device) -> None:
+        """Makes the tensors that the graphs create themselves on `device`."""
         for graph in self._graphs:
             graph.put_constants_on(device)
-        return self
 
 
 class SingleLayer(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.devices import count_saved, storage_id
 from hybridtrain.errors import SplitError
-from hybridtrain.graph import Layer
+from hybridtrain.graph import Layer, Segment
 from hybridtrain.machine import Machine
 from hybridtrain.planning.costs import (
     Given,
@@ -206,6 +206,9 @@ def count_chain(
         work.append([])
         try:
             module = copy_of(layer, _fake)
+            for part in module.modules():
+                if isinstance(part, Segment):  # of a model on the meta device, say
+                    part.put_constants_on(torch.device("cpu"))
             with count_saved(module) as saved:
                 ran = run_layer(module, given, precision or nullcontext, clock)
         except Exception as error:

@@ -82,6 +82,14 @@ class Layout:
             return (self.chunks - 1) / self.chunks
         return float(self.checkpoint == "always")
 
+    @property
+    def communicators(self) -> int:
+        """The communicators that a device is in: of all processes, a pipeline, stages' replicas."""
+        of_pipeline = self.engine == "distributed" and self.nb_part > 1
+        if self.replicas == 1 and not of_pipeline:
+            return 0  # a single process
+        return 1 + of_pipeline + self.stages_per_device * (self.replicas > 1)
+
     def samples(self, job: Job) -> int:
         """Returns the samples of the largest micro-batch."""
         of_replica = -(-job.samples // self.replicas)

@@ -605,7 +605,7 @@ class _Search:
         return [one for one in counts if self._fits(layout, one)]
 
     def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        if layout.checkpoint == "layers":  # with none it is another layout
+        if layout.checkpoint == "layers":  # with none it is that of "never"
             return bool(self._recomputed(layout, tuple(counts)))
         return not any(map(self._is_over, device_memory(self._table, self._job, layout, counts)))
 

@@ -25,6 +25,7 @@ from hybridtrain.text_table import counted, text_table
 
 # Models of so many parameters are trained with tensor parallelism elsewhere.
 _LARGE = 10e9
+_VERY_LARGE = 30e9
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,14 @@ class PricedPlans:
             share = reached / machine.flops_per_s[self.rate]
             speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
         fullest = max(price.memory, key=lambda memory: memory.total)
-        kinds = [(name, nbytes) for name, nbytes in vars(fullest).items() if nbytes >= 0.005 * GIB]
-        usable = machine.usable_bytes / GIB
-        memory = [f"{fullest.total / GIB:.2f} of {usable:.3g} GiB that may be used"]
-        memory.append(", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in kinds))
+        unit, size = ("GiB", GIB) if fullest.total >= GIB / 10 else ("MiB", 2**20)
+        total, usable = f"{fullest.total / size:.2f}", f"{machine.usable_bytes / GIB:.3g} GiB"
+        kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
+        memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
+        memory.append(", ".join(f"{k} {told}" for k, told in kinds.items() if told != "0.00"))
+        if number := layout.communicators:
+            reserved = f"{machine.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
+            memory[-1] += f"; {reserved} and the CUDA context" * bool(machine.reserved_gib)
         pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
         batches = counted(layout.chunks, "micro-batch", "es")
         lines = [
@@ -109,8 +114,12 @@ class PricedPlans:
             beside = fully_sharded(self.table, machine, job, 4 if "32" in self.rate else 2)
             said = str(beside) if beside else "does not fit, or the devices do not divide the batch"
             lines.append(("FSDP2", f"{said}; not run by this project"))
-        if sum(size.parameters for size in self.table.sizes) > _LARGE:
-            lines.append(("left out", "tensor parallelism, which this project does not have"))
+        parameters = sum(size.parameters for size in self.table.sizes)
+        if parameters > _LARGE:
+            without = "tensor parallelism, which this project does not have"
+            if parameters > _VERY_LARGE:
+                without += ": of this size expect half of Megatron-LM's rate"
+            lines.append(("left out", without))
         return "\n".join(f"  {name:<9} {text}" for name, text in lines)
 
     def plan(self, number: int = 0) -> Plan:

@@ -1,8 +1,9 @@
 """Published runs beside the planner's price: `python -m scripts.bench.planning.literature`.
 
-The runs are data parallel or fully sharded, which a plan of this project prices without tensor
-parallelism. Each is priced with its own micro-batch and recomputation, on a preset with the network
-of that machine and everything else as it is. The table of docs/planning.md is what this prints.
+The runs are pipelines, data parallel or fully sharded, which a plan of this project prices without
+tensor parallelism. Each is priced with its own schedule, micro-batch and recomputation, on a preset
+with the network that the source names and everything else as it is. The table of docs/planning.md
+is what this prints.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
+from typing import Any
 
 import torch
+import transformers
+from torch import nn
 
 from hybridtrain.app.compose import compose_config
 from hybridtrain.app.pricing import machine_of
@@ -27,15 +31,22 @@ MEGATRON_1 = "Megatron-LM, table 1"
 MEGATRON_2 = "the same, table 2: ZeRO-3"
 MOSAIC_A100 = "MosaicML, A100"
 MOSAIC_H100 = "MosaicML, H100"
+ZERO_BUBBLE = "Zero Bubble, table 4"
+TITAN = "torchtitan, H100"
+LLAMA = "8B, Llama 3.1"
 
 # layers, width, heads
 SIZES = {
     "760M": (24, 1536, 12),
     "1.3B": (24, 2048, 16),
+    "1.5B": (22, 2304, 24),
     "1.7B": (24, 2304, 24),
     "2.7B": (32, 2560, 20),
+    "6.2B": (30, 4096, 32),
     "6.7B": (32, 4096, 32),
     "13B": (40, 5120, 40),
+    "14.6B": (46, 5120, 40),
+    "28.3B": (62, 6144, 48),
     "30B": (48, 7168, 56),
     "65B": (80, 8192, 64),
     "175B": (96, 12288, 96),
@@ -44,7 +55,15 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A published run; `published` is in tokens per second and GPU."""
+    """A published run.
+
+    Attributes:
+        microbatch: samples of it.
+        recomputes: whether all layers are recomputed.
+        published: tokens per second and GPU.
+        spread: `DDP`, `FSDP`, or the schedule of a pipeline over all GPUs; `interleaved` is 1F1B
+            with a stage for each block.
+    """
 
     source: str
     size: str
@@ -54,24 +73,35 @@ class Run:
     recomputes: bool
     published: float
     seq_len: int = 2048
-    sharded: bool = True
+    spread: str = "FSDP"
 
     @property
-    def preset(self) -> str:
-        """The option of `cluster`."""
-        return "h100" if self.source == MOSAIC_H100 else "jean-zay-a100"
+    def layout(self) -> Layout:
+        """What is priced, unless it is sharded."""
+        chunks = self.samples // self.microbatch
+        checkpoint = "always" if self.recomputes else "never"
+        if self.spread == "DDP":
+            return Layout(replicas=self.gpus, chunks=chunks // self.gpus, checkpoint=checkpoint)
+        # the first and the last stage have a block less
+        blocks = SIZES[self.size][0] + 2
+        v = blocks // self.gpus if self.spread == "interleaved" else 1
+        schedule = "1f1b" if self.spread == "interleaved" else self.spread
+        return Layout(self.gpus, 1, "distributed", chunks, schedule, v, checkpoint)
+
+    @property
+    def counts(self) -> list[int]:
+        """The layers of each stage: embedding, blocks, and the two of the head in the last one."""
+        stages = self.layout.stages
+        counts = [(SIZES[self.size][0] + 2) // stages] * stages
+        counts[-1] += 1
+        return counts
 
     @property
     def machine(self) -> Machine:
-        """The preset, with nodes of 8 and the network that the source names: 200 Gb/s a GPU for
-        A100s, 400 for H100s.
-        """
-        network = 400e9 if self.preset == "h100" else 200e9
+        """The machine, without a limit of its memory."""
         nodes, in_node = max(1, self.gpus // 8), min(8, self.gpus)
-        return replace(
-            preset(self.preset), nodes=nodes, devices_per_node=in_node, memory_gib=1e6,
-            network_bytes_per_s=network, network_cards=8,
-        )  # fmt: skip
+        one = machine_in(self.source)
+        return replace(one, nodes=nodes, devices_per_node=in_node, memory_gib=1e6)
 
 
 def tokens_of(tflops: float, layers: int, width: int, seq_len: int = 2048) -> float:
@@ -83,7 +113,7 @@ def tokens_of(tflops: float, layers: int, width: int, seq_len: int = 2048) -> fl
 
 
 RUNS = [
-    Run(MEGATRON_1, "1.7B", 32, 512, 16, True, tokens_of(137, 24, 2304), sharded=False),
+    Run(MEGATRON_1, "1.7B", 32, 512, 16, True, tokens_of(137, 24, 2304), spread="DDP"),
     Run(MEGATRON_2, "175B", 384, 1536, 4, True, tokens_of(144, 96, 12288)),
     Run(MEGATRON_2, "175B", 768, 1536, 2, True, tokens_of(88, 96, 12288)),
     Run(MEGATRON_2, "175B", 1536, 1536, 1, True, tokens_of(44, 96, 12288)),
@@ -99,58 +129,90 @@ RUNS = [
     Run(MOSAIC_H100, "13B", 64, 128, 2, False, 4800),
     Run(MOSAIC_H100, "30B", 32, 1344, 14, True, 2308),
     Run(MOSAIC_H100, "65B", 64, 2048, 8, True, 1039),
+    # half of the products are recomputed there (selective checkpointing), and none here
+    Run(TITAN, LLAMA, 8, 16, 2, False, 5762, 8192),
+    Run(TITAN, LLAMA, 128, 256, 2, False, 5605, 8192),
+    # the fewest micro-batches of each size, where the schedules differ most
+    *(
+        Run(ZERO_BUBBLE, size, gpus, m * microbatch, microbatch, False, 1024 * rate, 1024, spread)
+        for size, gpus, microbatch, m, rates in [
+            ("1.5B", 8, 6, 24, (11.8, 13.1, 12.9)),
+            ("6.2B", 8, 3, 24, (3.50, 4.01, 3.88)),
+            ("14.6B", 16, 1, 48, (1.40, 1.54, 1.61)),
+            ("28.3B", 32, 1, 96, (0.76, 0.82, 0.87)),
+        ]
+        for spread, rate in zip(("1f1b", "interleaved", "zb-h1"), rates, strict=True)
+    ),
 ]
 
 
 @cache
-def preset(name: str) -> Machine:
-    """Returns the machine of an option of `cluster`."""
+def machine_in(source: str) -> Machine:
+    """Returns the preset of a source's GPUs, with the network that it names: 200 Gb/s for an A100,
+    400 for an H100. Zero Bubble names none. The memory of torchtitan's H100s has 2.4 TB/s.
+    """
+    on_h100 = source in (MOSAIC_H100, TITAN)
+    name = "h100" if on_h100 else "jean-zay-a100"
     cluster = compose_config(["recipe=digits", f"cluster={name}"]).cluster
     assert cluster is not None
-    return machine_of(cluster)
+    machine = machine_of(cluster)
+    if source != ZERO_BUBBLE:
+        network = 400e9 if on_h100 else 200e9
+        machine = replace(machine, network_bytes_per_s=network, network_cards=8)
+    return replace(machine, memory_bytes_per_s=2.4e12) if source == TITAN else machine
+
+
+def model(size: str, seq_len: int) -> nn.Module:
+    """Returns a GPT, or Llama 3.1 8B."""
+    if size == LLAMA:
+        config = transformers.LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=seq_len,
+            use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+    layers, width, heads = SIZES[size]
+    return gpt(vocab_size=51200, seq_len=seq_len, n_layer=layers, d_model=width, n_head=heads)
+
+
+def loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the cross entropy of logits, or of an output of transformers."""
+    return cross_entropy(getattr(output, "logits", output), targets)
 
 
 @cache
-def costs(size: str, seq_len: int, machine: str) -> CostTable:
-    """Returns the costs of a GPT in bf16."""
-    layers, width, heads = SIZES[size]
-    net = construct_on_meta(
-        lambda: gpt(vocab_size=51200, seq_len=seq_len, n_layer=layers, d_model=width, n_head=heads)
-    )
+def costs(size: str, seq_len: int, source: str) -> CostTable:
+    """Returns the costs in bf16."""
+    net = construct_on_meta(lambda: model(size, seq_len))
     tokens = torch.zeros(4, seq_len, dtype=torch.long)
-    return model_costs(
-        net, tokens, preset(machine), precision="bf16", loss=LossOfStep(cross_entropy, tokens)
-    )
+    machine, ending = machine_in(source), LossOfStep(loss, tokens)
+    return model_costs(net, tokens, machine, precision="bf16", loss=ending)
 
 
 def predicted(run: Run) -> float:
     """Returns the tokens per second and GPU that the planner says."""
     machine = run.machine
-    table = costs(run.size, run.seq_len, run.preset)
-    chunks = run.samples // run.gpus // run.microbatch
+    table = costs(run.size, run.seq_len, run.source)
     job = Job(run.samples, tokens_per_sample=run.seq_len)
-    if run.sharded:
+    if run.spread == "FSDP":
+        chunks = run.samples // run.gpus // run.microbatch
         found = fully_sharded(table, machine, job, 2, chunks=chunks, recomputes=run.recomputes)
         assert found is not None
         step_ms = found.step_ms
     else:
-        layout = Layout(
-            nb_part=1, replicas=run.gpus, chunks=chunks,
-            checkpoint="always" if run.recomputes else "never",
-        )  # fmt: skip
-        step_ms = price(table, machine, job, layout, [len(table.sizes)]).step_ms
+        step_ms = price(table, machine, job, run.layout, run.counts).step_ms
     return run.samples * run.seq_len / step_ms * 1e3 / run.gpus
 
 
 def main() -> None:
     """Prints the table, and the median and the range of the ratios."""
-    head = ["run", "parameters", "GPUs", "samples", "micro-batch", "recomputed"]
+    head = ["run", "parameters", "GPUs", "spread", "samples", "micro-batch", "recomputed"]
     lines = [[*head, "published", "predicted", "ratio"]]
     ratios = []
     for run in RUNS:
         ours = predicted(run)
         ratios.append(ours / run.published)
-        numbers = [str(run.gpus), str(run.samples), str(run.microbatch)]
+        numbers = [str(run.gpus), run.spread, str(run.samples), str(run.microbatch)]
         again = "yes" if run.recomputes else "no"
         speeds = [f"{run.published:,.0f}", f"{ours:,.0f}", f"{ratios[-1]:.2f}"]
         lines.append([run.source, run.size, *numbers, again, *speeds])
