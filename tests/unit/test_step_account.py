@@ -173,10 +173,10 @@ def test_a_price_does_not_count_the_all_reduce_as_won(batches):
         [Span(a, s, e + wait * (a.kind == "B" and a.microbatch == last)) for a, s, e in lane]
         for lane in step.spans
     ]
-    account = step.account._replace(reduction=wait * batches)
-    step = replace(step, account=account, spans=spans, batches=batches, reduced=True)
+    account = step.account.scaled(batches)._replace(reduction=wait * batches)
+    step = replace(step, account=account, spans=spans, batches=batches)
     price = advice._smaller_microbatches(step).seconds
-    # of each batch as much as before; its last backward is in no mean now
+    # of each batch as much as before
     assert account.total - price == pytest.approx(batches * won, rel=0.3)
 
 
