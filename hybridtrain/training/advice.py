@@ -140,7 +140,7 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
     times = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
     mean = sum(times) / len(times)
     slow = max(range(len(times)), key=times.__getitem__)
-    wanted, at_best = [mean] * len(times), " at best"
+    wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
         planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
         factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
@@ -162,7 +162,7 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
         "imbalance",
         seconds,
         f"stage {slow} takes {times[slow] / mean:.1f} times as long as the stages do on average: "
-        f"split=time would take {_times(step, seconds)}{at_best}",
+        f"split=time would take {at_best}{_times(step, seconds)}",
     )
 
 

@@ -169,7 +169,10 @@ def test_the_words_of_a_space(override: str, distribution: object) -> None:
         (["search.metric=f1", "search.mode=max"], "search.metric=f1: an evaluation of "),
         (["search.sampler=grid"], "search.sampler=grid"),
         (["optim.lr=tag(log,interval(-1,1))"], "optim.lr=tag(log,interval(-1,1)): "),
-        (["search.space=['optim.lr=3']", "optim.lr=1"], "optim.lr=3 does not say what to choose from: write values"),
+        (
+            ["search.space=['optim.lr=3']", "optim.lr=1"],
+            "optim.lr=3 does not say what to choose from: write values",
+        ),
     ],
 )
 def test_a_search_refuses(

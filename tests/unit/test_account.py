@@ -151,9 +151,7 @@ def test_an_all_reduce_is_told_from_waiting_for_a_slower_replica():
         return usual(action) + (3.0 if action == first_stage_last else 0.0)
 
     measured = made_up(schedule, seconds, nothing)
-    for account in account_of(
-        schedule, measured, {first_stage_last: 3.0}, {first_stage_last: 1.0}
-    ):
+    for account in account_of(schedule, measured, {first_stage_last: 3.0}, {first_stage_last: 1.0}):
         assert (account.reduction, account.stragglers) == pytest.approx((1.0, 2.0))
 
 
