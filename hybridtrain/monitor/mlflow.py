@@ -152,8 +152,10 @@ def _new_or_known(path: Path) -> str:
         import mlflow
 
         new = path.with_name(f".mlflow-{os.getpid()}.db")
-        mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
-        with suppress(FileExistsError):  # by another run, in the meantime
-            os.link(new, path)
-        new.unlink()
+        try:
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
+            with suppress(FileExistsError):  # by another run, in the meantime
+                os.link(new, path)
+        finally:
+            new.unlink(missing_ok=True)
     return f"sqlite:///{path}"

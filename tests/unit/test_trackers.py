@@ -182,7 +182,7 @@ class Service(Tracker):
     def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
         self.answer.wait()
         if self.refuses:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("nobody there\nSELECT * FROM runs")
         return "id"
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
