@@ -169,7 +169,7 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
 def _keep_activations(step: RecordedStep) -> Proposal | None:
     """No recomputation, where what it saves is known."""
     kept = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
-    if not all(kept):
+    if not any(kept):  # not measured; a single stage may keep nothing but what it was sent
         return None
     more = max(size * stage.in_flight for size, stage in zip(kept, step.plan.stages, strict=True))
     costs = step.costs
