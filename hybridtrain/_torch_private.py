@@ -8,7 +8,7 @@ name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ __all__ = [
     "all_threads_profiled",
     "allow_recompilations",
     "allowing_torch_func",
+    "before_ddp_waits",
     "call_uncompiled",
     "compile_module",
     "compiled_module",
@@ -492,6 +493,30 @@ def ddp_close(ddp: DistributedDataParallel) -> None:
 def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError if the prepared backward has not reduced every gradient."""
     ddp._check_reducer_finalized()
+
+
+@contextmanager
+def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` whenever a backward in the block has computed all and DDP is to wait for sums.
+
+    `Variable._execution_engine.queue_callback`: DDP waits in a callback of the engine too, which it
+    queues after the hook of the last parameter. What is queued in the hook of the first one runs
+    before it, and after all that the backward computes. No public hook is called there.
+    """
+    queued = {-1}
+
+    def queue(_: Tensor) -> None:
+        task = torch._C._current_graph_task_id()  # a backward in two parts has several
+        if task not in queued:
+            queued.add(task)
+            Variable._execution_engine.queue_callback(note)
+
+    handles = [p.register_post_accumulate_grad_hook(queue) for p in parameters if p.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def ddp_find_buffers(ddp: DistributedDataParallel) -> None:

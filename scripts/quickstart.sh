@@ -16,7 +16,7 @@ The run is in        $PWD/$run
 Accuracy             $(.venv/bin/python -c "
 import json
 print(format(json.load(open('$run/summary.json'))['eval']['accuracy'], '.4f'), '(on the held-out fifth)')")
-See the dashboard    .venv/bin/tensorboard --logdir $run
+See the dashboard    .venv/bin/tensorboard --logdir $(dirname $run)
 Train on, from here  .venv/bin/torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits trainer.epochs=40
 Run every check      ./scripts/test.sh
 END

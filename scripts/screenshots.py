@@ -82,7 +82,6 @@ def pictures(page: BrowserPage, runs: Path) -> None:
     """The timeline and where the time goes."""
     go_to(page, "images")
     page.page.locator("tf-image-loader img").nth(1).wait_for()
-    page.page.get_by_text("Show actual image size").last.click()
 
 
 def tables(page: BrowserPage, runs: Path) -> None:

@@ -172,7 +172,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         if config.monitor.report:
             _log.info("page of the run: %s", write_report([directory.path]).resolve())
         if config.monitor.tensorboard:
-            _log.info("dashboard: tensorboard --logdir %s", directory.path)
+            # the folder above: of a single run's own one TensorBoard calls the run "."
+            _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
     world.close()
     return {"step": trainer.step, **(summary["eval"] or {})}
 

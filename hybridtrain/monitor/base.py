@@ -33,9 +33,10 @@ def call_hook(callback: Callback, hook: str, *args: Any, **kwargs: Any) -> None:
         callback.broken = True
         with suppress(Exception):
             callback.abandon()
+        reason, *_ = str(error).splitlines() or [""]  # that of a database goes on with its query
         _log.warning(
             "%s has stopped, and training goes on without it: %s: %s",
-            type(callback).__name__, type(error).__name__, error,
+            type(callback).__name__, type(error).__name__, reason,
         )  # fmt: skip
 
 

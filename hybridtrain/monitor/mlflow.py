@@ -28,7 +28,8 @@ class MLflow(Tracker):
     Args:
         directory: the run directory.
         tracking_uri: of a server or a store; None: as `MLFLOW_TRACKING_URI` says, or else
-            `mlflow.db` beside the run directory, with the artifacts in `mlruns` there.
+            `mlflow.db` beside the run directory. The artifacts of a database are in `mlruns` there;
+            a server has its own place for them.
         experiment: that the run is put in.
         group: of runs that belong together, the tag `group`; on the command line the name of a
             sweep.
@@ -63,15 +64,22 @@ class MLflow(Tracker):
         """See `Tracker.begin`; the keys of the config are parameters, the texts artifacts."""
         import mlflow
         from mlflow.entities import Param
+        from mlflow.store.db.db_types import DATABASE_ENGINES
 
         where = self.directory.resolve().parent
-        local = self._uri is None and not mlflow.is_tracking_uri_set()
-        store = _new_or_known(where / "mlflow.db") if local else self._uri
+        store = self._uri
+        if store is None and mlflow.is_tracking_uri_set():
+            store = mlflow.get_tracking_uri()
+        if store is None:
+            store = _new_or_known(where / "mlflow.db")
         self._client = mlflow.MlflowClient(tracking_uri=store)
         run = self._run_of(known) if known else None
         self._resumed, self._newest = run is not None, {}
         if run is None:
-            experiment = self._experiment_id((where / "mlruns").as_uri() if local else None)
+            # MLflow's own place for those of a database is `mlruns` in the working directory
+            in_database = store.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+            artifacts = (where / "mlruns").as_uri() if in_database else None
+            experiment = self._experiment_id(artifacts)
             run = self._client.create_run(experiment, tags=self._tags, run_name=self.run_name)
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
@@ -144,8 +152,10 @@ def _new_or_known(path: Path) -> str:
         import mlflow
 
         new = path.with_name(f".mlflow-{os.getpid()}.db")
-        mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
-        with suppress(FileExistsError):  # by another run, in the meantime
-            os.link(new, path)
-        new.unlink()
+        try:
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
+            with suppress(FileExistsError):  # by another run, in the meantime
+                os.link(new, path)
+        finally:
+            new.unlink(missing_ok=True)
     return f"sqlite:///{path}"

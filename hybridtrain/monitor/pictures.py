@@ -71,8 +71,8 @@ _LEGEND, _TITLE, _AXIS = 52, 24, 30
 _LANE, _BAR = 28, 22
 _NARROWEST, _WIDEST = 1000, 4000
 _ACTION = 18  # room for the label of a short action
-# of a timeline on a card, which TensorBoard shows at half its size
-_CARD_ACROSS = 480
+# of a card of TensorBoard, which shows every third pixel: lines of letters are three pixels wide
+_CARD, _CARD_ZOOM = 350, 3
 # of a plan: lanes are lower where there are many devices
 _WIDTH, _HEAD, _CHART = 1080, 30, 250
 _ACROSS = _WIDTH - _LEFT - _RIGHT
@@ -183,7 +183,9 @@ def draw_timelines(
     durations = sorted(end - start for lane in last for _, start, end in lane)
     short = durations[len(durations) // 4]
     wanted = longest / max(short, longest / 1e4) * _ACTION
-    across = _CARD_ACROSS if card else round(min(max(wanted, _NARROWEST), _WIDEST))
+    across = round(min(max(wanted, _NARROWEST), _WIDEST))
+    if card:
+        across = _CARD - _LEFT - _RIGHT
     width = across + _LEFT + _RIGHT
     of_all = [
         entry for name, spans in timelines.items() for entry in _entries(spans, name in marked)
@@ -191,7 +193,7 @@ def draw_timelines(
     entries = list(dict.fromkeys(of_all))
     legend = _legend_height(entries, width)
     panel = _panel_height(last, _LANE)
-    canvas = _Canvas(width, legend + len(timelines) * panel, zoom=2 if card else 1)
+    canvas = _Canvas(width, legend + len(timelines) * panel, zoom=_CARD_ZOOM if card else 1)
     _draw_legend(canvas, 0, title, entries)
     for number, (name, spans) in enumerate(timelines.items()):
         text = f"{name}: {length(spans) * 1e3:.4g} ms, {bubble_fraction(spans):.1%} idle"
@@ -375,41 +377,46 @@ def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
 
 
 def draw_accounts(
-    accounts: Sequence[tuple[int, Mapping[str, float]]], title: str = ""
+    accounts: Sequence[tuple[int, Mapping[str, float]]], title: str = "", card: bool = False
 ) -> Image.Image:
     """Draws a bar for each recorded step, divided into the parts of its time.
 
     Args:
         accounts: steps, and their parts in milliseconds, by name, in the order of `Account`.
         title: above them.
+        card: for a small place, narrow with large letters.
     """
     accounts = list(accounts)[-MOST_BARS:]
     names = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for _, parts in accounts)]
-    height, top, below, legend = 420, 40, 30, 200
-    canvas = _Canvas(900, height)
-    canvas.text(8, 10, f"{title}: milliseconds of a step, the mean of all devices", size=14)
+    width, height, legend, zoom = (_CARD, 280, 116, _CARD_ZOOM) if card else (900, 420, 200, 1)
+    top, below, axis = 56, 30, 36
+    canvas = _Canvas(width, height, zoom)
+    canvas.text(8, 8, title, size=14)
+    told = f"ms of a step, mean of all devices; percent of step {accounts[-1][0]}"
+    canvas.text(8, 30, told, _FAINT)
     most = max(sum(parts.values()) for _, parts in accounts) or 1e-9
     bottom = float(height - below)
     scale = (bottom - top) / most
     for tick in ticks(most):
         y = bottom - tick * scale
-        canvas.line((_LEFT, y, 900 - legend, y), fill=_GRID)
-        canvas.text(_LEFT - 6, y, f"{tick:g}", _FAINT, "rm")
-    column = min(80.0, (900 - legend - _LEFT) / len(accounts))
-    every = -(-60 // round(column))
+        canvas.line((axis, y, width - legend, y), fill=_GRID)
+        canvas.text(axis - 6, y, f"{tick:g}", _FAINT, "rm")
+    column = min(80.0, (width - legend - axis) / len(accounts))
+    every = math.ceil((40 if card else 60) / column)
     for number, (step, parts) in enumerate(accounts):
-        left, y = _LEFT + number * column, bottom
+        left, y = axis + number * column, bottom
+        right = left + column * (0.9 if column > 20 else 1)  # small gaps would not be equal
         for name in names:
             above = y - parts.get(name, 0.0) * scale
-            canvas.rectangle((left, above, left + column * 0.9, y), fill=PARTS[name])
+            canvas.rectangle((left, above, right, y), fill=PARTS[name])
             y = above
         if number % every == 0:
             canvas.text(left + column * 0.45, bottom + 6, str(step), _FAINT, "ma")
     last = accounts[-1][1]
     for line, name in enumerate(reversed(names)):
         share = last.get(name, 0.0) / (sum(last.values()) or 1.0)
-        text = f"{name} {share:.1%}"
-        canvas.entry(900 - legend + 14, top + 22 * line, PARTS[name], text)
+        text = f"{name} {share:.0%}"
+        canvas.entry(width - legend + 10, top + (19 if card else 22) * line, PARTS[name], text)
     return canvas.image
 
 

@@ -133,15 +133,17 @@ class TensorBoard(Monitor):
             self._accounts.append((step, account))
         total = sum(account.values()) or 1.0
         for name, value in account.items():
-            self._add(step, f"2_time/{name}_percent", 100 * value / total, "of a step, the mean of "
-                      "all devices; docs/monitoring.md says what it is")  # fmt: skip
+            tag = f"2_time/{name}_percent"
+            if value or tag in self._described:  # a run without recomputation has no such curve
+                self._add(step, tag, 100 * value / total, "of a step, the mean of all devices; "
+                          "docs/monitoring.md says what it is")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
-            self._add(step, "1_overview/used_time_percent", computing, "of a step, in "
+            self._add(step, "1_overview/used_device_time_percent", computing, "of a step, in "
                       "which devices run forwards and backwards; 2_time has the rest")  # fmt: skip
         memory = [value for tag, value in values.items() if tag.endswith("/memory_percent")]
         if memory:
-            self._add(step, "1_overview/used_memory_percent", max(memory), "peak memory of "
+            self._add(step, "1_overview/used_device_memory_percent", max(memory), "peak memory of "
                       "the fullest device, in percent of what it has")  # fmt: skip
         for tag, value in values.items():
             if not tag.startswith("account/"):
@@ -152,25 +154,33 @@ class TensorBoard(Monitor):
         title = f"{self._title or self.directory.resolve().name}, step {step}"
         self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title, card=True))
         if self._accounts:
-            picture = draw_accounts(self._accounts, title)
+            picture = draw_accounts(self._accounts, title, card=True)
             self._add_picture(step, "5_pictures/where_the_time_goes", picture)
 
     def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
         """See `Monitor.account`; a table in the tab of texts."""
         shown = account["devices"][:_MOST_COLUMNS]
         columns = {"mean": account["mean"]}
-        columns |= {f"replica {d['replica']}, device {d['device']}": d for d in shown}
+        several = any(device["replica"] for device in account["devices"])
+        columns |= {
+            f"replica {d['replica']}, " * several + f"device {d['device']}": d for d in shown
+        }
+        parts = [name for name in account["mean"] if any(d[name] for d in account["devices"])]
+        steps = [sum(times[part] for part in parts) for times in columns.values()]
         lines = [["part", *columns]]
-        for part in account["mean"]:
-            lines.append([part, *(f"{times[part]:.2f}" for times in columns.values())])
-        steps = [sum(times[part] for part in account["mean"]) for times in columns.values()]
+        for part in parts:
+            shares = zip(columns.values(), steps, strict=True)
+            cells = [
+                f"{times[part]:.2f} ({times[part] / (step or 1):.0%})" for times, step in shares
+            ]
+            lines.append([part, *cells])
         lines.append(["step", *(f"{step:.2f}" for step in steps)])
         more = len(account["devices"]) - len(shown)
         text = [
+            *(["\n".join(f"- {line}" for line in advice)] if advice else []),
             "Milliseconds of a step, the mean of the recorded steps; the first column is the mean "
             f"of all devices.{f' {more} more devices are in summary.json.' if more else ''}",
             markdown_table(lines),
-            *(f"- {line}" for line in advice),
         ]
         # the first of the texts, which are sorted by name: two are open
         self._started().add_text("a step's time, by device", "\n\n".join(text), step)

@@ -36,7 +36,7 @@ from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_v
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases
-from hybridtrain.pipeline.timeline import Phases, Timeline, stage_times
+from hybridtrain.pipeline.timeline import Phases, Timeline, read_timelines, stage_times
 
 __all__ = [
     "ENGINES",
@@ -53,6 +53,7 @@ __all__ = [
     "construct_own_stages",
     "default_generator_lock",
     "plan_without_values",
+    "read_timelines",
     "remove_aliases",
     "seed_of",
     "stage_times",

@@ -9,10 +9,12 @@ backward, as PyTorch's `torch.distributed.pipelining.stage` does:
     stage 1   F0  F1  [1] B0  F2  [1] B1  [2] B2 ...................... [3]
                                               bucket 1 full: all-reduce
                                                    bucket 0 full: all-reduce
+                                                      [4] computed: waits for both
 
 [1] An earlier backward adds to DDP's buckets, and its hooks do nothing. [2] The last one is
 prepared: its hooks mark what is complete, and a full bucket's all-reduce runs beside the rest of
-the backward, and beside other stages. [3] Every gradient must have come by.
+the backward, and beside other stages. [3] Every gradient must have come by. [4] On a recorded step
+the time is noted, so that the rest of the action is known to be waiting.
 
 The norm is of the norms of the single gradients, in the order of the parameters, so that it is the
 same number however stages are spread over devices and processes.
@@ -20,7 +22,8 @@ same number however stages are spread over devices and processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from operator import is_
@@ -38,6 +41,7 @@ from hybridtrain import _torch_private as private
 from hybridtrain._torch_private import scaler_found_inf
 from hybridtrain.accelerator import put
 from hybridtrain.errors import UserError
+from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.world import World
 
 
@@ -125,6 +129,21 @@ class StageReducer:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
             private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # 2
+
+    @contextmanager
+    def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
+        """Notes in a list when the backward in the block has computed all, and waits for sums.
+
+        Args:
+            device: of the stage, whose time is noted.
+        """
+        found: list[Mark] = []
+        if self._ddp is None:
+            yield found
+            return
+        own = self._names.values()
+        with private.before_ddp_waits(own, lambda: found.append(mark(device))):  # 4
+            yield found
 
     def reset(self) -> None:
         """Forgets a prepared backward that failed, so that the next step can begin."""

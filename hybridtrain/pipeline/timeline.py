@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ class Timeline:
         self._devices = devices
         self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
+        self._computed: dict[Action, tuple[Mark, Mark]] = {}
         _align(devices)
         if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
             # The zero of the events and the clock that processes compare must be one time.
@@ -64,11 +65,24 @@ class Timeline:
         self._zero = marks(devices)
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
+        self._reductions: dict[Action, float] = {}
         self._behind = 0.0  # how much later this process began than the first one
 
-    def record(self, lane: int, action: Action, start: Mark, end: Mark) -> None:
-        """Notes that `lane` ran `action` between two marks."""
+    def record(
+        self, lane: int, action: Action, start: Mark, end: Mark, computed: Mark | None = None
+    ) -> None:
+        """Notes that `lane` ran `action` between two marks.
+
+        Args:
+            lane: its number.
+            action: that it ran.
+            start: of the action.
+            end: likewise.
+            computed: when only the all-reduce of its gradients was left, if it has one.
+        """
         self._marks[lane].append((action, start, end))
+        if computed is not None:
+            self._computed[action] = (computed, end)
 
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of each lane, in seconds since the start of the step.
@@ -78,26 +92,52 @@ class Timeline:
         message, see above.
         """
         if self._spans is None:
-            self._spans = self._own_spans()
-            if self._peers is not None:
-                self._spans = self._spans_of_all(self._peers)
+            read_timelines([self])
+        assert self._spans is not None
         return self._spans
 
-    def _spans_of_all(self, peers: LanePeers) -> tuple[tuple[Span, ...], ...]:
+    @property
+    def reductions(self) -> Mapping[Action, float]:
+        """The seconds at the end of actions in which they only waited for the all-reduce."""
+        self.spans()
+        return self._reductions
+
+    def computing(self) -> tuple[tuple[Span, ...], ...]:
+        """Returns the spans without the waits for the all-reduce."""
+        return tuple(
+            tuple(
+                Span(action, start, end - self.reductions.get(action, 0.0))
+                for action, start, end in lane
+            )
+            for lane in self.spans()
+        )
+
+    def _read_own(self) -> None:
+        self._spans = self._own_spans()
+        for action, (computed, end) in self._computed.items():
+            self._reductions[action] = max(0.0, _since(computed, end))
+
+    def _told(self, peers: LanePeers) -> _LaneSpans:
+        """Returns what the other processes are told of this one's lane."""
         assert self._spans is not None
-        lanes = peers.gather([_LaneSpans(clock_name(), self._began, self._spans[peers.own_lane])])
-        ahead = [0.0] * len(lanes)
-        if len({lane.clock for lane in lanes}) > 1:
-            ahead = peers.gather([peers.seconds_ahead()])
+        return _LaneSpans(self._began, self._spans[peers.own_lane], self._reductions)
+
+    def _put_together(
+        self, peers: LanePeers, lanes: Sequence[_LaneSpans], ahead: Sequence[float]
+    ) -> None:
+        """Takes over the lanes of all processes, whose clocks are `ahead` by so many seconds."""
         began = [lane.began - seconds for lane, seconds in zip(lanes, ahead, strict=True)]
         self._behind = began[peers.own_lane] - min(began)
-        return tuple(
+        self._spans = tuple(
             tuple(
                 Span(Action(*action), start + own - min(began), end + own - min(began))
                 for action, start, end in lane.spans
             )
             for lane, own in zip(lanes, began, strict=True)
         )
+        self._reductions = {
+            Action(*action): wait for lane in lanes for action, wait in lane.reductions.items()
+        }
 
     def _own_spans(self) -> tuple[tuple[Span, ...], ...]:
         lanes = []
@@ -157,12 +197,31 @@ class Phases:
         return {name: _since(begin, marks[device]) for name, marks in self._ends.items()}
 
 
-class _LaneSpans(NamedTuple):
-    """The spans of a lane in another process, and what they count from."""
+def read_timelines(timelines: Sequence[Timeline]) -> None:
+    """Reads the timelines of one step's batches, for which processes compare their clocks once.
 
-    clock: str
+    A collective call where lanes are in several processes.
+    """
+    for each in timelines:
+        each._read_own()
+    peers = timelines[0]._peers
+    if peers is None:
+        return
+    told = [(clock_name(), [each._told(peers) for each in timelines])]
+    of_processes = peers.gather(told)
+    ahead = [0.0] * len(of_processes)
+    if len({clock for clock, _ in of_processes}) > 1:
+        ahead = peers.gather([peers.seconds_ahead()])
+    for number, each in enumerate(timelines):
+        each._put_together(peers, [lanes[number] for _, lanes in of_processes], ahead)
+
+
+class _LaneSpans(NamedTuple):
+    """The spans of a lane in another process, what they count from, and its `reductions`."""
+
     began: float
     spans: tuple[Span, ...]
+    reductions: Mapping[Action, float]
 
 
 @dataclass(frozen=True)
@@ -231,12 +290,10 @@ class StageTimes:
     backward_ms: float
 
 
-def stage_times(
-    spans: Sequence[Sequence[Span]], stages: int, reduced: bool = False
-) -> list[StageTimes]:
-    """Returns the means of the spans of each stage; see `mean_costs` for `reduced`."""
-    forward = mean_costs(spans, stages, reduced)["F"]
-    backward = mean_backwards(spans, stages, reduced)
+def stage_times(spans: Sequence[Sequence[Span]], stages: int) -> list[StageTimes]:
+    """Returns the means of the spans of each stage."""
+    forward = mean_costs(spans, stages)["F"]
+    backward = mean_backwards(spans, stages)
     return [StageTimes(f * 1e3, b * 1e3) for f, b in zip(forward, backward, strict=True)]
 
 

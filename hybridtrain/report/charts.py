@@ -13,7 +13,11 @@ from hybridtrain.text_table import with_unit
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_RUNS = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373", "#c51b8a")
+# of runs beside each other, or of curves of one
+RUN_COLOURS = (
+    *("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373", "#c51b8a", "#17becf", "#bcbd22"),
+    *("#8c564b", "#e377c2"),
+)
 _PATTERNS = {"stage": "/", "message": "x", "host": "."}
 _BAR = 34  # pixels of a bar
 
@@ -43,7 +47,10 @@ def _figure(title: str, height: int = 300, **layout: Any) -> Figure:
 
 
 def curves(records: Sequence[RunRecord]) -> list[Figure]:
-    """Returns the curves that all runs are compared by: losses, metrics, speed and memory."""
+    """Returns the curves that all runs are compared by: losses, metrics, speed and memory.
+
+    Several runs have the colours `RUN_COLOURS`, in their order; the figures do not repeat them.
+    """
     tags = [tag for record in records for tag in record.curves]
     metrics = dict.fromkeys(t for t in tags if t.startswith("eval/") and t != "eval/loss")
     rates = dict.fromkeys(t for t in tags if t.endswith("_per_second") or t.endswith("/mfu"))
@@ -61,17 +68,18 @@ def curves(records: Sequence[RunRecord]) -> list[Figure]:
 def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Figure:
     from plotly.graph_objects import Scatter
 
-    figure = _figure(title, hovermode="x unified", xaxis_title="step")
+    alone = len(records) == 1
+    if len(tags) > 1 and not alone:
+        title = f"{title}: solid training, dotted evaluation"
+    figure = _figure(title, hovermode="x unified", xaxis_title="step", showlegend=alone)
     for number, record in enumerate(records):
         for tag in tags:
             curve = record.curves.get(tag, [])
             if not curve:
                 continue
             kind = tag.partition("/")[0]
-            name = " ".join(
-                [*([record.name] if len(records) > 1 else []), *([kind] if len(tags) > 1 else [])]
-            )
-            colour = number if len(records) > 1 else tags.index(tag)
+            name = " ".join([*([] if alone else [record.name]), *([kind] if len(tags) > 1 else [])])
+            colour = tags.index(tag) if alone else number
             figure.add_trace(
                 Scatter(
                     x=[step for step, _ in curve],
@@ -80,7 +88,7 @@ def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Fig
                     showlegend=bool(name),
                     mode="lines+markers" if len(curve) < 30 else "lines",
                     line={
-                        "color": _RUNS[colour % len(_RUNS)],
+                        "color": RUN_COLOURS[colour % len(RUN_COLOURS)],
                         "dash": "dot" if kind == "eval" and len(tags) > 1 else "solid",
                     },
                 )
@@ -151,34 +159,28 @@ def account_over_steps(record: RunRecord) -> Figure:
     return figure
 
 
-def stages(record: RunRecord) -> Figure | None:
-    """Returns the stages side by side: their times and parameters; None: they are not known."""
+def stages(record: RunRecord) -> list[Figure]:
+    """Returns the times and the parameters of the stages; none where they are not known."""
     from plotly.graph_objects import Bar
-    from plotly.subplots import make_subplots
 
     known = record.summary.get("stages", [])
     if not known:
-        return None
+        return []
     names = [f"stage {number}" for number in range(len(known))]
     words = [f'<span style="color:{PARTS[kind]}">{kind}</span>' for kind in ("forward", "backward")]
-    figure = make_subplots(
-        rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.04,  # words: ok
-        subplot_titles=(f"ms of a micro-batch: {', '.join(words)}", "parameters"),
-    )  # fmt: skip
-    layout = _figure("", 150 + _BAR * len(known)).layout
-    figure.update_layout(layout, barmode="stack", showlegend=False)
-    figure.update_annotations(font_size=15)
-    bars: list[tuple[str, list[float], str, int]] = [
-        (kind, [stage[f"{kind}_ms"] for stage in known], PARTS[kind], 1)
+    height = 120 + _BAR * len(known)
+    titles = (f"ms of a micro-batch: {', '.join(words)}", "parameters")
+    figures = [_figure(title, height, barmode="stack", showlegend=False) for title in titles]
+    bars: list[tuple[Figure, str, list[float], str]] = [
+        (figures[0], kind, [stage[f"{kind}_ms"] for stage in known], PARTS[kind])
         for kind in ("forward", "backward")
     ]
-    bars.append(("parameters", [stage["parameters"] for stage in known], "#969696", 2))
-    for name, values, colour, column in bars:
-        figure.add_trace(
-            Bar(x=values, y=names, name=name, orientation="h", marker_color=colour), 1, column
-        )
-    figure.update_yaxes(autorange="reversed")
-    return figure
+    parameters = [stage["parameters"] for stage in known]
+    bars.append((figures[1], "parameters", parameters, "#969696"))
+    for figure, name, values, colour in bars:
+        figure.add_trace(Bar(x=values, y=names, name=name, orientation="h", marker_color=colour))
+        figure.update_yaxes(autorange="reversed")
+    return figures
 
 
 def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) -> Figure:
@@ -193,7 +195,7 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
 
     figure = make_subplots(
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,  # words: ok
-        subplot_titles=("measured; a red border: the step is as long as these", "predicted"),
+        subplot_titles=("measured", "predicted"),
     )  # fmt: skip
     height = 220 + 2 * 40 * len(measured)
     figure.update_layout(_figure("", height).layout, barmode="overlay", hovermode="closest")
@@ -243,7 +245,6 @@ def _add_lanes(
             + ("<br>the step is as long as this" if span.action in critical else "")
             for _, span in found
         ]
-        borders = [2 if span.action in critical else 0 for _, span in found]
         figure.add_trace(
             bar(
                 WORDS[kind],
@@ -254,9 +255,25 @@ def _add_lanes(
                 insidetextanchor="middle",
                 textangle=0,
                 textfont={"color": "black"},
-                marker={"color": shades, "line": {"width": borders, "color": CRITICAL}},
+                marker={"color": shades, "line": {"width": 0}},
                 customdata=texts,
                 hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f}<extra></extra>",
+            ),
+            panel,
+            1,
+        )
+    if critical:
+        found = [
+            (device, span) for device, lane in enumerate(spans) for span in lane
+            if span.action in critical
+        ]  # fmt: skip
+        figure.add_trace(
+            bar(
+                "the step is as long as these",
+                [device for device, _ in found],
+                [(span.start, span.end) for _, span in found],
+                marker={"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": CRITICAL}},
+                hoverinfo="skip",
             ),
             panel,
             1,

@@ -68,12 +68,13 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
         source
     )
     page = template.render(
-        title=", ".join(record.name for record in records),
+        title=_title(records),
         plotly=get_plotlyjs(),
         curves=[_html(figure) for figure in charts.curves(records)],
         compared=_compared(records) if len(records) > 1 else None,
         accounts=_html(accounts) if len(records) > 1 and accounts is not None else None,
         runs=[_sections(record) for record in records],
+        colours=charts.RUN_COLOURS,
     )
     path = Path(path)
     try:
@@ -93,18 +94,30 @@ def _html(figure: Figure) -> str:
     return html
 
 
+def _title(records: Sequence[RunRecord]) -> str:
+    """Returns the names of some runs, or the folder of many."""
+    if len(records) <= 3:
+        return ", ".join(record.name for record in records)
+    folders = {record.directory.resolve().parent for record in records}
+    return f"{len(records)} runs" + (f" of {folders.pop().name}" if len(folders) == 1 else "")
+
+
 def _sections(record: RunRecord) -> dict[str, Any]:
     """Returns what the page says of one run."""
     summary = record.summary
     figures = {}
     if (account := summary.get("account")) is not None:
-        bars = {f"device {d['replica']}.{d['device']}": _parts(d) for d in account["devices"]}
+        several = any(device["replica"] for device in account["devices"])
+        bars = {
+            f"replica {d['replica']}, " * several + f"device {d['device']}": _parts(d)
+            for d in account["devices"]
+        }
         bars["mean"] = account["mean"]
-        figures["account"] = charts.account(bars, "by device, the mean of the recorded steps")
+        title = "by device, the mean of the recorded steps"
+        # the figure over the steps, beside it, says what the colours are
+        figures["account"] = charts.account(bars, title, legend=len(record.accounts) < 2)
     if len(record.accounts) > 1:
         figures["account_over_steps"] = charts.account_over_steps(record)
-    if (stages := charts.stages(record)) is not None:
-        figures["stages"] = stages
     if record.timeline is not None:
         predicted, measured = record.timeline
         sent = _bytes_of(record.plan, measured)
@@ -123,6 +136,7 @@ def _sections(record: RunRecord) -> dict[str, Any]:
         "advice": summary.get("advice", []),
         "figures": {name: _html(figure) for name, figure in figures.items()},
         "stages": _stage_table(record),
+        "of_stages": [_html(figure) for figure in charts.stages(record)],
         "predicted": _predicted(summary),
         "warnings": record.warnings,
         "overrides": record.overrides,

@@ -17,7 +17,6 @@ from hybridtrain.schedule.account import (
     Account,
     account_of,
     mean_delays,
-    reduction_excess,
 )
 from hybridtrain.schedule.named import (
     SCHEDULES,
@@ -93,7 +92,6 @@ __all__ = [
     "placement_of",
     "predict",
     "receiver_of",
-    "reduction_excess",
     "simulate",
     "spans_for",
     "splits_backwards",

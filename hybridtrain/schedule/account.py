@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hybridtrain.schedule.simulation import length, mean_costs, spans_of
+from hybridtrain.schedule.simulation import length, spans_of
 from hybridtrain.schedule.table import Action, Schedule, Spans
 from hybridtrain.schedule.waits import late_starts
 
@@ -83,26 +83,11 @@ class Account(NamedTuple):
         return cls.sum_of(accounts).scaled(1 / len(accounts))
 
 
-def reduction_excess(schedule: Schedule, measured: Spans) -> list[float]:
-    """Returns how much longer each stage's last gradients took than those before, in seconds.
-
-    In replicas these wait for the all-reduce. 0 where there is only one micro-batch, which has none
-    to be compared with.
-    """
-    costs = mean_costs(measured, schedule.stages, reduced=True)
-    excess = [0.0] * schedule.stages
-    for lane in measured:
-        for action, start, end in lane:
-            if action.microbatch == schedule.chunks - 1 and action.ends_microbatch:
-                excess[action.stage] = max(0.0, end - start - costs[action.kind][action.stage])
-    return excess
-
-
 def account_of(
     schedule: Schedule,
     measured: Spans,
-    excess: Sequence[float] | None = None,
-    excess_of_last: Sequence[float] | None = None,
+    reductions: _Times | None = None,
+    reductions_of_last: _Times | None = None,
     recomputed: Sequence[Sequence[float]] | None = None,
 ) -> list[Account]:
     """Returns where the time from the first action to the last went, of each device.
@@ -110,21 +95,19 @@ def account_of(
     Args:
         schedule: of the step.
         measured: its spans, in seconds.
-        excess: of each stage, how long its last gradients waited for the all-reduce; see
-            `reduction_excess`. None: there is none.
-        excess_of_last: the same of the replica that came last, for which nobody had to wait: the
-            all-reduce itself. None: as `excess`.
+        reductions: of the actions that end in a wait for the all-reduce, that wait.
+        reductions_of_last: the same of the replica that came last, for which nobody had to wait:
+            the all-reduce itself. None: as `reductions`.
         recomputed: by stage and micro-batch, the share of the forward that its backward runs again.
     """
-    excess = excess or [0.0] * schedule.stages
-    excess_of_last = excess_of_last or excess
+    reductions = reductions or {}
+    reductions_of_last = reductions if reductions_of_last is None else reductions_of_last
     whole = {span.action: span.end - span.start for lane in measured for span in lane}
     computing, reduced = dict(whole), dict(whole)
-    for action, seconds in whole.items():
-        if action.microbatch == schedule.chunks - 1 and action.ends_microbatch:
-            waited = min(excess[action.stage], seconds)
-            computing[action] -= waited
-            reduced[action] = computing[action] + min(excess_of_last[action.stage], waited)
+    for action, waited in reductions.items():
+        computing[action] = max(0.0, whole[action] - waited)
+        of_last = reductions_of_last.get(action, 0.0)
+        reduced[action] = min(whole[action], computing[action] + of_last)
     delays, between = late_starts(schedule, measured)
     steps: list[tuple[_Times, _Times | None]]
     steps = [

@@ -142,17 +142,12 @@ def spans_of(
     return tuple(map(tuple, spans))
 
 
-def predict(schedule: Schedule, measured: Spans, reduced: bool = False) -> Spans:
-    """Returns the spans that `schedule` predicts for the mean measured costs of each stage.
-
-    See `mean_costs` for `reduced`.
-    """
-    return spans_for(schedule, mean_costs(measured, schedule.stages, reduced))
+def predict(schedule: Schedule, measured: Spans) -> Spans:
+    """Returns the spans that `schedule` predicts for the mean measured costs of each stage."""
+    return spans_for(schedule, mean_costs(measured, schedule.stages))
 
 
-def mean_costs(
-    measured: Spans, stages: int, reduced: bool = False
-) -> dict[ActionKind, list[float]]:
+def mean_costs(measured: Spans, stages: int) -> dict[ActionKind, list[float]]:
     """Returns the mean duration of a micro-batch, by kind of action and stage.
 
     `B` is that of whole backwards; of a stage without any, the sum of `I` and `W`.
@@ -160,8 +155,6 @@ def mean_costs(
     Args:
         measured: the spans of a step.
         stages: how many.
-        reduced: the last gradients of the weights of each stage wait for those of other replicas
-            too, so they are left out of the mean where there are others.
     """
     kinds: tuple[ActionKind, ...] = ("F", "B", "I", "W")
     times: dict[ActionKind, list[dict[int, float]]]
@@ -169,10 +162,6 @@ def mean_costs(
     for lane in measured:
         for (kind, stage, microbatch), start, end in lane:
             times[kind][stage][microbatch] = end - start
-    if reduced:
-        last = _last_microbatch(measured)
-        for kind in ("B", "W"):
-            times[kind] = [_without(each, last) for each in times[kind]]
     costs = {kind: [_mean(each) for each in times[kind]] for kind in kinds}
     for stage in range(stages):
         if not times["B"][stage]:
@@ -180,7 +169,7 @@ def mean_costs(
     return costs
 
 
-def mean_backwards(measured: Spans, stages: int, reduced: bool = False) -> list[float]:
+def mean_backwards(measured: Spans, stages: int) -> list[float]:
     """Returns the mean duration of each stage's backward of a micro-batch, whole or in two parts.
 
     See `mean_costs` for the arguments.
@@ -190,19 +179,7 @@ def mean_backwards(measured: Spans, stages: int, reduced: bool = False) -> list[
         for (kind, stage, microbatch), start, end in lane:
             if kind != "F":
                 times[stage][microbatch] = times[stage].get(microbatch, 0.0) + end - start
-    if reduced:
-        last = _last_microbatch(measured)
-        times = [_without(each, last) for each in times]
     return list(map(_mean, times))
-
-
-def _last_microbatch(measured: Spans) -> int:
-    return max(span.action.microbatch for lane in measured for span in lane)
-
-
-def _without(times: dict[int, float], last: int) -> dict[int, float]:
-    """Returns the times without that of the last micro-batch, if there are others."""
-    return {microbatch: time for microbatch, time in times.items() if microbatch != last} or times
 
 
 def _mean(times: dict[int, float]) -> float:

@@ -23,7 +23,6 @@ from hybridtrain.schedule import (
     bubble_fraction,
     length,
     make_schedule,
-    mean_costs,
     mean_delays,
     spans_for,
 )
@@ -34,6 +33,8 @@ _LEAST_GAIN = 0.05
 # Parts of a step that are too small to look at.
 _SMALL = 0.05
 _MOST = 2
+
+Costs = dict[ActionKind, list[float]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RecordedStep:
         plan: the stages and what their layers cost.
         options: of the pipeline.
         workers: that load data; None: the loader is the user's own.
-        reduced: the last gradients wait for other replicas.
+        costs: what a micro-batch takes, by kind of action and stage, in seconds.
     """
 
     account: Account
@@ -60,7 +61,7 @@ class RecordedStep:
     plan: Plan
     options: PipelineOptions
     workers: int | None
-    reduced: bool
+    costs: Costs
 
 
 class Proposal(NamedTuple):
@@ -114,7 +115,7 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
         step.options.schedule, devices, chunks, step.schedule.stages // devices,
         step.options.max_inflight,
     )  # fmt: skip
-    costs: Costs = {kind: [t / 2 for t in times] for kind, times in _costs(step).items()}
+    costs: Costs = {kind: [t / 2 for t in times] for kind, times in step.costs.items()}
     seconds = _with(step, made, costs)
     even = {kind: [sum(times) / len(times)] * len(times) for kind, times in costs.items()}
     idle = spans_for(made, even)
@@ -135,11 +136,11 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
     # one that was measured already, a list, or the plan that a resumed run keeps
     if step.options.split not in ("uniform", "size", "memory", "balanced"):
         return None
-    costs, plan = _costs(step), step.plan
+    costs, plan = step.costs, step.plan
     times = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
     mean = sum(times) / len(times)
     slow = max(range(len(times)), key=times.__getitem__)
-    wanted, at_best = [mean] * len(times), " at best"
+    wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
         planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
         factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
@@ -161,17 +162,17 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
         "imbalance",
         seconds,
         f"stage {slow} takes {times[slow] / mean:.1f} times as long as the stages do on average: "
-        f"split=time would take {_times(step, seconds)}{at_best}",
+        f"split=time would take {at_best}{_times(step, seconds)}",
     )
 
 
 def _keep_activations(step: RecordedStep) -> Proposal | None:
     """No recomputation, where what it saves is known."""
     kept = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
-    if not all(kept):
+    if not any(kept):  # not measured; a single stage may keep nothing but what it was sent
         return None
     more = max(size * stage.in_flight for size, stage in zip(kept, step.plan.stages, strict=True))
-    costs = _costs(step)
+    costs = step.costs
     saved = step.account.recompute / step.account.forward
     once = {
         kind: times
@@ -198,12 +199,6 @@ _PROPOSALS = {
     "recompute": _keep_activations,
 }
 
-Costs = dict[ActionKind, list[float]]
-
-
-def _costs(step: RecordedStep) -> Costs:
-    return mean_costs(step.spans, step.schedule.stages, step.reduced)
-
 
 def _scaled(costs: Costs, times: Sequence[float]) -> Costs:
     """Returns the costs of stages that take `times` for a micro-batch, forward and backward."""
@@ -225,7 +220,7 @@ def _with(step: RecordedStep, schedule: Schedule, costs: Costs) -> float:
         return length(spans_for(schedule, late, [crossing] * (schedule.stages - 1)))
 
     # One prediction less another: what neither has, such as the all-reduce, is not won.
-    won = window(step.schedule, _costs(step)) - window(schedule, costs)
+    won = window(step.schedule, step.costs) - window(schedule, costs)
     return step.account.total - step.batches * won
 
 

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from hybridtrain.data import Loader, OwnLoader
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.pipeline import Phases, Timeline, stage_times
+from hybridtrain.pipeline import Phases, Timeline, read_timelines, stage_times
 from hybridtrain.schedule import (
     Account,
     Schedule,
     Spans,
     account_of,
     bubble_fraction,
+    mean_costs,
     predict,
-    reduction_excess,
 )
 from hybridtrain.training.advice import RecordedStep, advise
 
@@ -147,7 +147,6 @@ class RunStats:
         self._train = train
         self._last: RecordedStep | None = None
         self._samples = 0
-        self._reduced = model.world.replicas > 1  # the last backward waits for other replicas
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
         self._bubbles: list[float] = []
@@ -190,10 +189,11 @@ class RunStats:
         if not some:
             self._timelines = []
             return {}
-        spans = self._timelines[-1].spans()
+        read_timelines(self._timelines)
+        spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
         self._bubbles.append(bubble_fraction(spans))
         self.bubble = sum(self._bubbles) / len(self._bubbles)
-        times = stage_times(spans, len(self._times), self._reduced)
+        times = stage_times(computing, len(self._times))
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
         values = {"pipeline/bubble_fraction": self._bubbles[-1]}
         if whole and self._phases is not None:
@@ -209,7 +209,7 @@ class RunStats:
                 plan=self._model.plan,
                 options=self._model.options,
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
-                reduced=self._reduced,
+                costs=mean_costs(computing, len(self._times)),
             )
             # not of the short batch at the end of an epoch
             if self._last is None or samples >= self._last.samples:
@@ -251,13 +251,12 @@ class RunStats:
     def _accounts_in_pipeline(self, timeline: Timeline) -> list[Account]:
         """Returns the parts of a batch's time between its first action and its last."""
         schedule, spans = timeline.schedule, timeline.spans()
-        excess = least = None
-        if self._reduced and timeline is self._timelines[-1]:  # others are not averaged
-            excess = reduction_excess(schedule, spans)
+        reductions, least = timeline.reductions, {}
+        # batches before the last one are not averaged
+        if self._model.world.replicas > 1 and timeline is self._timelines[-1]:
             # An all-reduce ends everywhere at one time: it was shortest for whom nobody waited.
-            # One with a single micro-batch has no other to compare it with.
-            known = self._model.world.gather(excess if schedule.chunks > 1 else None)
-            least = list(map(min, zip(*(each for each in known if each), strict=True))) or excess
+            known = self._model.world.gather(reductions)
+            least = {action: min(each.get(action, 0.0) for each in known) for action in reductions}
         again = self._model.pipeline.recomputed(schedule.chunks)
         devices = len(schedule.lanes)
         if timeline.in_one_thread:  # nobody idles; the lanes share one account
@@ -265,7 +264,7 @@ class RunStats:
             spans = (tuple(actions),)
             lanes = (tuple(span.action for span in actions),)
             schedule = Schedule(schedule.name, schedule.stages, schedule.chunks, lanes)
-        accounts = account_of(schedule, spans, excess, least, again)
+        accounts = account_of(schedule, spans, reductions, least, again)
         return accounts * (devices // len(accounts))
 
     def timelines(self) -> tuple[Spans, Spans]:
@@ -273,8 +272,8 @@ class RunStats:
 
         The prediction is the schedule's, for the mean measured costs of each stage.
         """
-        spans = self._timelines[-1].spans()
-        return predict(self._timelines[-1].schedule, spans, self._reduced), spans
+        last = self._timelines[-1]
+        return predict(last.schedule, last.computing()), last.spans()
 
     def advice(self) -> list[str]:
         """Returns what would make a step shorter, by the last recorded one; see `advise`.

@@ -46,6 +46,7 @@ def run(
     split: str = "uniform",
     workers: int = 0,
     link: float = 0.0,
+    checkpoint: str = "never",
 ) -> tuple[Row, list[str]]:
     """Trains some steps; returns the mean account in milliseconds, its step, and the advice."""
     torch.manual_seed(0)
@@ -53,7 +54,9 @@ def run(
     net = nn.Sequential(*map(SlowLinear, layers))
     samples = SlowData(loading)
     example = samples.inputs[:_BATCH]
-    model = HybridModel(net, world, chunks=chunks, split=split, example_inputs=example)
+    model = HybridModel(
+        net, world, chunks=chunks, split=split, checkpoint=checkpoint, example_inputs=example
+    )
     data = TrainLoader(samples, _BATCH * world.replicas, world, workers=workers)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     with slow_link(link):
@@ -163,6 +166,10 @@ def main() -> None:
         "a slow stage": (
             lambda: run(_UNEVEN),
             lambda: run(_UNEVEN, split="time"),
+        ),
+        "recomputation": (
+            lambda: run(split="balanced", checkpoint="always"),
+            lambda: run(split="balanced"),
         ),
     }
     for name, (before_it, after_it) in followed.items():

@@ -64,6 +64,17 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     ]
 
 
+def test_the_runs_of_a_sweep_have_its_name_and_one_colour_each(
+    finished: Path, tmp_path: Path
+) -> None:
+    runs = [Path(shutil.copytree(finished, tmp_path / "swept" / f"lr_{n}")) for n in range(4)]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    assert "<h1>4 runs of swept</h1>" in page
+    names = re.findall(r'<a href="#run-\d" style="--run: (#\w+)">(\w+)</a>', page)
+    assert [name for _, name in names] == ["lr_0", "lr_1", "lr_2", "lr_3"]
+    assert len({colour for colour, _ in names}) == 4
+
+
 def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +142,14 @@ def test_a_browser_shows_the_figures_and_what_an_action_is_under_the_pointer(
     assert re.search(r"forward of micro-batch 0, stage 0.*[\d.]+ ms, from", text.text_content())
     ink = figures.first.locator("text.gtitle").evaluate("text => getComputedStyle(text).fill")
     assert ink == {"light": "rgb(28, 28, 28)", "dark": "rgb(230, 230, 230)"}[scheme]
+    widths = "[...document.querySelectorAll('.main-svg')].map(e => e.clientWidth)"
+    on_screen = page.evaluate(widths)
+    assert max(on_screen) > 700
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert max(page.evaluate(widths)) <= 700  # of paper
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function(f"Math.max(...{widths}) > 700")
+    assert page.evaluate(widths) == on_screen
     page.set_viewport_size({"width": 390, "height": 800})  # of a phone
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser_page.errors == []

@@ -36,7 +36,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(
 
     said = succeed(capfd, *SMALL)
     assert "resumed from outputs/digits/checkpoints/step_00000004, at step 4 of 6" in said
-    assert "tensorboard --logdir outputs/digits" in said
+    assert "tensorboard --logdir outputs\n" in said
     assert_same_checkpoint(run / "checkpoints" / LAST, finished / "checkpoints" / LAST)
     assert learned(run) == learned(finished)
     summary = json.loads((run / "summary.json").read_text())

@@ -17,6 +17,7 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx, value, seconds):
         ctx.seconds = seconds
         time.sleep(seconds * len(value))
+        ctx.save_for_backward(value)  # or a recomputation would stop before it comes here
         return value.clone()
 
     @staticmethod
@@ -54,11 +55,11 @@ class SlowData(torch.utils.data.Dataset):
         return self.inputs[index], self.targets[index]
 
 
-def trained(layers, nb_part, engine="local", **settings):
+def trained(layers, nb_part, engine="local", chunks=4, **settings):
     """A trainer that has trained four steps of slow layers over all processes, two recorded."""
     world = World.from_env(nb_part, "cpu", engine=engine)
     net = nn.Sequential(*map(SlowLinear, layers))
-    model = HybridModel(net, world, chunks=4, split="uniform")
+    model = HybridModel(net, world, chunks=chunks, split="uniform")
     data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     trainer = Trainer(

@@ -14,7 +14,6 @@ from hybridtrain.schedule import (
     account_of,
     critical_path,
     make_schedule,
-    reduction_excess,
     waits,
 )
 
@@ -69,10 +68,14 @@ def test_the_parts_are_not_negative_and_add_up_to_the_time_of_each_device(
     measured = made_up(
         schedule, lambda action: random.uniform(0.001, 3), lambda action: random.uniform(0, 1)
     )
-    excess = reduction_excess(schedule, measured) if replicas else None
-    last = [random.uniform(0, each) for each in excess] if excess else None
+    reductions = {
+        action: random.uniform(0, end - start) * replicas
+        for lane in measured for action, start, end in lane
+        if action.ends_microbatch and action.microbatch == chunks - 1
+    }  # fmt: skip
+    waits_of_last = {action: random.uniform(0, wait) for action, wait in reductions.items()}
     recomputed = [[random.choice([0.0, 1.0])] * chunks for _ in range(schedule.stages)]
-    accounts = account_of(schedule, measured, excess, last, recomputed)
+    accounts = account_of(schedule, measured, reductions, waits_of_last, recomputed)
     assert len(accounts) == devices
     for account in accounts:
         assert min(account) >= -1e-9
@@ -148,9 +151,7 @@ def test_an_all_reduce_is_told_from_waiting_for_a_slower_replica():
         return usual(action) + (3.0 if action == first_stage_last else 0.0)
 
     measured = made_up(schedule, seconds, nothing)
-    excess = reduction_excess(schedule, measured)
-    assert excess == pytest.approx([3.0, 0.0])
-    for account in account_of(schedule, measured, excess, [1.0, 0.0]):
+    for account in account_of(schedule, measured, {first_stage_last: 3.0}, {first_stage_last: 1.0}):
         assert (account.reduction, account.stragglers) == pytest.approx((1.0, 2.0))
 
 
@@ -162,9 +163,7 @@ def test_an_all_reduce_in_time_that_is_idle_anyway_costs_nothing():
         return usual(action) * (1 if action.stage else 3) + (action == last_weights)
 
     measured = made_up(schedule, seconds, nothing)
-    excess = reduction_excess(schedule, measured)
-    assert excess == pytest.approx([0.0, 1.0])
-    for account in account_of(schedule, measured, excess):
+    for account in account_of(schedule, measured, {last_weights: 1.0}):
         assert account.reduction == pytest.approx(0.0)
 
 

@@ -174,7 +174,7 @@ def test_tensorboard_shows_what_is_used_of_the_devices_and_the_slowest_replica(
     run(TensorBoard(tmp_path), range(1, 2), values=lambda _: {**values, "lr/head": 0.5})
     for tag, value in {
         "1_overview/used_mfu_percent": 25.0,
-        "1_overview/used_memory_percent": 40.0,
+        "1_overview/used_device_memory_percent": 40.0,
         "3_stages/memory_percent/0": 30.0,
         "2_time/replica_slowest": 1.0,
         "2_time/replica_slowest_ms": 9.0,
@@ -187,7 +187,7 @@ def test_tensorboard_shows_what_is_used_of_the_devices_and_the_slowest_replica(
 def test_tensorboard_has_a_column_for_each_of_the_first_devices(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    parts = dict.fromkeys(Account._fields, 1.0)
+    parts = {**dict.fromkeys(Account._fields, 1.0), "recompute": 0.0}
     devices = [{"replica": i, "device": 0, **parts} for i in range(20)]
     monitor = TensorBoard(tmp_path)
     monitor.start(total_steps=9, first_step=0, texts={})
@@ -197,11 +197,13 @@ def test_tensorboard_has_a_column_for_each_of_the_first_devices(tmp_path: Path) 
     events.Reload()
     (event,) = events.Tensors("a step's time, by device/text_summary")
     text = event.tensor_proto.string_val[0].decode()
-    assert "| step | 11.00 | 11.00 |" in text
+    assert text.startswith("- what to change\n")
+    assert "| forward | 1.00 (10%) | 1.00 (10%) |" in text
+    assert "| step | 10.00 | 10.00 |" in text
+    assert "recompute" not in text
     assert "replica 11, device 0" in text
     assert "replica 12, device 0" not in text
     assert "8 more devices are in summary.json" in text
-    assert text.endswith("- what to change")
 
 
 def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_path: Path) -> None:

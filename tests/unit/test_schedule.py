@@ -11,7 +11,6 @@ from hybridtrain.errors import ScheduleError
 from hybridtrain.schedule import (
     Action,
     Schedule,
-    Span,
     bubble_fraction,
     forward_only,
     gpipe,
@@ -354,20 +353,3 @@ def test_a_prediction_from_the_spans_of_a_simulation_is_that_simulation():
     for ours, theirs in zip(predict(schedule, spans), spans, strict=True):
         assert [span.action for span in ours] == [span.action for span in theirs]
         assert [span.end for span in ours] == pytest.approx([span.end for span in theirs])
-
-
-def test_the_wait_for_other_replicas_does_not_make_every_backward_longer():
-    schedule = make_schedule("1f1b", 2, 4)
-    spans = [
-        [
-            Span(action, start, end + 9 * (action.kind == "B" and action.microbatch == 3))
-            for action, start, end in lane
-        ]
-        for lane in simulate(schedule, [1.0, 1.0], [2.0, 2.0])
-    ]
-    alone = predict(schedule, simulate(schedule, [1.0, 1.0], [2.0, 2.0]))
-    assert predict(schedule, spans, reduced=True) == alone
-    assert predict(schedule, spans)[0][-1].end > alone[0][-1].end + 5
-    single = make_schedule("1f1b", 1, 1)
-    only = [[Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 1.0, 3.0)]]
-    assert predict(single, only, reduced=True)[0][-1].end == 3.0

@@ -13,7 +13,6 @@ from hybridtrain.schedule import (
     Action,
     Durations,
     Schedule,
-    Span,
     bubble_fraction,
     divided_backwards,
     make_schedule,
@@ -204,20 +203,6 @@ def test_measured_spans_of_whole_and_divided_backwards_predict_the_same_times_ag
         for (kind, stage, _), start, end in lane:
             taken[stage] += (kind != "F") * (end - start) / 8
     assert mean_backwards(measured, 8) == pytest.approx(taken)
-
-
-@pytest.mark.parametrize("last", ["B2", "I2 W2"])
-def test_the_last_gradients_of_the_weights_are_left_out_where_there_are_other_replicas(last):
-    schedule = by_hand(3, f"F0 F1 F2 I0 W0 B1 {last}")
-    ends = {"F": 1.0, "B": 3.0, "I": 1.0, "W": 2.0}
-    spans, clock = [], 0.0
-    for action in schedule.lanes[0]:
-        # the last one waits for the other replicas for 100
-        waits = 100.0 * (action.ends_microbatch and action.microbatch == 2)
-        spans.append(Span(action, clock, clock := clock + ends[action.kind] + waits))
-    costs = mean_costs([spans], 1, reduced=True)
-    assert {kind: cost[0] for kind, cost in costs.items()} == pytest.approx(ends)
-    assert mean_backwards([spans], 1, reduced=True) == pytest.approx([3.0])
 
 
 def test_both_parts_of_measured_backwards_predict_the_same_times_again():

@@ -24,12 +24,19 @@ from hybridtrain.training.run_stats import (
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-def trained(stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, **settings):
+def trained(
+    stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, checkpoint="never", **settings
+):
     """A trainer that has trained four steps, of which it has recorded two."""
     world = World.from_env(len(stages), "cpu")
     net = nn.Sequential(*map(SlowLinear, stages))
-    model = HybridModel(net, world, chunks=chunks, split="uniform", checkpoint="never")
-    data = TrainLoader(SlowData(loading), batch_size, world)
+    samples = SlowData(loading)
+    split = "uniform" if checkpoint == "never" else "balanced"  # measures what layers keep
+    model = HybridModel(
+        net, world, chunks=chunks, split=split, checkpoint=checkpoint,
+        example_inputs=samples.inputs[:batch_size],
+    )  # fmt: skip
+    data = TrainLoader(samples, batch_size, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     settings = {"steps": 4, "log_every": 2, **settings}
     trainer = Trainer(model, optimizer, cross_entropy, data, **settings)
@@ -173,10 +180,10 @@ def test_a_price_does_not_count_the_all_reduce_as_won(batches):
         [Span(a, s, e + wait * (a.kind == "B" and a.microbatch == last)) for a, s, e in lane]
         for lane in step.spans
     ]
-    account = step.account._replace(reduction=wait * batches)
-    step = replace(step, account=account, spans=spans, batches=batches, reduced=True)
+    account = step.account.scaled(batches)._replace(reduction=wait * batches)
+    step = replace(step, account=account, spans=spans, batches=batches)
     price = advice._smaller_microbatches(step).seconds
-    # of each batch as much as before; its last backward is in no mean now
+    # of each batch as much as before
     assert account.total - price == pytest.approx(batches * won, rel=0.3)
 
 
@@ -201,6 +208,30 @@ def test_micro_batches_of_one_sample_are_not_divided():
 def test_uneven_stages_are_answered_with_a_split_by_time():
     lines = trained(stages=(2e-4, 2e-3), chunks=8).advice
     assert any("stage 1 takes" in line and "split=time" in line for line in lines)
+
+
+def test_recomputation_is_answered_with_keeping_the_activations_and_what_they_take():
+    lines = trained(stages=(1e-3, 1e-3), chunks=8, checkpoint="always").advice
+    (line,) = [line for line in lines if "recomputation takes" in line]
+    assert "checkpoint=never would take" in line
+    assert line.endswith(" KiB more on a device")
+
+
+CASES = {
+    "data": {"loading": 5e-3},
+    "bubble": {"stages": (2e-3, 2e-3), "chunks": 2},
+    "imbalance": {"stages": (2e-4, 2e-3), "chunks": 8},
+    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "checkpoint": "always"},
+}
+
+
+@pytest.mark.parametrize("part", advice._PROPOSALS)
+def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
+    step = trained(**CASES[part])._stats._last
+    (proposal,) = [each for each in advice.advise(step) if each.part == part]
+    now, then = step.account.total * 1e3, proposal.seconds * 1e3
+    assert f"{then:.4g} ms instead of {now:.4g}" in proposal.text
+    assert then < now
 
 
 def test_a_run_in_which_all_is_well_is_told_nothing():

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.monitor import Monitor
-from hybridtrain.monitor.pictures import COLOURS, WAITS, draw
+from hybridtrain.monitor.pictures import COLOURS, WAITS, draw, draw_accounts
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace, spans_of_trace
 from hybridtrain.pipeline import Timeline
@@ -86,6 +86,13 @@ def test_the_picture_is_wide_enough_for_the_numbers_of_its_micro_batches(devices
     seconds = max(lane[-1].end for lane in spans)
     assert 0.002 / seconds * (image.width - 100) >= 17  # two digits and a gap
     assert image.width < 4100
+
+
+def test_a_card_is_a_whole_multiple_of_the_pixels_that_tensorboard_shows_of_it():
+    spans = lanes(2, 8)
+    assert draw(spans, spans, card=True).width == 3 * 350  # of each three pixels it shows one
+    accounts = [(step, {"forward": 2.0, "imbalance": 1.0}) for step in range(100)]
+    assert draw_accounts(accounts, "a run", card=True).width == 3 * 350
 
 
 def test_a_step_too_long_for_numbers_is_still_a_picture():

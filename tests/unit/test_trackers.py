@@ -102,6 +102,18 @@ def test_mlflow_begins_a_new_run_where_a_run_begins_anew(tmp_path: Path) -> None
     assert len(client.search_runs([experiment.experiment_id])) == 2
 
 
+def test_mlflow_leaves_nothing_in_the_working_directory_with_a_database_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "outputs/run"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'own.db'}")
+    attempt(MLflow(tmp_path / "outputs/run"), range(1, 2))
+    assert not list((tmp_path / "here").iterdir())
+    assert list((tmp_path / "outputs" / "mlruns").rglob("timeline.png"))
+
+
 # --- the CSV file -------------------------------------------------------------------------------
 
 
@@ -170,7 +182,7 @@ class Service(Tracker):
     def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
         self.answer.wait()
         if self.refuses:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("nobody there\nSELECT * FROM runs")
         return "id"
 
     def values(self, step: int, values: Mapping[str, float]) -> None:

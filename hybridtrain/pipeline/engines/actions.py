@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hybridtrain._torch_private import draws_here, leave_draws, profiled
@@ -30,7 +31,7 @@ from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.links import Route
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.timeline import mark
+from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs
 from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
 from hybridtrain.skip import skip_scope
@@ -185,14 +186,19 @@ class ActionRunner:
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
         start = mark(stage.device) if step.timeline else 0.0
-        if kind == "B":  # 7
-            sent = stage.backward(microbatch, own, reduce)
-        elif kind == "I":
-            sent = stage.backward_to_input(microbatch, own, reduce)
-        else:
-            stage.backward_to_weights(microbatch, reduce)
+        noting: AbstractContextManager[list[Mark]] = nullcontext([])
+        if reduce and step.timeline and stage.reducer is not None:
+            noting = stage.reducer.noting_computed(stage.device)
+        with noting as computed:
+            if kind == "B":  # 7
+                sent = stage.backward(microbatch, own, reduce)
+            elif kind == "I":
+                sent = stage.backward_to_input(microbatch, own, reduce)
+            else:
+                stage.backward_to_weights(microbatch, reduce)
         if step.timeline:
-            step.timeline.record(lane, action, start, mark(stage.device))
+            end = mark(stage.device)
+            step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
         if self._run_ahead is not None:
             self._run_ahead.after(action)
         if kind != "W" and index:

@@ -42,7 +42,7 @@ from hybridtrain.errors import BatchError, ConfigError, WorldError
 from hybridtrain.evaluation import evaluate
 from hybridtrain.losses import cross_entropy
 from hybridtrain.metrics import Accuracy
-from hybridtrain.pipeline import timeline
+from hybridtrain.pipeline import read_timelines, timeline
 from hybridtrain.schedule import Account
 from hybridtrain.step.non_finite import StepRecord, find_origin
 
@@ -292,12 +292,18 @@ def _clocks(world):
         if world.rank == 1:
             store.wait([key])
             time.sleep(1)
-        lanes = ours.train_step(inputs, None, loss, timeline=True).timeline.spans()
+        timelines = [ours.train_step(inputs, None, loss, timeline=True).timeline for _ in range(2)]
+        asked = []
+        for each in timelines:
+            counted = lambda ask=each._peers.seconds_ahead: asked.append(1) or ask()  # noqa: E731
+            each._peers = replace(each._peers, seconds_ahead=counted)
+        read_timelines(timelines)
     for handle in handles:
         handle.remove()
-    (first, *_), (second, *_) = lanes
+    (first, *_), (second, *_) = timelines[0].spans()
     assert 0 <= first.start < 100
     assert first.start + 0.5 < second.start < 100
+    assert len(asked) == 1  # for both batches of the step
 
 
 @cells.add("an overflow in one stage skips the step in both processes")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import sys
+import time
 
 import pytest
 import torch
@@ -182,6 +183,33 @@ def hybrid_with_counts(net, nb_part, **options):
         ddp.register_comm_hook(index, average)
     assert len(ddps) == nb_part
     return model, counts
+
+
+@cells.add("a timeline has the wait for other replicas apart, in each kind of backward")
+def _reductions(world):
+    batch = classification(8)
+    for schedule, checkpoint in (("1f1b", "never"), ("zb-h1", "never"), ("zb-h1", "always")):
+        model = hybrid(make(), 2, chunks=2, schedule=schedule, checkpoint=checkpoint)
+        for _ in range(2):  # before the second backward DDP makes its buckets anew, together
+            model.train_step(*batch, F.cross_entropy)
+        for stage in model.pipeline.stages if world.rank == 0 else ():
+            prepare = stage.reducer.prepare_for_backward
+            late = lambda roots, prepare=prepare: (time.sleep(0.3), prepare(roots))  # noqa: E731
+            stage.reducer.prepare_for_backward = late
+        timeline = model.train_step(*batch, F.cross_entropy, timeline=True).timeline
+        whole, computing = (
+            {span.action: span.end - span.start for lane in spans for span in lane}
+            for spans in (timeline.spans(), timeline.computing())
+        )
+        assert {(action.stage, action.microbatch) for action in timeline.reductions} == {
+            (0, 1),
+            (1, 1),
+        }
+        for action, wait in timeline.reductions.items():
+            assert whole[action] == pytest.approx(computing[action] + wait)
+            # rank 0 comes late, and rank 1 waits for it
+            assert (computing[action] if world.rank == 0 else wait) > 0.2
+            assert (wait if world.rank == 0 else computing[action]) < 0.2
 
 
 @cells.add("gradients added up without sync stay local, and the last step averages them all")

@@ -419,15 +419,17 @@ def _uneven_stream(world):
     assert_same_on_all_ranks(world, dict(model.net.named_parameters()))
 
 
-@cells.add("the account of a step tells who waits for the slower replica")
-def _account(world):
-    slow = world.rank == world.size - 1
-    trainer = trained((3e-3 if slow else 1e-4,), 1)
-    check_rows(trainer, [(rank, 0) for rank in range(world.size)])
-    first, last = trainer.account["devices"][0], trainer.account["devices"][-1]
-    assert max(Account._fields, key=first.__getitem__) == "stragglers"
-    assert max(Account._fields, key=last.__getitem__) == "backward"
-    assert_names_slow_replica(trainer, world.size - 1)
+for chunks in (1, 4):
+
+    @cells.add(f"the account of a step tells who waits for the slower replica: {chunks} chunks")
+    def _account(world, chunks=chunks):
+        slow = world.rank == world.size - 1
+        trainer = trained((3e-3 if slow else 1e-4,), 1, chunks=chunks)
+        check_rows(trainer, [(rank, 0) for rank in range(world.size)])
+        first, last = trainer.account["devices"][0], trainer.account["devices"][-1]
+        assert max(Account._fields, key=first.__getitem__) == "stragglers"
+        assert max(Account._fields, key=last.__getitem__) == "backward"
+        assert_names_slow_replica(trainer, world.size - 1)
 
 
 @cells.add("a training_step that records in one process alone ends without an account")
