@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,19 @@ class Request:
     """A batch that is to be made.
 
     Attributes:
-        indices: of its samples.
+        indices: of its samples; a tensor has the shape (samples,).
         epoch: which they are drawn for, where a data set draws random numbers.
         seed: which they are drawn from.
     """
 
-    indices: Sequence[int]
+    indices: Tensor | Sequence[int]
     epoch: int = EVALUATION
     seed: int = 0
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The indices as Python's numbers, which cost a worker less than a tensor."""
+        return self.indices.tolist() if isinstance(self.indices, Tensor) else self.indices
 
 
 def fetch(
@@ -91,9 +96,10 @@ def fetch(
 
     def noted() -> Iterator[Request]:
         for batch in batches:
+            numbers = batch.numbers
             if options.workers:
-                asked.append(batch.indices)
-            yield batch
+                asked.append(numbers)
+            yield replace(batch, indices=numbers)
 
     def reading(worker: int) -> str:
         """Returns what a worker makes: the first of its batches that has not come."""
@@ -216,7 +222,7 @@ class _Batches(Dataset[Any]):
                 random.seed(seed)
                 np.random.seed(seed & 0xFFFF_FFFF)
 
-        dataset, indices = self.dataset, batch.indices
+        dataset, indices = self.dataset, batch.numbers
         index: Any = None
         first = [*indices[:1]]
         try:

@@ -363,7 +363,7 @@ class TrainLoader(Loader):
                 epoch, order = after.epoch, permutation(self.samples, self._seed, after.epoch)
             whole = order[(after.batch - 1) * self.batch_size :][:total]
             mine = whole[share] if share.stop > share.start else whole[:1]
-            yield Request(mine.tolist(), after.epoch, self._seed)
+            yield Request(mine, after.epoch, self._seed)
 
 
 class EvalLoader:
@@ -415,7 +415,7 @@ class EvalLoader:
             yield from StreamLoader(self._dataset, size, self._world, options=options).once()
         elif self.samples:
             batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
-            requests = (Request(batch.tolist()) for batch in batches)
+            requests = map(Request, batches)
             yield from fetch(self._dataset, requests, self._options, self._world)
 
 

@@ -112,7 +112,7 @@ class InMemoryDataset(Dataset[Any]):
         )
         return item
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Any, Any]:
+    def __getitems__(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
         """Returns the batch `(inputs, targets)` of these samples, stacked in a new dim 0."""
         index = torch.as_tensor(indices, dtype=torch.int64)
 

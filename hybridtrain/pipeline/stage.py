@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.ties import Alias
 
-# The context of a backward without other replicas.
-_ALONE: AbstractContextManager[None] = nullcontext()
+# The context of what needs none.
+_NONE: AbstractContextManager[None] = nullcontext()
 
 
 class _InFlight(NamedTuple):
@@ -159,18 +159,14 @@ class Stage:
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_checkpointed if checkpoint else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
-        # the samples of a batch are a view: their own bytes count, not the batch's
-        given = [leaf for leaf in tree_leaves((value, values)) if isinstance(leaf, Tensor)]
-        with count_saved(self.module, given) if counts else nullcontext() as saved:
+        with self._counting_saved((value, values)) if counts else _NONE:
             output, skipped = run(microbatch, value, values)  # 2
-            end = None if head is None else head(microbatch, output)
-        if saved is not None:
-            self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
-        if end is None:
+            if head is not None:
+                result, root, gradient = head(microbatch, output)
+        if head is None:
             sent, roots = self._output.leave(output, skipped)  # 3
             gradient = None
         else:
-            result, root, gradient = end
             sent, roots = [result], [] if root is None else [[root]]
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
@@ -178,6 +174,15 @@ class Stage:
             whole = checkpoint or self._runner.recomputes or counts
             self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
+
+    @contextmanager
+    def _counting_saved(self, values: Any) -> Iterator[None]:
+        """Counts what the forward inside keeps of one micro-batch, with the `values` that came."""
+        # the samples of a batch are a view: their own bytes count, not the batch's
+        given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        with count_saved(self.module, given) as saved:
+            yield
+        self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -235,11 +240,11 @@ class Stage:
     def _finish(self, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
         if backward is not None:
-            with self._reducing(roots, reduce) if self.reducer is not None else _ALONE:
+            with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
                 backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
-        reducing = _ALONE
+        reducing = _NONE
         if self.reducer is not None:
             reducing = self._reducing([root for root, _ in starts], reduce)
         with reducing, BackwardDraws():

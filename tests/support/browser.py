@@ -100,10 +100,13 @@ def browser_page() -> Iterator[BrowserPage]:
 @contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
     """Serves the event files under `logdir`, as a context manager with the address."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
+    # by its name, which the page shows: a picture of it has no path of this machine
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--port", "0"]
     # read by Python as the files are now, not by the data server that follows them
     command += ["--host", "127.0.0.1", "--load_fast", "false"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        command, cwd=logdir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = []
     try:
         assert server.stdout is not None
