@@ -183,7 +183,7 @@ def hf_datasets(
 
 
 class Encoded(Dataset[Any]):
-    """Rows, of which each is encoded when it is read.
+    """Samples, of which each is encoded when it is read.
 
     Args:
         samples: a `datasets.Dataset`.

@@ -132,7 +132,8 @@ def _sections(record: RunRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "facts": _facts(record),
-        "checkpoint": summary.get("checkpoint"),
+        # by its name: a page is sent to others, who do not have the directory
+        "checkpoint": Path(path).name if (path := summary.get("checkpoint")) else None,
         "advice": summary.get("advice", []),
         "figures": {name: _html(figure) for name, figure in figures.items()},
         "stages": _stage_table(record),

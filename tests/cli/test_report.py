@@ -32,7 +32,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         f"loss, evaluation {summary['eval']['loss']:.4g}",
         f"accuracy, evaluation {summary['eval']['accuracy']:.4g}",
         f"a step, median {summary['step_ms']['p50']:.2f} ms",
-        f"newest checkpoint: {summary['checkpoint']}",
+        f"newest checkpoint: {Path(summary['checkpoint']).name}",
         "recipe=digits",
         f"torch {summary['environment']['torch']}",
     ):
