@@ -23,7 +23,12 @@ _DECODER = "decoder_input_ids"
 
 
 def generate(
-    model: HybridModel, data: EvalLoader, tokens: int, end: int | None, pad: int
+    model: HybridModel,
+    data: EvalLoader,
+    tokens: int,
+    end: int | None,
+    pad: int,
+    compared: bool = False,
 ) -> list[tuple[list[int], list[int] | None]]:
     """Returns the likeliest tokens after each text, one at a time (greedy); a collective call.
 
@@ -37,13 +42,16 @@ def generate(
         tokens: written for a text at most.
         end: the token that ends a text, which is not returned; None: there is none.
         pad: the padding token.
+        compared: the texts are for a comparison with the targets, which needs a decoder: any other
+            model goes on after the whole text, of which its targets are a part.
 
     Returns:
         for each sample, in the order of the data set, the ids that were written, and those of the
         target without what the loss ignores (None: no targets, or not of this kind).
 
     Raises:
-        DataError: the inputs have no `input_ids`.
+        DataError: the inputs have no `input_ids`, or no decoder's where it needs one; or the model
+            has no positions for so many tokens.
     """
     model.sync_buffers()
     found: list[tuple[list[int], list[int] | None]] = []
@@ -51,6 +59,11 @@ def generate(
         for inputs, targets in data:
             if not isinstance(inputs, dict) or "input_ids" not in inputs:
                 raise DataError("generate= needs inputs with input_ids, as data=datasets has them")
+            if compared and _DECODER not in inputs:
+                raise DataError(
+                    "evaluate generate= compares what a decoder writes with its target, as "
+                    "task=seq2seq has it: leave generate= out, or take predict generate="
+                )
             written = _written(model, inputs, tokens, end, pad)
             known = isinstance(targets, Tensor) and targets.dim() == 2
             wanted = [each[each != IGNORED].tolist() for each in targets] if known else None
@@ -67,6 +80,7 @@ def _written(
     lengths = torch.full((len(begun),), begun.shape[1])
     if key == "input_ids" and "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(1)
+    _check_positions(model, begun.shape[1], tokens)
     first, samples = lengths.clone(), torch.arange(len(begun))
     texts = F.pad(begun, (0, tokens), value=pad)  # of one shape from the first token to the last
     ended = torch.zeros(len(begun), dtype=torch.bool)
@@ -88,6 +102,16 @@ def _written(
         texts[samples[~ended], lengths[~ended]] = new[~ended]
         lengths += ~ended
     return [texts[i, first[i] : lengths[i]].tolist() for i in range(len(texts))]
+
+
+def _check_positions(model: HybridModel, length: int, tokens: int) -> None:
+    config = getattr(model.net, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length + tokens > positions:
+        raise DataError(
+            f"a text of {length} tokens and generate={tokens} are more than the {positions} "
+            f"positions of the model: take a smaller generate=, or shorter texts"
+        )
 
 
 def _shared(model: HybridModel, values: Tensor | None, samples: int) -> Tensor:

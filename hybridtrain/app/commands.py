@@ -226,9 +226,10 @@ def evaluate(settings: Settings) -> Result:
     context, loader, checkpoint, step = _trained(settings, RunContext.eval_loader)
     directory = context.directory
     options = context.options
-    values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
-    if context.config.generate is not None:
-        values |= _agreement(_generated(context, loader))
+    agreement: dict[str, float] = {}
+    if context.config.generate is not None:  # first: what it refuses is known at once
+        agreement = _agreement(_generated(context, loader, compared=True))
+    values = evaluate_model(context.model, loader, options.loss_fn, options.metrics) | agreement
     _log.info("%s, step %d: %s  (%d samples)", checkpoint, step, _values(values), values["samples"])
     if context.world.is_main:
         result = {"checkpoint": str(checkpoint), "step": step, **values}
@@ -295,7 +296,9 @@ def predict(settings: Settings) -> Result:
     return {}
 
 
-def _generated(context: RunContext, loader: EvalLoader) -> list[tuple[str, str | None]]:
+def _generated(
+    context: RunContext, loader: EvalLoader, compared: bool = False
+) -> list[tuple[str, str | None]]:
     """Returns the texts that the model writes, and those of the targets."""
     tokens, tokenizer = context.config.generate, context.data.tokenizer
     if tokenizer is None:
@@ -303,7 +306,7 @@ def _generated(context: RunContext, loader: EvalLoader) -> list[tuple[str, str |
     if tokens is None or tokens < 1:
         raise ConfigError(f"generate={tokens} must be at least 1")
     pad = context.data.metadata.get("pad_index", 0)
-    pairs = generate(context.model, loader, tokens, tokenizer.eos_token_id, pad)
+    pairs = generate(context.model, loader, tokens, tokenizer.eos_token_id, pad, compared)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return [(decode(ids), None if wanted is None else decode(wanted)) for ids, wanted in pairs]
 

@@ -29,6 +29,7 @@ from hybridtrain.checkpoint import (
     CheckpointStore,
     evaluated_average,
     read_weights,
+    step_of,
     verify,
     with_average,
     write_weights,
@@ -73,7 +74,8 @@ def export(settings: Settings) -> dict[str, Any]:
     checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
     files = verify(checkpoint)["files"]
     weights, others = read_weights(checkpoint, files)
-    average = evaluated_average(checkpoint, files) if config.ema else {}
+    evaluated = evaluated_average(checkpoint, files)
+    average = evaluated if config.ema else {}
     state = {**with_average(weights, average), **others}
     path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
     try:
@@ -86,25 +88,33 @@ def export(settings: Settings) -> dict[str, Any]:
     _log.info("wrote %s, of %s", path, checkpoint)
     print_result({"checkpoint": str(checkpoint), "file": str(path)})
     if config.push_to is not None:
-        _push(path, config.push_to, _card(directory, checkpoint, config))
+        values = {} if evaluated and not config.ema else _evaluation(directory, checkpoint)
+        _push(path, config.push_to, _card(checkpoint, config, values))
     return {}
 
 
-def _card(directory: RunDirectory, checkpoint: Path, config: Config) -> str:
-    """Returns a model card: what trained the weights, on what, and the newest evaluation."""
+def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
+    """Returns the values at the end of the run; empty if the checkpoint is of another moment."""
+    path = directory.path / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    own = checkpoint.resolve().parent == directory.checkpoints.resolve()
+    return summary["eval"] or {} if own and summary.get("steps") == step_of(checkpoint) else {}
+
+
+def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> str:
+    """Returns a model card: what trained the weights, on what, and their evaluation."""
     lines = [f"- {key}: `{value}`" for key, value in config.model.items() if value is not None]
     data = {k: v for k, v in config.data.items() if k in ("_target_", "path", "root", "task")}
     lines += [f"- data.{key}: `{value}`" for key, value in data.items() if value is not None]
-    summary = directory.path / "summary.json"
-    evaluated = json.loads(summary.read_text()).get("eval") or {} if summary.exists() else {}
-    table = [f"| {name} | {value} |" for name, value in evaluated.items()]
+    head = f"\n| evaluation at step {step_of(checkpoint)} | |\n|---|---|"
+    table = [f"| {name} | {value} |" for name, value in evaluation.items()]
     return "\n".join(
         [
             "---\nlibrary_name: transformers\ntags: [hybridtrain]\n---",
             f"# {config.run_name}",
             f"Trained by hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
             *lines,
-            *(["\n| evaluation | |\n|---|---|", *table] if table else []),
+            *([head, *table] if table else []),
             "",
         ]
     )

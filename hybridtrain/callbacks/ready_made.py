@@ -165,7 +165,11 @@ class Plateau(Callback):
 
 
 class _Lowered(LRScheduler):
-    """A schedule whose rates are lowered after some steps."""
+    """A schedule whose rates are lowered after some steps.
+
+    The schedule itself never sees a lowered rate: many, such as a cosine, count on from the rate
+    that they find, and would go back up to their own last one.
+    """
 
     def __init__(
         self, optimizer: Optimizer, inner: LRScheduler | None, steps: Sequence[int], factor: float
@@ -173,36 +177,42 @@ class _Lowered(LRScheduler):
         self.optimizer = optimizer
         self._inner, self._steps, self._factor = inner, steps, factor
         self._done = 0
+        self._given = self._rates()
 
     def step(self, epoch: int | None = None) -> None:
-        if self._inner is not None:
-            self._inner.step()
         self._done += 1
-        for _ in range(self._steps.count(self._done)):
+        times = self._steps.count(self._done)
+        if self._inner is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._given, strict=False):
+                group["lr"] = _copied(rate, group["lr"])
+            self._inner.step()
+            self._given = self._rates()
+            times = sum(step <= self._done for step in self._steps)
+        for _ in range(times):
             self.lower()
 
     def lower(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= self._factor
-        for schedule in _schedules(self._inner):
-            schedule.base_lrs = [rate * self._factor for rate in schedule.base_lrs]
 
     def get_last_lr(self) -> list[float | Tensor]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def _rates(self) -> list[float | Tensor]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-def _schedules(schedule: LRScheduler | None) -> Iterator[LRScheduler]:
-    """Yields those that count from the first rates, of a schedule that may be made of several."""
-    if schedule is not None and hasattr(schedule, "base_lrs"):
-        yield schedule
-    for each in getattr(schedule, "_schedulers", ()):
-        yield from _schedules(each)
+
+def _copied(rate: float | Tensor, into: float | Tensor) -> float | Tensor:
+    """Returns `rate`; a tensor of a rate stays the same one, which a compiled step may hold."""
+    return into.copy_(torch.as_tensor(rate)) if isinstance(into, Tensor) else rate
 
 
 class ClipValue(Callback):
     """Clips each element of the gradients to -`value` ... `value`.
 
-    `trainer.clip_norm` is the usual choice: it keeps the direction.
+    `trainer.clip_norm` is the usual choice: it keeps the direction. It and the norm in the log,
+    `train/grad_norm`, are of the clipped elements.
 
     Args:
         value: positive.
@@ -226,9 +236,10 @@ class ClipValue(Callback):
 
 
 class GradientNorms(Callback):
-    """Logs the L2 norm of the gradients of each part of the model, before clipping.
+    """Logs the L2 norm of the gradients of each part of the model, before `trainer.clip_norm`.
 
-    The tags are `grad_norm/<part>`; `train/grad_norm` is that of the whole model.
+    The tags are `grad_norm/<part>`; `train/grad_norm` is that of the whole model. After a
+    `ClipValue` in `callbacks` the elements are clipped.
 
     Args:
         depth: how many components of a parameter's name make a part: with 2,
@@ -597,8 +608,6 @@ class SWA(EMA):
     arXiv:1803.05407. `torch.optim.swa_utils.update_bn` renews the running statistics of batch norm.
     """
 
-    state_name = "ema"
-
     @names_checked
     def __init__(self, start: int, every: int = 1, evaluates: bool = True) -> None:
         super().__init__(evaluates=evaluates)
@@ -607,9 +616,28 @@ class SWA(EMA):
                 raise ConfigError(f"{name}={value} must be a whole number of at least 1")
         self._start = start
         self._every = every
+        self._averaged = 0
+
+    def on_init(self, trainer: Trainer) -> None:
+        """Begins with the weights, none of which counts yet; refuses a second average."""
+        if any(isinstance(other, EMA) and other is not self for other in trainer.callbacks):
+            raise ConfigError("callbacks= has SWA and another average of the weights: take one")
+        super().on_init(trainer)
+        self._averaged = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the average of all stages, and of how many steps it is."""
+        return {**super().state_dict(), "averaged": self._averaged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`."""
+        super().load_state_dict(state)
+        self._averaged = state.get("averaged", 0)
 
     def _decay_of(self, step: int) -> float:
-        after, rest = divmod(step - self._start, self._every)
-        if step <= self._start:
-            return 0.0
-        return 1.0 if rest else after / (after + 1)
+        if step < self._start:
+            self._averaged = 0
+        elif (step - self._start) % self._every == 0:
+            self._averaged += 1
+            return (self._averaged - 1) / self._averaged
+        return 1.0 if self._averaged else 0.0

@@ -275,10 +275,12 @@ def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any])
 
 
 def _continued(encode: _Encoder, sample: Mapping[str, Any]) -> Item:
-    ids = encode.of(_text(sample, encode.text), add_special_tokens=False)["input_ids"]
-    end = torch.tensor(end_of_text(encode.tokenizer) or [IGNORED])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return inputs, torch.cat([ids[1:], end])
+    # one more than the inputs have: of a text that is cut the last label is its next token
+    longer = replace(encode, max_len=encode.max_len + 1)
+    ids = longer.of(_text(sample, encode.text), add_special_tokens=False)["input_ids"]
+    if len(ids) <= encode.max_len:
+        ids = torch.cat([ids, torch.tensor(end_of_text(encode.tokenizer) or [IGNORED])])
+    return {"input_ids": ids[:-1], "attention_mask": torch.ones_like(ids[:-1])}, ids[1:]
 
 
 def _masked(encode: _Encoder, collator: Any, sample: Mapping[str, Any]) -> Item:

@@ -55,7 +55,7 @@ _SHOWN = tuple(
         (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1,
          "milliseconds for a micro-batch, the mean; replica 0"),
         (r"train/grad_norm", r"4_optimizer/grad_norm", 1,
-         "norm of all gradients of a step, before clipping"),
+         "norm of all gradients of a step, before trainer.clip_norm and after clip_value"),
         (r"train/lr", r"4_optimizer/lr", 1, "learning rate, of the first parameter group"),
         (r"lr/(.*)", r"4_optimizer/lr/\1", 1, "learning rate of a parameter group"),
         (r"train/skipped_steps", r"4_optimizer/skipped_steps", 1,

@@ -180,6 +180,15 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+def sent_by(words: list[str]) -> dict[str, bytes]:
+    """Returns the files that a command sends to the Hub, by their names."""
+    Hub.asked.clear()
+    assert main(words) == 0
+    sent = next(body for path, body in Hub.asked if "/commit/" in path)
+    files = [json.loads(line)["value"] for line in sent.splitlines()]
+    return {each["path"]: base64.b64decode(each["content"]) for each in files if "path" in each}
+
+
 def test_an_export_is_sent_to_the_hub_with_a_card_and_a_refusal_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,16 +196,19 @@ def test_an_export_is_sent_to_the_hub_with_a_card_and_a_refusal_is_one_line(
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert main([*BERT, "trainer.epochs=1"]) == 0
+    more = ["callbacks=[ema]", "checkpoint.every_steps=1", "checkpoint.keep=3"]
+    assert main([*BERT, "trainer.epochs=1", *more]) == 0
     push = ["export", "run_name=bert", "format=transformers", "push_to=me/bert"]
-    assert main(push) == 0
-    sent = next(body for path, body in Hub.asked if "/commit/" in path)
-    files = [json.loads(line)["value"] for line in sent.splitlines()]
-    content = {each["path"]: base64.b64decode(each["content"]) for each in files if "path" in each}
+    content = sent_by(push)
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(content)
     card = content["README.md"].decode()
     assert "library_name: transformers" in card
+    *_, before, last = sorted((folder / "outputs/bert/checkpoints").glob("step_????????"))
+    assert f"evaluation at step {int(last.name[5:])}" in card
     assert "| accuracy |" in card
+    # of other weights than those that the run evaluated at its end
+    for other in (f"resume={before}", "ema=false"):
+        assert "evaluation" not in sent_by([*push, other])["README.md"].decode()
     server.shutdown()
     server.server_close()
     capsys.readouterr()

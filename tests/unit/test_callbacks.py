@@ -9,6 +9,7 @@ import torch
 from support.training import assert_same, assert_same_run, cosine, data, plain_net, trainer
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.callbacks import (
@@ -457,7 +458,9 @@ def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [2, 4, 5, 7])
-@pytest.mark.parametrize("lr", [None, cosine(2, 9)])
+@pytest.mark.parametrize(
+    "lr", [None, cosine(2, 9), lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=10)]
+)
 def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     def options():
         # nothing is better by that much: after the first evaluation every second one lowers
@@ -477,6 +480,32 @@ def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     first.total_steps = cut
     again = resumed(first, trainer(**options()), store)
     assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: CosineAnnealingLR(optimizer, 9, eta_min=0.01),
+        lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=10),
+        lambda optimizer: SequentialLR(
+            optimizer,
+            [LinearLR(optimizer, 0.1), CosineAnnealingLR(optimizer, 7, eta_min=0.01)],
+            [3],
+        ),
+    ],
+    ids=["cosine", "one cycle", "sequence"],
+)
+def test_a_lowered_rate_stays_the_same_share_of_what_the_schedule_gives(schedule, tmp_path):
+    options = {"lr": schedule, "nb_part": 1, "store": CheckpointStore(tmp_path)}
+    callbacks = [Plateau(factor=0.3, patience=1, min_delta=100.0), LearningRates()]
+    ours = trainer(callbacks=callbacks, eval_every=1, **options)
+    plain = trainer(callbacks=[LearningRates()], lr=schedule, nb_part=1)
+    for each in (ours, plain):
+        each.fit()
+    for step in range(1, 10):
+        share = 0.3 ** max(0, (step - 2) // 2)  # lowered after steps 3, 5, 7 and 9
+        expected = plain.monitor.values[step, "train/lr"] * share
+        assert ours.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_plateau_waits_as_that_of_pytorch_does():
@@ -513,6 +542,19 @@ def test_each_element_of_the_gradients_is_clipped_in_every_stage(nb_part):
     assert clipped > 10
 
 
+def test_the_norm_in_the_log_is_of_the_elements_that_were_clipped():
+    class Norms(Callback):
+        def on_gradients(self, trainer):
+            self.norm = trainer.model.grad_norm()
+
+    before, after = type("Before", (Norms,), {})(), type("After", (Norms,), {})()
+    ours = trainer(steps=1, clip_norm=1e-3, callbacks=[before, ClipValue(0.01), after])
+    ours.fit()
+    logged = ours.monitor.values[1, "train/grad_norm"]
+    assert logged == pytest.approx(float(after.norm), rel=1e-6)
+    assert float(before.norm) > logged > 1e-3
+
+
 def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
     ours = trainer(steps=2, callbacks=[ClipValue(0.01)], max_skipped=5)
     ours.model.net[4].bias.register_hook(lambda grad: torch.full_like(grad, float("inf")))
@@ -543,3 +585,29 @@ def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     assert_same_run(again, whole)
     assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
     assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+
+
+@pytest.mark.parametrize("kept", [[], [EMA(0.9)]], ids=["nothing", "another average"])
+def test_an_swa_that_a_resumed_run_adds_is_the_mean_of_the_steps_it_saw(kept, tmp_path):
+    store = CheckpointStore(tmp_path)
+    trainer(steps=6, callbacks=kept, store=store).fit()
+    late = trainer(steps=9, callbacks=[SWA(start=2)])
+    late.resume(store.newest())
+    seen = []
+    step = late.monitor.step
+
+    def watch(number, samples):
+        step(number, samples)
+        seen.append({n: p.detach().clone() for n, p in late.model.named_parameters()})
+
+    late.monitor.step = watch
+    late.fit()
+    assert len(seen) == 3
+    for name, average in late.callbacks[0].average().items():
+        expected = torch.stack([weights[name] for weights in seen]).mean(0)
+        torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_an_swa_beside_another_average_is_refused():
+    with pytest.raises(ConfigError, match="SWA and another average"):
+        trainer(callbacks=[EMA(), SWA(2)])

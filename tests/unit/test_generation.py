@@ -80,13 +80,33 @@ def test_a_pipeline_writes_the_tokens_of_transformers(kind: str, ends: bool) -> 
         example["decoder_input_ids"] = torch.zeros(2, 3, dtype=torch.int64)
     world = World.from_env(nb_part=2, devices="cpu")
     model = HybridModel(net, world, chunks=2, example_inputs=example)
-    options = LoaderOptions(collate=Padded(0).of_inputs)
-    data = EvalLoader(prompts, 3, world, options=options, inputs_alone=True)
-    pairs = generate(model, data, 6, end, 0)
+    pairs = generate(model, loader_of(prompts, world), 6, end, 0)
     assert [ids for ids, _ in pairs] == wanted
     assert all(target is None for _, target in pairs)
     if ends:
         assert any(len(ids) < 6 for ids in wanted)
+
+
+def loader_of(dataset: Any, world: World) -> EvalLoader:
+    options = LoaderOptions(collate=Padded(0).of_inputs)
+    return EvalLoader(dataset, 3, world, options=options, inputs_alone=True)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
+    world, prompts = World.from_env(nb_part=1, devices="cpu"), Prompts(decoder=False)
+    example = {name: value[None].repeat(2, 1) for name, value in prompts[0].items()}
+    model = HybridModel(net_of("gpt2"), world, example_inputs=example)
+    assert len(generate(model, loader_of(prompts, world), 32 - 7, None, 0)) == len(LENGTHS)
+    with pytest.raises(DataError, match="text of 7 tokens and generate=26 are more than the 32"):
+        generate(model, loader_of(prompts, world), 26, None, 0)
+
+
+def test_only_the_texts_of_a_decoder_are_compared_with_targets() -> None:
+    world, prompts = World.from_env(nb_part=1, devices="cpu"), Prompts(decoder=False)
+    example = {name: value[None].repeat(2, 1) for name, value in prompts[0].items()}
+    model = HybridModel(net_of("gpt2"), world, example_inputs=example)
+    with pytest.raises(DataError, match="task=seq2seq"):
+        generate(model, loader_of(prompts, world), 2, None, 0, compared=True)
 
 
 def test_inputs_without_token_ids_are_refused() -> None:

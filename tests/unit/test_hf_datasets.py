@@ -163,6 +163,17 @@ def test_the_labels_of_a_causal_model_are_the_next_tokens(tokenizer, table, pack
         assert (joined == 3).sum() > 20  # [SEP] after each text
 
 
+def test_a_text_that_is_cut_has_its_next_token_as_the_last_label(tokenizer, table):
+    cut = hf_datasets(table, tokenizer, task="causal_lm", pack=False, max_len=2)
+    whole = hf_datasets(table, tokenizer, task="causal_lm", pack=False, max_len=512)
+    shortened = 0
+    for (inputs, labels), (all_inputs, all_labels) in zip(cut.train, whole.train, strict=True):
+        assert torch.equal(inputs["input_ids"], all_inputs["input_ids"][:2])
+        assert torch.equal(labels, all_labels[:2])
+        shortened += len(all_labels) > 2
+    assert shortened > 10
+
+
 def test_the_loss_of_shifted_labels_is_that_of_the_model_itself(tokenizer, table):
     splits = hf_datasets(table, tokenizer, task="causal_lm", pack=False, max_len=16)
     size = splits.metadata["vocab_size"]
