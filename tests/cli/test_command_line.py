@@ -63,18 +63,20 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
             [f"a-b-seed/{name}-seed_{seed}" for name in "ab" for seed in (1, 2)],
         ),
         (
-            ["recipe=digits", "optim.betas=[0.9,0.99],[0.8,0.9]", "optim.lr=1,2", "+a.lr=3,4"],
+            ["recipe=digits", "optim.betas=[0.9,0.99],[0.8,0.9]", "optim.lr=1,2", "+model.lr=3,4"],
             [
-                f"digits-betas-optim.lr-a.lr/betas_{betas}-optim.lr_{lr}-a.lr_{a}"
+                f"digits-betas-optim.lr-model.lr/betas_{betas}-optim.lr_{lr}-model.lr_{other}"
                 for betas in ("0.9_0.99", "0.8_0.9")
                 for lr in (1, 2)
-                for a in (3, 4)
+                for other in (3, 4)
             ],
         ),
         (["recipe=digits", "run_name='lr_${optim.lr}'", "optim.lr=1,2"], ["lr_1", "lr_2"]),
+        (["run_name=g/digits", "seed=1,2"], ["g-digits-seed/seed_1", "g-digits-seed/seed_2"]),
+        (["run_name=g/a,g/b", "seed=1"], ["g/a", "g/b"]),
+        (["run_name=g/digits"], ["g/digits"]),
     ],
 )
-@pytest.mark.thorough
 def test_a_sweep_names_its_runs_by_the_values_that_vary(
     overrides: list[str], names: list[str]
 ) -> None:
