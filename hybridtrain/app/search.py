@@ -100,7 +100,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
                 )
     runs = runs_of([str(folder)])
     print(table(lines_of(runs)), flush=True)
-    if best := best_run(runs, "-" * (mode == "max") + metric):
+    if best := best_run(runs, "-" * (mode == "max") + metric, config_dir):
         print(best, file=sys.stderr, flush=True)
     return 0
 

@@ -174,7 +174,8 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         print(table(results), file=sys.stderr)
         write_table(results, planned.path / "results.csv")
         ended = [planned.path.parent / point.run_name for point in points]
-        if best := best_run(runs_of(str(run) for run in ended if run.is_dir())):
+        runs = runs_of(str(run) for run in ended if run.is_dir())
+        if best := best_run(runs, config_dir=config_dir):
             print(best, file=sys.stderr)
     failed = [code for code in codes if code]
     return failed[0] if len(set(failed)) == 1 else int(bool(failed))
