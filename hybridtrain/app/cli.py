@@ -12,8 +12,9 @@ import importlib
 import os
 import re
 import shutil
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,22 +176,37 @@ def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dr
 def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
     """Trains two steps, evaluates two batches and saves, in a folder that is removed again."""
     config = compose_config(overrides, config_dir)
-    folder = Path(config.output_dir) / ".dry_run"
-    trackers = [f"monitor.{name}=false" for name in ("wandb", "mlflow")]
-    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *trackers]
+    folder = Path(config.output_dir) / dry_run_name(os.environ)
+    # what others would see, or what the log would lead to after its removal
+    shown = [f"monitor.{name}=false" for name in ("tensorboard", "report", "wandb", "mlflow")]
+    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *shown]
     short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
     is_main = detect(os.environ).rank == 0
     try:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-        run("train", settle("train", with_later(overrides, short), config_dir))
+        settings = settle("train", with_later(overrides, short), config_dir)
+        evaluated = run("train", settings).keys() - {"step"}
     finally:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)
     if is_main:
-        said = "two steps, an evaluation and a save went well; nothing is kept"
-        print(f"dry run: {said}", file=sys.stderr, flush=True)
+        tried = ["two steps"]
+        tried += ["an evaluation"] if evaluated else []
+        tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
+        said = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
+        print(f"dry run: {said} went well; nothing is kept", file=sys.stderr, flush=True)
     return 0
+
+
+def dry_run_name(environ: Mapping[str, str]) -> str:
+    """Returns the name of a dry run's folder: one for all processes of a launch, and no other."""
+    launch = detect(environ)
+    words = [launch.run, environ.get("TORCHELASTIC_RUN_ID", "")]
+    words += map(str, launch.master or [os.getpid()])
+    if launch.local_size == launch.size:  # other machines may share the folder
+        words.append(socket.gethostname())
+    return re.sub(r"[^\w.]+", "_", "-".join([".dry_run", *filter(None, words)]))
 
 
 def run(command: str, settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,8 @@ def new(arguments: Sequence[str]) -> int:
         arguments: the path of its folder, whose name is that of its package.
 
     Raises:
-        ConfigError: the name is not that of a package, or there is something already.
+        ConfigError: the name is not that of a package, there is something already, or the folder
+            cannot be written.
     """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("usage: hybridtrain new <folder>")
@@ -30,8 +31,21 @@ def new(arguments: Sequence[str]) -> int:
             f"{name} cannot be the name of a Python package: letters, digits and _ only, such as "
             f"{re.sub(r'[^0-9a-zA-Z]+', '_', name).strip('_').lower() or 'my_project'}"
         )
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is there already, and not empty")
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is there already, and not empty")
+        _write(folder, name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    print(
+        f"{folder} is a project. To train it:\n"
+        f"    cd {folder}\n"
+        f"    hybridtrain recipe=recipes/first.yaml"
+    )
+    return 0
+
+
+def _write(folder: Path, name: str) -> None:
     with as_file(files("hybridtrain.app").joinpath("template")) as template:
         for source in sorted(path for path in template.rglob("*") if path.is_file()):
             inner = str(source.relative_to(template)).removesuffix(".txt")
@@ -40,9 +54,3 @@ def new(arguments: Sequence[str]) -> int:
             path.write_text(source.read_text(encoding="utf-8").format(name=name), encoding="utf-8")
     with as_file(files("hybridtrain.configs").joinpath("schema.json")) as schema:
         shutil.copy(schema, folder / "schema.json")  # for editors, which complete the keys by it
-    print(
-        f"{folder} is a project. To train it:\n"
-        f"    cd {folder}\n"
-        f"    hybridtrain recipe=recipes/first.yaml"
-    )
-    return 0

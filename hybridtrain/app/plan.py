@@ -110,15 +110,19 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
 
 def _command(settings: Settings, machine: Machine, layout: Layout, keys: Sequence[str]) -> str:
     """Returns the command that trains with a plan."""
-    overrides = " ".join(map(shlex.quote, with_later(settings.overrides, keys)))
     per_node = machine.devices_per_node
+    words = with_later(settings.overrides, keys)
     if machine.nodes > 1:
-        size = f"submit.nodes={machine.nodes} submit.gpus_per_node={per_node}"
-        return f"hybridtrain submit {overrides} {size}"
+        words += [f"submit.nodes={machine.nodes}", f"submit.gpus_per_node={per_node}"]
+    if settings.config_dir is not None:
+        words += ["--config-dir", settings.config_dir]
+    said = shlex.join(words)
+    if machine.nodes > 1:
+        return f"hybridtrain submit {said}"
     processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
     if processes == 1:
-        return f"hybridtrain {overrides}"
-    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {overrides}"
+        return f"hybridtrain {said}"
+    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {said}"
 
 
 def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:

@@ -193,6 +193,7 @@ class Settings:
         changes: what the command line changes in the config of the run.
         kept: what the recipe on the command line says otherwise than the run.
         notes: lines for the log.
+        config_dir: of the command line, a folder with more groups and options.
     """
 
     config: Config
@@ -203,6 +204,7 @@ class Settings:
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    config_dir: str | None = None
 
 
 def settle(
@@ -247,7 +249,9 @@ def settle(
         given.config.run_name = str(named.config.run_name)
         given.config.output_dir = named.config.output_dir
         texts = from_environment(given.tree)
-        return Settings(given.config, list(overrides), texts, given.leftovers)
+        return Settings(
+            given.config, list(overrides), texts, given.leftovers, config_dir=config_dir
+        )
     if "recipe" in keys:
         _check_recipe(named.recipe, _recipe_of_run(saved, run), run)
     if command != "export":  # which runs no code of the run's
@@ -343,6 +347,7 @@ def _on_top_of(
         leftovers,
         of_run,
         list(differences(of_run, config)),
+        config_dir=config_dir,
     )
 
 

@@ -149,11 +149,13 @@ def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         print(f"cannot write {path}: {error}", file=sys.stderr, flush=True)
 
 
-def best_run(runs: Sequence[Run], order: str | None = None) -> str | None:
+def best_run(
+    runs: Sequence[Run], order: str | None = None, config_dir: str | None = None
+) -> str | None:
     """Returns the name, value and command of the best of several runs; None: it is not known.
 
     The best is that by `order`, such as `-accuracy`, if that is a result; or by `checkpoint.best`;
-    or the one with the smallest loss.
+    or the one with the smallest loss. The command has the folder of options `config_dir`.
     """
     options: dict[str, Any] = next(
         (run.config.get("checkpoint", {}) for run in runs if run.config), {}
@@ -170,8 +172,10 @@ def best_run(runs: Sequence[Run], order: str | None = None) -> str | None:
     words.append(f"run_name={run.config.get('run_name', run.name)}")
     if (output_dir := run.config.get("output_dir", _OUTPUT_DIR)) != _OUTPUT_DIR:
         words.append(f"output_dir={output_dir}")
-    command = " ".join(shlex.quote(word) for word in words)
-    return f"best by {key}: {run.name}, {_text(run.reached[key])}\n  hybridtrain {command}"
+    if config_dir is not None:
+        words += ["--config-dir", config_dir]
+    said = f"best by {key}: {run.name}, {_text(run.reached[key])}"
+    return f"{said}\n  hybridtrain {shlex.join(words)}"
 
 
 def read_sweep(path: Path) -> list[list[str]]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 _MOST_FAILURES = 3
 """Trials that fail one after another: the mistake is not in their settings."""
+_INTERRUPTED = "the search is interrupted: the same command goes on"
 
 
 def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
@@ -59,7 +60,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     options = config.search
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
-    folder = Path(config.output_dir) / f"{config.run_name}-search"
+    # A run_name may be group/name, and those of the trials have two parts as well.
+    folder = Path(config.output_dir) / f"{config.run_name}-search".replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
@@ -70,8 +72,9 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
         pruner=_PRUNERS[options.pruner or "none"](),
         load_if_exists=True,
     )
+    _refuse_another_study(study, space, metric, mode)
     group = [] if config.monitor.group else [f"monitor.group={folder.name}"]
-    of_run = ("search", "search.", "run_name", "monitor.group")
+    of_run = ("search", "search.", "run_name")
     words = [
         word
         for key, word in zip(given_keys(fixed), fixed, strict=True)
@@ -97,7 +100,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
                 )
     runs = runs_of([str(folder)])
     print(table(lines_of(runs)), flush=True)
-    if best := best_run(runs, "-" * (mode == "max") + metric):
+    if best := best_run(runs, "-" * (mode == "max") + metric, config_dir):
         print(best, file=sys.stderr, flush=True)
     return 0
 
@@ -195,6 +198,32 @@ def _criterion(config: Config) -> tuple[str, str]:
     return options.metric, options.mode
 
 
+def _refuse_another_study(
+    study: Study, space: Mapping[str, BaseDistribution], metric: str, mode: str
+) -> None:
+    """Raises a ConfigError if a study that is there is by another value, or has other choices."""
+    from optuna.distributions import check_distribution_compatibility
+
+    direction = study.direction.name.lower()
+    known = study.user_attrs.get("metric", metric)
+    if (direction, known) != (f"{mode}imize", metric):
+        words = {"minimize": "smallest", "maximize": "largest"}
+        raise ConfigError(
+            f"the study {study.study_name} is by the {words[direction]} {known}, not by the "
+            f"{words[f'{mode}imize']} {metric}: set another run_name="
+        )
+    study.set_user_attr("metric", metric)
+    for trial in study.get_trials(deepcopy=False):
+        for key, earlier in trial.distributions.items():
+            try:
+                check_distribution_compatibility(earlier, space.get(key, earlier))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{key}: the study {study.study_name} has begun with {earlier}, and cannot go "
+                    f"on with {space[key]}: set another run_name="
+                ) from error
+
+
 def _storage(text: str | None, folder: Path) -> str | BaseStorage:
     """Returns the storage of a study: a database of SQLite, a journal or what a URL names."""
     from optuna.storages import JournalStorage
@@ -286,12 +315,15 @@ def _train(
                 f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
             )
         study.tell(trial, values[metric])
+        if received.number is not None:  # it came after the trial's last step
+            raise Interrupted(_INTERRUPTED)
         return True
     if received.number is not None or (code == Interrupted.exit_code and not pruned):
-        raise Interrupted("the search is interrupted: the same command goes on")
+        raise Interrupted(_INTERRUPTED)
     if pruned or code == DivergedError.exit_code:
         study.tell(trial, state=TrialState.PRUNED)
-        print(f"{run.name} is stopped: others were better by then", file=sys.stderr, flush=True)
+        said = "is stopped: others were better by then" if pruned else "has diverged"
+        print(f"{run.name} {said}", file=sys.stderr, flush=True)
         return True
     study.tell(trial, state=TrialState.FAIL)
     return False
@@ -316,7 +348,7 @@ class Received:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
         elif self.process is None:
-            raise Interrupted("the search is interrupted: the same command goes on")
+            raise Interrupted(_INTERRUPTED)
 
 
 @contextmanager

@@ -91,10 +91,13 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
     bases = list(dict.fromkeys(own))
     in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
     keys = _short(key for words in swept for key in given_keys(words) if key not in in_name)
-    folder = "-".join([*bases, *(keys.values() or ["sweep"])])
+    # A name may be group/name, and those of the runs have two parts as well.
+    folder = "-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-")
+    if len(set(own)) == len(own):
+        return folder, list(own)
     names = []
     for base, words in zip(own, swept, strict=True):
-        parts = [base] if len(bases) > 1 else []
+        parts = [base.replace("/", "-")] if len(bases) > 1 else []
         for key, word in zip(given_keys(words), words, strict=True):
             if key in keys:
                 # Only what a command line takes without quotes.
@@ -106,7 +109,7 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
             f"several runs of the sweep have the name {max(names, key=names.count)}: give each its "
             f"own, such as run_name='lr_${{optim.lr}}'"
         )
-    return folder, [f"{folder}/{name}" if keys else name for name in names]
+    return folder, [f"{folder}/{name}" for name in names]
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:
@@ -171,7 +174,8 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         print(table(results), file=sys.stderr)
         write_table(results, planned.path / "results.csv")
         ended = [planned.path.parent / point.run_name for point in points]
-        if best := best_run(runs_of(str(run) for run in ended if run.is_dir())):
+        runs = runs_of(str(run) for run in ended if run.is_dir())
+        if best := best_run(runs, config_dir=config_dir):
             print(best, file=sys.stderr)
     failed = [code for code in codes if code]
     return failed[0] if len(set(failed)) == 1 else int(bool(failed))

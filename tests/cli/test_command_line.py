@@ -15,11 +15,12 @@ from omegaconf import OmegaConf
 from support.launch import SMALL, environment
 
 import hybridtrain
-from hybridtrain.app import instantiate
+from hybridtrain.app import cli, instantiate
 from hybridtrain.app.cli import main
 from hybridtrain.app.compose import compose_config, compose_settings, sweep_choices
 from hybridtrain.app.config import Config
 from hybridtrain.app.error_report import LastingStream
+from hybridtrain.app.resolve import Settings
 from hybridtrain.app.sweep import names_of
 from hybridtrain.errors import ConfigError
 
@@ -63,18 +64,20 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
             [f"a-b-seed/{name}-seed_{seed}" for name in "ab" for seed in (1, 2)],
         ),
         (
-            ["recipe=digits", "optim.betas=[0.9,0.99],[0.8,0.9]", "optim.lr=1,2", "+a.lr=3,4"],
+            ["recipe=digits", "optim.betas=[0.9,0.99],[0.8,0.9]", "optim.lr=1,2", "+model.lr=3,4"],
             [
-                f"digits-betas-optim.lr-a.lr/betas_{betas}-optim.lr_{lr}-a.lr_{a}"
+                f"digits-betas-optim.lr-model.lr/betas_{betas}-optim.lr_{lr}-model.lr_{other}"
                 for betas in ("0.9_0.99", "0.8_0.9")
                 for lr in (1, 2)
-                for a in (3, 4)
+                for other in (3, 4)
             ],
         ),
         (["recipe=digits", "run_name='lr_${optim.lr}'", "optim.lr=1,2"], ["lr_1", "lr_2"]),
+        (["run_name=g/digits", "seed=1,2"], ["g-digits-seed/seed_1", "g-digits-seed/seed_2"]),
+        (["run_name=g/a,g/b", "seed=1"], ["g/a", "g/b"]),
+        (["run_name=g/digits"], ["g/digits"]),
     ],
 )
-@pytest.mark.thorough
 def test_a_sweep_names_its_runs_by_the_values_that_vary(
     overrides: list[str], names: list[str]
 ) -> None:
@@ -105,14 +108,54 @@ def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
 
 
 def test_a_dry_run_trains_evaluates_and_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("outputs/.dry_run/digits").mkdir(parents=True)  # of one that was killed
+    Path("outputs").mkdir()
     assert main(["--dry-run", "recipe=digits", "world.devices=cpu"]) == 0
     said = capfd.readouterr().err
+    assert "dashboard: " not in said
     assert re.search(r"^step 2/2  eval: loss \d", said, re.M)
     assert said.endswith("two steps, an evaluation and a save went well; nothing is kept\n")
     assert not any(Path("outputs").iterdir())
     assert main(["--dry-run", *QUICK, "trainer.loss=nlll"]) == 2
     assert not any(Path("outputs").iterdir())
+
+
+def test_a_dry_run_says_what_it_has_tried(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words, found, said in (
+        (["checkpoint.every_steps=0"], {"step": 2, "loss": 1.0}, "two steps and an evaluation"),
+        ([], {"step": 2}, "two steps and a save"),
+        (["checkpoint.every_steps=0"], {"step": 2}, "two steps"),
+    ):
+        monkeypatch.setattr(cli, "run", lambda *_, found=found: found)
+        assert main(["--dry-run", *QUICK, *words]) == 0
+        assert f"dry run: {said} went well; nothing is kept" in capfd.readouterr().err
+
+
+def test_two_dry_runs_leave_each_others_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: str, settings: Settings) -> dict[str, int]:
+        folder = Path(settings.config.output_dir)
+        folder.mkdir(parents=True)
+        other = [sys.executable, "-m", "hybridtrain", "--dry-run", *QUICK]
+        assert subprocess.run(other, env=environment(), check=False).returncode == 0
+        assert folder.is_dir()
+        return {"step": 2}
+
+    monkeypatch.setattr(cli, "run", run)
+    assert main(["--dry-run", *QUICK]) == 0
+    assert not any(Path("outputs").iterdir())
+
+
+def test_the_processes_of_a_dry_run_have_one_folder_and_other_launches_another() -> None:
+    def name(**variables: str | int) -> str:
+        values = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, **variables}
+        return cli.dry_run_name({key: str(value) for key, value in values.items()})
+
+    assert name(RANK=0) == name(RANK=1)
+    others = [{"MASTER_PORT": 29501}, {"TORCHELASTIC_RUN_ID": "a/b"}, {"MASTER_ADDR": "node2"}]
+    names = {name(RANK=0, **other) for other in ({}, *others)}
+    assert len(names) == 4
+    assert not any("/" in name for name in names)
 
 
 @pytest.mark.parametrize(

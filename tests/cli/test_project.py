@@ -52,6 +52,8 @@ def test_an_editor_knows_every_key_of_its_recipe_and_of_the_packages(project: Pa
         ([], "usage: hybridtrain new <folder>"),
         (["my-project"], "my-project cannot be the name of a Python package"),
         (["."], "is there already, and not empty"),
+        (["mine.txt/mine"], "mine.txt/mine cannot be written: Not a directory"),
+        (["notes"], "notes cannot be written: Not a directory"),
     ],
 )
 def test_what_cannot_be_a_project_is_refused(
@@ -60,10 +62,14 @@ def test_what_cannot_be_a_project_is_refused(
 ) -> None:  # fmt: skip
     Path("here").mkdir()
     monkeypatch.chdir("here")
-    Path("mine.txt").touch()
+    files = [Path("mine.txt"), Path("notes")]
+    for file in files:
+        file.touch()
     assert main(["new", *words]) != 0
-    assert message in capsys.readouterr().err
-    assert [path.name for path in Path().iterdir()] == ["mine.txt"]
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert sorted(Path().iterdir()) == files
 
 
 def test_the_folder_of_options_is_named_in_the_table(

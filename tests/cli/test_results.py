@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,19 @@ def test_the_best_run_of_a_sweep_is_named_with_its_command(
     assert main(["results", "outputs", "sort=-loss"]) == 0
     assert f"best by loss: digits-seed/{losses[max(losses)]}, " in capfd.readouterr().err
     assert main(command[1:]) == 0  # it is complete, and only evaluated
+
+
+def test_commands_that_a_sweep_and_a_plan_end_with_have_the_folder_of_options(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("my options/optim").mkdir(parents=True)
+    Path("my options/optim/mine.yaml").write_text("{_target_: torch.optim.SGD, lr: 0.01}\n")
+    given = [*QUICK, "optim=mine", "--config-dir", "my options"]
+    for words in (["-m", *given, "seed=1,2"], ["plan", *given, "cluster=h100", "run_name=plan"]):
+        assert main(words) == 0
+        command = shlex.split(capfd.readouterr().err.splitlines()[-1])
+        assert command[-2:] == ["--config-dir", "my options"]
+        assert main([*command[command.index("hybridtrain") + 1 :], "world.devices=cpu"]) == 0
 
 
 def test_results_are_found_by_name_and_by_folder(

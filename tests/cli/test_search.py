@@ -23,6 +23,7 @@ from hybridtrain.app.cli import main
 from hybridtrain.app.compose import parse_overrides
 from hybridtrain.app.config import SearchConfig
 from hybridtrain.app.search import _space
+from hybridtrain.errors import DivergedError
 
 TRIAL = """
 import json, os, signal, sys, time
@@ -35,15 +36,19 @@ assert sys.argv[1] == "train"
 run.mkdir(parents=True, exist_ok=True)
 with open(run / "starts", "a") as starts:
     print(os.getpid(), file=starts)
+(run / "config.yaml").write_text(json.dumps({"optim": {"lr": rate}, "run_name": given["run_name"]}))
+(run / "overrides.yaml").write_text(json.dumps([f"optim.lr={rate}"]))
+(run / "command").write_text(" ".join(sys.argv))
 if rate > 0.9:
-    sys.exit(2)
+    sys.exit(int(os.environ.get("FAILS_WITH", 2)))
+if "SIGNALS" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
 with open(run / "metrics.jsonl", "w") as lines:
     for step in range(1, 4):
         print(json.dumps({"step": step, "eval/loss": rate / step}), file=lines, flush=True)
         if "SLOW" in os.environ or rate > 0.5:
             time.sleep(2 if step == 3 else 0.1)
-(run / "config.yaml").write_text(json.dumps({"optim": {"lr": rate}, "run_name": given["run_name"]}))
-(run / "overrides.yaml").write_text(json.dumps([f"optim.lr={rate}"]))
 (run / "summary.json").write_text(json.dumps({"steps": 3, "eval": {"loss": rate / 3}}))
 """
 FOLDER = Path("outputs/digits-search")
@@ -120,6 +125,63 @@ def test_an_interrupted_search_goes_on_with_its_trial(words: list[str]) -> None:
     assert [trial.state for trial in after] == [TrialState.COMPLETE] * 3
     assert after[0].params == before[0].params
     assert len((FOLDER / "trial_000/starts").read_text().split()) == 2
+
+
+def test_a_signal_at_the_end_of_a_trial_stops_the_search(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIGNALS", "1")
+    assert main(words) == 75
+    assert [trial.state for trial in study().trials] == [TrialState.COMPLETE]
+
+
+def test_a_study_is_not_mixed_with_one_of_another_metric_or_mode(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    for metric, mode in (("accuracy", "max"), ("loss", "max"), ("accuracy", "min")):
+        said = fail(capfd, *words, f"search.metric={metric}", f"search.mode={mode}")
+        assert said.startswith("error: the study digits-search is by the smallest loss, not by the")
+        assert said.endswith("set another run_name=\n")
+
+
+def test_a_study_is_not_mixed_with_one_of_other_choices(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "pipeline.chunks=2,4"]) == 0
+    said = fail(capfd, *words, "pipeline.chunks=2,4,8", "search.trials=5")
+    assert said.startswith("error: pipeline.chunks: the study digits-search has begun with ")
+    assert len(study().trials) == 3
+
+
+def test_a_search_in_a_group_of_runs_has_a_folder_of_its_own(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "run_name=group/digits"]) == 0
+    assert len(list(Path("outputs/group-digits-search").glob("trial_*/summary.json"))) == 3
+    assert "run_name=group-digits-search/trial_" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["mine", None])
+def test_the_trials_are_in_the_group_of_the_command_line_or_of_the_study(
+    group: str | None, words: list[str]
+) -> None:
+    assert main([*words, "search.trials=1", *([f"monitor.group={group}"] if group else [])]) == 0
+    command = (FOLDER / "trial_000/command").read_text().split()
+    groups = [word for word in command if word.startswith("monitor.group=")]
+    assert groups == [f"monitor.group={group or 'digits-search'}"]
+
+
+def test_a_trial_that_diverges_is_not_called_worse_than_others(
+    words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS_WITH", str(DivergedError.exit_code))
+    diverge = [*(w for w in words if not w.startswith("optim")), "optim.lr=interval(1,2)"]
+    assert main([*diverge, "search.trials=1"]) == 0
+    assert study().trials[0].state is TrialState.PRUNED
+    said = capfd.readouterr().err
+    assert "trial_000 has diverged" in said
+    assert "others were better" not in said
 
 
 def test_two_searches_share_the_trials_of_a_study(words: list[str]) -> None:
