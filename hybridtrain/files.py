@@ -31,18 +31,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Makes a temporary folder that replaces `path` at the end, unless an exception is raised.
 
-    A folder that is there is kept, under a hidden name, until the new one has its place.
+    A folder that is there is kept, under a hidden name, until the new one has its place, and comes
+    back if the new one does not get it.
     """
     temporary, old = (path.with_name(f".{path.name}.{uuid4().hex}") for _ in range(2))
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
-            path.replace(old)
-        temporary.replace(path)
+        try:
+            if path.exists():
+                path.replace(old)
+            temporary.replace(path)
+        except BaseException:  # a Ctrl-C too
+            if old.exists() and not path.exists():
+                old.replace(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

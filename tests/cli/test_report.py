@@ -120,6 +120,18 @@ def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
     assert not Path("outputs/b").exists()
 
 
+def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise KeyError("train/loss")
+
+    monkeypatch.setattr("hybridtrain.report.charts.curves", fails)
+    assert main([*SMALL, "monitor.report=true", "trainer.steps=2"]) == 0
+    assert Path("outputs/digits/summary.json").exists()
+    assert "To write it: hybridtrain report outputs/digits" in capfd.readouterr().err
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_figures_and_what_an_action_is_under_the_pointer(
