@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
@@ -44,6 +44,7 @@ from hybridtrain.data import (
     DataSplits,
     batches_in,
     example_batch,
+    first_samples,
     largest_batch,
     length_of,
 )
@@ -56,6 +57,7 @@ from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline import checkpoint_policy
 from hybridtrain.planning import (
     Choices,
     CostTable,
@@ -183,7 +185,8 @@ def batches_of(config: Config, data: DataSplits, options: RunOptions) -> int | N
     samples = length_of(data.train)
     if samples is None:
         return None
-    return batches_in(samples, config.data["batch_size"], options.loader)
+    size = config.data["batch_size"]
+    return batches_in(first_samples(samples, size, options.loader), size, options.loader)
 
 
 def model_of_run(config: Config, data: DataSplits) -> RunModel:
@@ -464,7 +467,6 @@ def _prediction_of(context: RunContext) -> Prediction:
         context.config.data["batch_size"],
         model.resolve_loss(context.options.loss_fn).function,
         _measured_costs(context),
-        model.pipeline.recomputed_layers,
     )
 
 
@@ -478,7 +480,6 @@ def _predict(
     samples: int,
     loss_fn: LossFn,
     measured: Sequence[LayerCost] | None = None,
-    recomputed: Set[int] = frozenset(),
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
@@ -492,6 +493,7 @@ def _predict(
         checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
+    names = [layer.name for stage in stages for layer in stage]
     first = tuple(split_batch(each, sizes)[0] for each in example)
     draws = default_generators()
     inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
@@ -506,7 +508,7 @@ def _predict(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
-        recomputed=recomputed,
+        recomputed=checkpoint_policy(options.checkpoint, names).layers,
     )
 
 

@@ -75,6 +75,16 @@ def test_the_runs_of_a_sweep_have_its_name_and_one_colour_each(
     assert len({colour for colour, _ in names}) == 4
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(finished: Path, tmp_path: Path) -> None:
+    names = ["a/trial_0", "b/trial_0", "b/trial_1"]
+    runs = [Path(shutil.copytree(finished, tmp_path / name)) for name in names]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    shown = re.findall(r'<a href="#run-\d" style="--run: #\w+">([\w/]+)</a>', page)
+    assert shown == ["a/trial_0", "b/trial_0", "trial_1"]
+    bars = re.search(r'"orientation":"h",.*?"y":(\[.*?\])', page)
+    assert json.loads(bars[1].replace("\\u002f", "/")) == shown
+
+
 def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     finished: Path, tmp_path: Path
 ) -> None:
