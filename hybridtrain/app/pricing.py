@@ -83,6 +83,7 @@ from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from hybridtrain.app.build import RunContext, RunOptions
+    from hybridtrain.trainer import Trainer
 
 # Samples of a micro-batch that layers are looked at with, and that are loaded to time the data.
 _SAMPLES = 16
@@ -525,11 +526,22 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
     return plan.costs
 
 
+class _MfuByTokens(Mfu):
+    """Logs the MFU of batches that may differ in length, by the FLOPs per token."""
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the utilization."""
+        tokens = {"train/samples_per_second": values.get("train/tokens_per_second", 0.0)}
+        super().on_log(trainer, tokens)
+        values["train/mfu"] = tokens["train/mfu"]
+
+
 def utilization(context: RunContext) -> list[Callback]:
     """Returns what logs the MFU of a run with a `cluster`, on rank 0; elsewhere nothing.
 
-    The FLOPs are counted on fake tensors, and those of a backward are twice the forward's. Nothing
-    that goes wrong here ends the run.
+    The FLOPs are counted on fake tensors, for the first micro-batch, and those of a backward are
+    twice the forward's. Where samples have a length, they count per token, since batches that are
+    padded to their longest sample differ in it. Nothing that goes wrong here ends the run.
     """
     cluster, options = context.config.cluster, context.model.options
     if cluster is None or not context.world.is_main:
@@ -549,7 +561,10 @@ def utilization(context: RunContext) -> list[Callback]:
         try:
             with _without_errors_of_fake_tensors():
                 counted = count_layers(layers, microbatch, options.precision)
-            return [Mfu(3 * sum(each.forward.flops for each in counted) / sizes[0], peak)]
+            flops = 3 * sum(each.forward.flops for each in counted)
+            if tokens := Batch(microbatch, None, sizes[0], sizes[0]).tokens:
+                return [_MfuByTokens(flops / tokens, peak)]
+            return [Mfu(flops / sizes[0], peak)]
         except Exception as error:  # of the user's layers, which run on fake tensors
             _log.debug("no FLOPs", exc_info=True)
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
