@@ -15,11 +15,12 @@ from hybridtrain.schedule import WORDS, Action, Span, Spans
 class TimelineFiles(Monitor):
     """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; the files of an earlier step are replaced."""
+        self.directory.mkdir(parents=True, exist_ok=True)
         title = f"{self.directory.resolve().name}, step {step}"
         events = [
             *chrome_trace(measured, f"step {step}")["traceEvents"],
