@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 
@@ -72,3 +73,26 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the entries of a `metrics.jsonl` that may be written at this moment, or not be there.
+
+    See `entries_of`.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    yield from entries_of(lines)
+
+
+def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects with a step among lines, without those that are not complete."""
+    for line in lines:
+        try:
+            entry: Any = json.loads(line)
+        except ValueError:  # the last line, half written, or that of a killed run
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield entry

@@ -75,6 +75,18 @@ def test_the_runs_of_a_sweep_have_its_name_and_one_colour_each(
     assert len({colour for colour, _ in names}) == 4
 
 
+@pytest.mark.parametrize("torn", [b'{"step": 7, "ti', b"\xff\xfe\n", b"7\n", b"{}\n", b"\0\0\n"])
+def test_a_torn_line_of_metrics_spoils_neither_the_page_nor_the_table(
+    finished: Path, tmp_path: Path, torn: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "torn"))
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(torn)
+    assert RunRecord.read(run).curves == RunRecord.read(finished).curves
+    assert main(["results", str(run)]) == 0
+    assert "done" in capsys.readouterr().out
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(finished: Path, tmp_path: Path) -> None:
     names = ["a/trial_0", "b/trial_0", "b/trial_1"]
     runs = [Path(shutil.copytree(finished, tmp_path / name)) for name in names]
